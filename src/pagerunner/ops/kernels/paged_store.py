@@ -23,11 +23,16 @@ _SMALL_HEAD = 64
 
 @triton.jit
 def _heads(
-    ptr, token, stride_t, stride_h, first, count, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+    source, token, first, count, prep,
     ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [first, first + count) of a token, normed and rotated: two halves [ROWS, HALF_P] float32."""
+    """Heads [first, first + count) of a token, normed and rotated: two halves [ROWS, HALF_P] float32.
+
+    `source`: a projection's output, and its strides by token and by head. `prep`: the norm's weight, its epsilon, and the angles.
+    """
+    ptr, stride_t, stride_h = source
+    norm_ptr, eps, cos_ptr, sin_ptr, stride_rope = prep
     head = first + tl.arange(0, ROWS)
     d = tl.arange(0, HALF_P)
     there = (head < first + count)[:, None]
@@ -61,69 +66,42 @@ def _put(
 
 
 @triton.jit
-def _put_fp8(
-    ptr, low, high, count, stride_h, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr
-):
-    _put(ptr, low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True), count, stride_h, ROWS, D, HALF, HALF_P)
-
-
-@triton.jit
-def _put_quantised(
-    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, entry, offset_ptr, token, low, high, scale, K,
-    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-):  # fmt: skip
-    """Store a token's heads into its page, if it has a page; and back to where they came from, rounded as the page holds them."""
-    scale = scale[:, None]
-    low8 = quantise(low.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
-    high8 = quantise(high.to(ptr.dtype.element_ty).to(tl.float32), scale, FP8_MAX, FP8)
-    if entry >= 0:
-        slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
-        _put_fp8(slot, low8, high8, K, page_sh, ROWS, D, HALF, HALF_P)
-    own = ptr + tl.cast(token, tl.int64) * stride_t
-    _put(own, low8.to(tl.float32) * scale, high8.to(tl.float32) * scale, K, stride_h, ROWS, D, HALF, HALF_P)
-
-
-@triton.jit
-def _store_scaled_token(
-    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, scale_ptr, norm_ptr, eps, cos_ptr, sin_ptr,
-    stride_rope, entry_ptr, offset_ptr, token, K,
+def _store_token(
+    source, page, prep, scale_ptr, entry_ptr, offset_ptr, token, K,
     ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
     ROPE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Store a token in fp8, by the checkpoint's scales of the layer's heads."""
-    head = tl.arange(0, ROWS)
-    scale = tl.load(scale_ptr + head, mask=head < K, other=0.0)
-    low, high = _heads(
-        ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-        ROWS, D, HALF, HALF_P, NORM, ROPE,
-    )  # fmt: skip
-    _put_quantised(
-        ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, tl.load(entry_ptr + token), offset_ptr, token,
-        low, high, scale, K, ROWS, D, HALF, HALF_P, FP8, FP8_MAX,
-    )  # fmt: skip
+    """Store a token's heads into its page, if it has a page; and back to where they came from, rounded as the page holds them.
 
-
-@triton.jit
-def _store_token(
-    ptr, stride_t, stride_h, page_ptr, page_se, page_ss, page_sh, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-    entry_ptr, offset_ptr, token, K,
-    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-):  # fmt: skip
-    low, high = _heads(
-        ptr, token, stride_t, stride_h, 0, K, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-        ROWS, D, HALF, HALF_P, NORM, ROPE,
-    )  # fmt: skip
-    low = low.to(ptr.dtype.element_ty).to(page_ptr.dtype.element_ty)
-    high = high.to(ptr.dtype.element_ty).to(page_ptr.dtype.element_ty)
+    `page`: all pages, and their strides by entry, slot and head. In fp8 the checkpoint has a scale for each of the layer's heads.
+    """
+    ptr, stride_t, stride_h = source
+    page_ptr, page_se, page_ss, page_sh = page
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if FP8 is not None:
+        head = tl.arange(0, ROWS)
+        scale = tl.load(scale_ptr + head, mask=head < K, other=0.0)
+    low, high = _heads(source, token, 0, K, prep, ROWS, D, HALF, HALF_P, NORM, ROPE)
     entry = tl.load(entry_ptr + token)
+    low, high = low.to(dtype), high.to(dtype)
+    if FP8 is None:
+        low, high = low.to(page_ptr.dtype.element_ty), high.to(page_ptr.dtype.element_ty)
+    else:
+        low = quantise(low.to(tl.float32), scale[:, None], FP8_MAX, FP8)
+        high = quantise(high.to(tl.float32), scale[:, None], FP8_MAX, FP8)
     if entry >= 0:
         slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
-        _put(slot, low, high, K, page_sh, ROWS, D, HALF, HALF_P)
-    if NORM or ROPE or (ptr.dtype.element_ty != page_ptr.dtype.element_ty):
-        own = ptr + tl.cast(token, tl.int64) * stride_t
-        _put(own, low.to(ptr.dtype.element_ty), high.to(ptr.dtype.element_ty), K, stride_h, ROWS, D, HALF, HALF_P)
+        if FP8 is None:
+            _put(slot, low, high, K, page_sh, ROWS, D, HALF, HALF_P)
+        else:
+            codes_low, codes_high = low.to(tl.uint8, bitcast=True), high.to(tl.uint8, bitcast=True)
+            _put(slot, codes_low, codes_high, K, page_sh, ROWS, D, HALF, HALF_P)
+    own = ptr + tl.cast(token, tl.int64) * stride_t
+    if FP8 is not None:
+        low, high = low.to(tl.float32) * scale[:, None], high.to(tl.float32) * scale[:, None]
+        _put(own, low, high, K, stride_h, ROWS, D, HALF, HALF_P)
+    elif NORM or ROPE or (dtype != page_ptr.dtype.element_ty):
+        _put(own, low.to(dtype), high.to(dtype), K, stride_h, ROWS, D, HALF, HALF_P)
 
 
 @triton.jit
@@ -144,37 +122,25 @@ def _prepare_kernel(
     PARTS: tl.constexpr = (H + QUERY_BLOCK - 1) // QUERY_BLOCK + (0 if QUERIES else 2)
     token = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS + (2 if QUERIES else 0)
+    k_prep = (k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope)
     if part >= 2:
         first = (part - 2) * QUERY_BLOCK
         count = tl.minimum(H - first, QUERY_BLOCK)
         low, high = _heads(
-            q_ptr, token, q_st, q_sh, first, count, q_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
+            (q_ptr, q_st, q_sh), token, first, count, (q_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope),
             QUERY_BLOCK, D, HALF, HALF_P, NORM, ROPE,
         )  # fmt: skip
         at = q_ptr + tl.cast(token, tl.int64) * q_st + first * q_sh
         _put(at, low, high, count, q_sh, QUERY_BLOCK, D, HALF, HALF_P)
-    elif FP8 is None:
-        if part == 0:
-            _store_token(
-                k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-                entry_ptr, offset_ptr, token, K, ROWS, D, HALF, HALF_P, NORM, ROPE,
-            )  # fmt: skip
-        else:
-            _store_token(
-                v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-                entry_ptr, offset_ptr, token, K, ROWS, DV, HALF_V, HALF_VP, False, False,
-            )  # fmt: skip
     elif part == 0:
-        _store_scaled_token(
-            k_ptr, k_st, k_sh, kp_ptr, kp_se, kp_ss, kp_sh, scales_ptr, k_norm_ptr, eps,
-            cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, K,
-            ROWS, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX,
+        _store_token(
+            (k_ptr, k_st, k_sh), (kp_ptr, kp_se, kp_ss, kp_sh), k_prep, scales_ptr, entry_ptr, offset_ptr,
+            token, K, ROWS, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX,
         )  # fmt: skip
     else:
-        _store_scaled_token(
-            v_ptr, v_st, v_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr + K, k_norm_ptr, eps,
-            cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, token, K,
-            ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX,
+        _store_token(
+            (v_ptr, v_st, v_sh), (vp_ptr, vp_se, vp_ss, vp_sh), k_prep, scales_ptr + K, entry_ptr, offset_ptr,
+            token, K, ROWS, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX,
         )  # fmt: skip
 
 
