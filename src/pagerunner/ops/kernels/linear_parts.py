@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.activation import logistic, rounded
 from pagerunner.ops.linear import Norm
+from pagerunner.ops.stored import Stored
 
 NO_NORM, PLAIN_NORM, OFFSET_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A kernel's NORM: the weights of an offset norm count from 1."""
@@ -22,7 +23,7 @@ class Product(NamedTuple):
     """
 
     x_TI: torch.Tensor
-    weight_OI: Any
+    weight_OI: torch.Tensor | Stored
     bias_O: torch.Tensor | None
     out_TO: torch.Tensor
     norm: Norm | None = None
