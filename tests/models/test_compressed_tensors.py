@@ -14,6 +14,7 @@ from helpers.quantise import CONFIGS, PACKED, quantise
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "kind", [kind for kind in (*CONFIGS, *PACKED) if "compressed" in kind or kind in ("int4", "int8 packed")]
 )
@@ -29,4 +30,4 @@ def test_compressed_tensors_reads_its_formats_as_they_are_meant(tmp_path: Path, 
     found = dict(reference.named_parameters())
     assert any(name.endswith("down_proj.weight") for name in meant)
     for name, weight in meant.items():
-        torch.testing.assert_close(found[name], weight.float(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found[name].float(), weight.float(), atol=1e-6, rtol=1e-5)
