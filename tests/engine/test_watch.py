@@ -137,3 +137,34 @@ def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_p
     hung.clear()
     assert said(now + 4.1, 3, 3) == said(now + 60, 3, 3) == []
     one.close()
+
+
+class Silent:
+    """A socket to a core that says nothing."""
+
+    def send(self, data: bytes) -> None:
+        pass
+
+    async def recv(self) -> bytes:
+        await asyncio.sleep(600)
+        return b""
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_core_that_does_not_end_is_not_waited_for_either(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(children, "_END_SECONDS", 0.1)
+    stuck: Any = Stuck()
+    silent: Any = Silent()
+    ready: Any = None
+
+    async def close() -> None:
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        core = client.LoadedCore(stuck, silent, tmp_path, exited, ready)
+        await client.CoreClient(core, receive=print, died=lambda error: None).close(timeout=0.1)
+
+    asyncio.run(asyncio.wait_for(close(), 5))
+    assert "still there: the engine core (process 4711)" in caplog.text

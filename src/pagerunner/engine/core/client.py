@@ -171,11 +171,10 @@ class CoreClient:
         if self._death is None:
             self._core.socket.send(self._encoder.encode(wire.Shutdown()))
             self._die(EngineDeadError("The engine has been shut down."))
-        try:
-            await asyncio.wait_for(asyncio.shield(self._core.exited), timeout)
-        except TimeoutError:
+        _, late = await asyncio.wait([self._core.exited], timeout=timeout)
+        if late:
             self._core.process.kill()
-            await self._core.exited
+            await asyncio.wait(late, timeout=timeout)
         for task in (self._reader, self._watcher):
             task.cancel()
         await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
