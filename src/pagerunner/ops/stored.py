@@ -94,7 +94,7 @@ def unpack4(packed: torch.Tensor) -> torch.Tensor:
 def dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in `dtype`: computed in float32, then rounded once.
 
-    Large ones are unpacked some rows at a time, as what is computed on the way takes six times the bytes of a matrix in float32.
+    Large ones are unpacked some rows at a time, as several copies of them in float32 are needed on the way.
     """
     (*_, rows, _), high = stored.shape, stored.block[0] if isinstance(stored, Stored8) else 1
     step = max(1, _PIECE * rows // max(1, math.prod(stored.shape)) // high) * high
