@@ -19,13 +19,13 @@ os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections import defaultdict  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402 - torch reads the variables above when a test module imports it
 
-from helpers.effort import TEST_DAY, share_of_the_day  # noqa: E402
+from helpers.days import HELP, keep_the_days  # noqa: E402
+from helpers.effort import TEST_DAY  # noqa: E402
 
 settings.register_profile("machine", deadline=None)  # a loaded machine is not a failing test
 settings.load_profile("machine")
@@ -35,9 +35,7 @@ os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
-    config.addinivalue_line(
-        "markers", "days(n): of a file's tests with this marker every n-th runs, others on the next day"
-    )
+    config.addinivalue_line("markers", HELP)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,22 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     What chooses tests is then hidden from the programs that are tested: PAGERUNNER_ variables are settings of theirs.
     """
-    _keep_the_days(config, items)
+    keep_the_days(config, items)
     for name in ("PAGERUNNER_TEST_DAY", "PAGERUNNER_THOROUGH"):
         os.environ.pop(name, None)
-
-
-def _keep_the_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    dear: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if (mark := item.get_closest_marker("days")) is not None:
-            dear[str(item.path), mark.args[0]].append(item)
-    others = set()
-    for (_, days), of_file in dear.items():
-        if len(of_file) >= days:  # fewer have been asked for by name
-            others |= set(of_file) - {of_file[number] for number in share_of_the_day(len(of_file), days)}
-    items[:] = [item for item in items if item not in others]
-    config.hook.pytest_deselected(items=list(others))
 
 
 def pytest_collection_finish() -> None:
