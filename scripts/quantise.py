@@ -36,7 +36,8 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.loader import build_model, checkpoint_files, own_name
-from pagerunner.models.configs.reader import read_json, read_model_config
+from pagerunner.models.configs.json_files import read_json
+from pagerunner.models.configs.reader import read_model_config
 
 FORMATS = ("fp8", "int4")
 LEAST_GROUP = 32

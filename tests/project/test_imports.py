@@ -60,6 +60,13 @@ def test_help_takes_little_time_and_no_torch():
     assert share_of_usual(code) < 1.6
 
 
+def test_small_processes_know_no_models():
+    """Reading every family's config module took as long as all else that a process for templates imports."""
+    code = "import pagerunner.engine.structured_output.grammar_worker, pagerunner.text.template_worker"
+    found = python(f"import sys\n{code}\nsys.exit('pagerunner.models.registry' in sys.modules)")
+    assert found.returncode == 0, found.stderr
+
+
 def modules():
     return [checks.dotted(path) for path in checks.package_files() if path.name != "__main__.py"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagerunner import limits
 from pagerunner.errors import CheckpointError, InvalidRequestError
-from pagerunner.models.configs.reader import read_json
+from pagerunner.models.configs.json_files import read_json
 
 if TYPE_CHECKING:
     import jinja2

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagerunner.errors import CheckpointError, InvalidRequestError
-from pagerunner.models.configs.reader import read_json
+from pagerunner.models.configs.json_files import read_json
 from pagerunner.text.chat_template import ChatTemplate
 from pagerunner.text.token_bound import bytes_per_token, least_tokens, swallows_whitespace
 

@@ -23,7 +23,7 @@ import msgspec
 
 from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
-from pagerunner.models.configs.reader import read_json
+from pagerunner.models.configs.json_files import read_json
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -34,7 +34,7 @@ from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
-from pagerunner.models.configs.reader import read_json
+from pagerunner.models.configs.json_files import read_json
 from pagerunner.models.registry import FAMILIES
 from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, beyond, is_damage, name_of
 

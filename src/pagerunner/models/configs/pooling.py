@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
-from pagerunner.models.configs.reader import read_json
+from pagerunner.models.configs.json_files import read_json
 from pagerunner.types import Pooling
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]

@@ -13,12 +13,13 @@ from pagerunner.config import DTYPE_BYTES
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
+from pagerunner.models.configs.json_files import read_json
 from pagerunner.models.configs.quantization import asked_format, read_format, with_hf_quant_config
 from pagerunner.models.configs.quantization_fields import ALL
 from pagerunner.models.registry import FAMILIES, Family
 from pagerunner.quant.formats import Format
 
-__all__ = ["ModelConfig", "RopeConfig", "read_json", "read_model_config"]
+__all__ = ["ModelConfig", "RopeConfig", "read_model_config"]
 
 _MOST_LAYERS = 10_000  # published models have fewer than 200; each one is built to be planned
 _QUANTIZATIONS = ("quantization_config", "compression_config")
@@ -204,27 +205,6 @@ def _text_values(outer: Fields, family: Family, text_type: str) -> dict[str, Any
     tied = outer.take("tie_word_embeddings")
     outer.finish(_IMAGE_FIELDS)
     return found | text | ({} if tied is None else {"tie_word_embeddings": tied})
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or does not hold one JSON object.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}.") from None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{file} is not UTF-8 text.") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
-        raise CheckpointError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}.")
-    return values
 
 
 def _locate(path: str | Path) -> tuple[Path, Path]:
