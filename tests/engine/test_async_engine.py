@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,40 @@ async def running(model: Path, **options: Any) -> AsyncIterator[AsyncEngine]:
         await engine.shutdown()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared(model: Path) -> Iterator[asyncio.Runner]:
+    """The loop of engines that several tests use."""
+    with asyncio.Runner() as runner:
+        yield runner
+        for engine in ENGINES.values():
+            runner.run(engine.shutdown())
+        ENGINES.clear()
+
+
+ENGINES: dict[str, AsyncEngine] = {}
+
+
+def with_shared(runner: asyncio.Runner, model: Path, test: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """As `with_engine`, and the engine goes on for other tests: a start takes longer than most of them."""
+
+    async def main() -> None:
+        if core not in ENGINES:
+            ENGINES[core] = await AsyncEngine.from_args(EngineArgs(model=str(model)), core_factory=fake_core.FACTORY)
+        engine = ENGINES[core]
+        await test(engine)
+        await until(lambda: engine.num_unfinished == 0)
+        engine.check_health()
+        assert engine.sleep_level == -1
+
+    core = os.environ.get(fake_core.OPTIONS_VARIABLE, "")
+    try:
+        runner.run(main())
+    except BaseException:
+        if core in ENGINES:  # the next test gets another one
+            runner.run(ENGINES.pop(core).shutdown())
+        raise
+
+
 def with_engine(model: Path, test: Callable[[AsyncEngine], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         async with running(model, **options) as engine:
@@ -85,7 +119,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_every_output_kind_ends_with_the_same_text(model: Path) -> None:
+def test_every_output_kind_ends_with_the_same_text(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         texts = {}
         for kind in ("cumulative", "delta", "final_only"):
@@ -97,19 +131,19 @@ def test_every_output_kind_ends_with_the_same_text(model: Path) -> None:
         assert set(texts.values()) == {texts["cumulative"]} and texts["cumulative"].startswith("hello")
         assert engine.num_unfinished == 0
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
-def test_n_sequences_come_as_one_request(model: Path) -> None:
+def test_n_sequences_come_as_one_request(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         output = await last(engine, "a", {"prompt_token_ids": [5, 6]}, n=3, max_tokens=3)
         assert [(one.index, one.token_ids) for one in output.outputs] == [(index, [5, 6, 5]) for index in range(3)]
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
-def test_leaving_the_iterator_or_being_cancelled_aborts(model: Path) -> None:
+def test_leaving_the_iterator_or_being_cancelled_aborts(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         params = SamplingParams(max_tokens=1000, n=2)
         async with aclosing(engine.generate("hello", params, "left")) as outputs:
@@ -122,7 +156,7 @@ def test_leaving_the_iterator_or_being_cancelled_aborts(model: Path) -> None:
         await until(lambda: engine.num_unfinished == 0)
         assert engine.stats.running == 0
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
@@ -141,7 +175,7 @@ def test_abort_ends_a_request_with_what_it_has(model: Path) -> None:
     with_engine(model, test)
 
 
-def test_errors_reach_only_the_request_that_caused_them(model: Path) -> None:
+def test_errors_reach_only_the_request_that_caused_them(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             ("", {}, InvalidRequestError, "empty"),
@@ -157,11 +191,11 @@ def test_errors_reach_only_the_request_that_caused_them(model: Path) -> None:
         assert len((await good).outputs[0].token_ids) == 200
         assert engine.num_unfinished == 0
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_request_id_in_use_is_refused_and_the_first_goes_on(model: Path) -> None:
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         first = asyncio.create_task(last(engine, "same", "hello", max_tokens=10))
         await until(lambda: engine.num_unfinished == 1)
@@ -169,7 +203,7 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(model: Path) -> No
             await last(engine, "same", "hello")
         assert len((await first).outputs[0].token_ids) == 10
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
@@ -186,7 +220,7 @@ def test_an_id_that_looks_like_a_siblings_is_another_request(model: Path) -> Non
     with_engine(model, test)
 
 
-def test_sleep_refuses_and_wake_up_serves_again(model: Path) -> None:
+def test_sleep_refuses_and_wake_up_serves_again(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         await engine.sleep(1)
         assert await engine.is_sleeping()
@@ -197,11 +231,11 @@ def test_sleep_refuses_and_wake_up_serves_again(model: Path) -> None:
         assert (await last(engine, "b", "hello", max_tokens=2)).outputs[0].token_ids
         assert await engine.reset_prefix_cache() is True
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_caller_of_sleep_who_is_cancelled_leaves_the_right_state(model: Path) -> None:
+def test_a_caller_of_sleep_who_is_cancelled_leaves_the_right_state(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         task = asyncio.create_task(last(engine, "a", "hello", max_tokens=10))
         await until(lambda: engine.stats.running == 1)
@@ -219,7 +253,7 @@ def test_a_caller_of_sleep_who_is_cancelled_leaves_the_right_state(model: Path) 
         await until(lambda: engine.sleep_level == -1)
         assert (await last(engine, "b", "hello", max_tokens=1)).finished
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 def test_requests_wait_while_the_engine_is_paused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +276,9 @@ def test_requests_wait_while_the_engine_is_paused(model: Path, monkeypatch: pyte
     with_engine(model, test, stall_seconds=0.2)
 
 
-def test_a_request_larger_than_the_queue_is_told_what_to_ask_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_larger_than_the_queue_is_told_what_to_ask_for(
+    shared: asyncio.Runner, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(engine: AsyncEngine) -> None:
         text = "hello there my friend"
         size = len(await engine.encode(text))
@@ -255,7 +291,7 @@ def test_a_request_larger_than_the_queue_is_told_what_to_ask_for(model: Path, mo
         monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 4 * size)
         assert len((await last(engine, "a", text, n=4, max_tokens=1)).outputs) == 4
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 @pytest.mark.usefixtures("slow")
@@ -401,17 +437,17 @@ def test_text_that_cannot_be_processed_ends_its_request_only(model: Path) -> Non
     with_engine(model, test, frontend_factory=broken_frontend)
 
 
-def test_chat_rendering_and_text_helpers(model: Path) -> None:
+def test_chat_rendering_and_text_helpers(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         ids = await engine.render_chat([{"role": "user", "content": "hi"}])
         assert await engine.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         assert await engine.decode(await engine.encode("hello, world")) == "hello, world"
         assert engine.max_model_len == engine.memory_plan["max_model_len"] == 2048
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
-def test_added_requests_stream_deltas_and_can_be_aborted(model: Path, slow: None) -> None:
+def test_added_requests_stream_deltas_and_can_be_aborted(shared: asyncio.Runner, model: Path, slow: None) -> None:
     async def test(engine: AsyncEngine) -> None:
         params = SamplingParams(max_tokens=6, output_kind="delta")
         stream = await engine.add_request("a", "hello", params)
@@ -428,7 +464,7 @@ def test_added_requests_stream_deltas_and_can_be_aborted(model: Path, slow: None
         assert output.outputs[0].finish_reason == "abort"
         assert engine.num_unfinished == 0
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 def test_observers_hear_of_sequences_and_of_sleep(model: Path) -> None:
@@ -465,7 +501,7 @@ def test_observers_hear_of_sequences_and_of_sleep(model: Path) -> None:
     assert listener.heard[4:] == [("started", "b-1"), ("dropped", "b-1"), 1, None]
 
 
-def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
+def test_many_bad_words_are_tokenised_off_the_loop(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         places: list[bool] = []
         tokenizer = engine.tokenizer
@@ -483,10 +519,10 @@ def test_many_bad_words_are_tokenised_off_the_loop(model: Path) -> None:
             await last(engine, "many", {"prompt_token_ids": [5, 6]}, max_tokens=1, bad_words=["ab" * 50] * 80)
             assert places and not any(places)
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
-def test_long_stop_strings_are_prepared_off_the_loop(model: Path) -> None:
+def test_long_stop_strings_are_prepared_off_the_loop(shared: asyncio.Runner, model: Path) -> None:
     """As many at once as there may be: what they are searched with is made once for each, and never on the loop."""
     made: list[bool] = []
     init = StopAutomaton.__init__
@@ -510,11 +546,11 @@ def test_long_stop_strings_are_prepared_off_the_loop(model: Path) -> None:
             await last(engine, "short", {"prompt_token_ids": [5]}, max_tokens=1, stop=["a new one"])
             assert made == [True]
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    shared: asyncio.Runner, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_door, "KEPT", 2)
     checks: list[str] = []
@@ -534,7 +570,7 @@ def test_more_new_grammars_at_once_than_are_remembered_dont_hold_up_the_loop(
         )
         assert sorted(checks) == sorted(str(one.regex) for one in wanted), "each once, none while the loop waits"
 
-    with_engine(model, test)
+    with_shared(shared, model, test)
 
 
 def test_a_lighter_sleep_while_asleep_leaves_the_state_that_it_is(model: Path) -> None:

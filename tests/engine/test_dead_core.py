@@ -81,6 +81,7 @@ def test_requests_go_on_when_sleep_is_refused(args: EngineArgs, mode: SleepMode)
     assert tokens == [7] * 20
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("token", "reason"), [REASONS[number] for number in share_of_the_day(len(REASONS), 3)])
 def test_every_waiting_request_hears_the_reason_and_health_fails(args: EngineArgs, token: int, reason: str) -> None:
     async def scenario() -> None:
@@ -108,6 +109,7 @@ def test_every_waiting_request_hears_the_reason_and_health_fails(args: EngineArg
     asyncio.run(scenario())
 
 
+@pytest.mark.days(2)
 def test_sleep_that_waits_for_a_failing_request_ends_the_process(args: EngineArgs) -> None:
     async def scenario() -> None:
         engine = await AsyncEngine.from_args(args, core_factory=failing_core.FACTORY)

@@ -14,6 +14,7 @@ from helpers import fake_flashinfer
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.effort import by_days
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.attention import flashinfer_backend
@@ -44,8 +45,7 @@ def serve_anywhere(monkeypatch: pytest.MonkeyPatch, backend: Any, **sizes: Any) 
     monkeypatch.setattr(backend, "capabilities", small)
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("family", "graphs"), by_days(MODELS, [False, True]))
 def test_tokens_are_those_of_the_reference(
     family: str, graphs: bool, tmp_path: Path, library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

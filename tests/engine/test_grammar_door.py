@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -192,12 +193,15 @@ def test_at_the_end_nobody_waits_for_the_queue(checkpoint: Path) -> None:
 
 def test_a_program_that_ends_waits_for_no_grammar(checkpoint: Path) -> None:
     code = f"""
-import sys, threading, time
-sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+import threading, time
 from pathlib import Path
-from test_grammar_door import new_door, slow, regex
+from pagerunner import StructuredOutputsParams
+from pagerunner.engine.structured_output.grammar_door import GrammarDoor
+from pagerunner.text.tokenizer import Tokenizer
+{inspect.getsource(new_door)}
+{inspect.getsource(slow)}
 door = new_door(Path({str(checkpoint)!r}))
-door.check(regex("a"))
+door.check(StructuredOutputsParams(regex="a"))
 for number in range(6):
     threading.Thread(target=lambda: door.check(slow(str(number))), daemon=True).start()
 time.sleep(0.3)

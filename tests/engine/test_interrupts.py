@@ -26,7 +26,7 @@ import pytest
 import pagerunner
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
-from helpers.effort import TEST_DAY, effort, share_of_the_day
+from helpers.effort import TEST_DAY, by_days, effort, share_of_the_day
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
@@ -186,7 +186,7 @@ def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
     expected = generate(llm, kind)
     ran = count_lines(llm, kind, step, STATEFUL)
     assert len(ran) > 300
-    for line in share_of_the_day(len(ran), 7 * len(CASES), case):
+    for line in share_of_the_day(len(ran), 12 * len(CASES), case):
         try:
             try_line(llm, kind, step, line, STATEFUL, expected)
         except BaseException as error:
@@ -230,8 +230,7 @@ def interrupted_work(work: Callable[[], object], interrupt: Callable[[], None], 
             arrived += 1
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("interrupt", [send_ctrl_c, raise_in_main_thread])
+@pytest.mark.parametrize(("interrupt", "times"), by_days([send_ctrl_c, raise_in_main_thread], [1, 2]))
 def test_interrupts_at_random_moments(engines: Callable[[str], LLM], interrupt: Callable[[], None], times: int) -> None:
     llm = engines("qwen3")
     expected = generate(llm, "sampled")

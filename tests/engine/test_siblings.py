@@ -65,7 +65,7 @@ def alone(path: str, **options: Any) -> list[list[list[int]]]:
     return [[list(run[number].outputs[0].token_ids) for run in runs] for number in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS, each=2))
+@pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS))
 def test_siblings_get_the_tokens_of_lone_requests(
     checkpoint: Callable[[str], str], family: str, condition: str
 ) -> None:
@@ -73,8 +73,9 @@ def test_siblings_get_the_tokens_of_lone_requests(
     assert together(path, **CONDITIONS[condition]) == alone(path)
 
 
-@pytest.mark.parametrize("condition", ["two-in-flight-poisoned", "no-caching-page-48"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma-3"])
+@pytest.mark.parametrize(
+    ("family", "condition"), by_days(["qwen3", "gemma-3"], ["two-in-flight-poisoned", "no-caching-page-48"])
+)
 def test_fp8_pages_are_copied_with_their_scales(checkpoint: Callable[[str], str], family: str, condition: str) -> None:
     path = checkpoint(family)
     assert together(path, kv_cache_dtype="fp8", **CONDITIONS[condition]) == alone(path, kv_cache_dtype="fp8")

@@ -78,7 +78,7 @@ def steps_of(llm: LLM, feature: str) -> list[StepCost]:
     return steps
 
 
-@pytest.mark.parametrize("feature", [list(FEATURES)[i] for i in share_of_the_day(len(FEATURES), 2)])
+@pytest.mark.parametrize("feature", [list(FEATURES)[i] for i in share_of_the_day(len(FEATURES), 4)])
 def test_a_feature_takes_nothing_from_the_others(engine: LLM, feature: str) -> None:
     steps, most = steps_of(engine, feature), FEATURES[feature][1]
     assert sum(step.in_graph for step in steps) >= most.share * len(steps) > 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
 from pagerunner.demo import demo_names, demo_path
 from pagerunner.eval.tasks import (
     END,
@@ -101,9 +101,10 @@ def test_chat_template_renders_the_prompt_format(loaded: tuple[Any, Any]) -> Non
         ("sorting", None, 30),
         ("sentences", None, 30),
         ("recall", 64, effort(6, 12)),
-        ("recall", 256, effort(6, 12)),
-        ("recall", 512, effort(4, 12)),
-        ("recall", 1024, effort(3, 12)),
+        *(
+            [("recall", 256, effort(6, 12)), ("recall", 512, effort(4, 12)), ("recall", 1024, effort(3, 12))][number]
+            for number in share_of_the_day(3, 3)
+        ),
     ],
 )
 def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distance: int | None, count: int) -> None:
@@ -111,10 +112,17 @@ def test_accuracy(check: ModuleType, loaded: tuple[Any, Any], task: str, distanc
     assert check.accuracy(*loaded, examples, batch=20) >= 0.95
 
 
-@pytest.mark.parametrize("fault", ["zeros", "noise", "other page"])
+@pytest.mark.parametrize("fault", [("zeros", "noise", "other page")[number] for number in share_of_the_day(3, 3)])
 def test_recall_notices_damaged_pages(check: ModuleType, loaded: tuple[Any, Any], fault: str) -> None:
     examples = make_examples("recall", effort(6, 12), 2, 256)
     assert check.accuracy(*loaded, examples, check.damage_pages(fault, 0.1, 0), batch=20) < 0.5
+
+
+HYBRID_DAMAGE = [
+    ("full_attention", "recall", 64),
+    ("sliding_attention", "sorting", None),
+    ("linear_attention", "addition", None),
+]
 
 
 def test_answers_about_itself(check: ModuleType, loaded: tuple[Any, Any]) -> None:
@@ -125,7 +133,7 @@ def test_answers_about_itself(check: ModuleType, loaded: tuple[Any, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "task", "distance"),
-    [("full_attention", "recall", 64), ("sliding_attention", "sorting", None), ("linear_attention", "addition", None)],
+    [HYBRID_DAMAGE[number] for number in share_of_the_day(3, 3)],
 )
 def test_the_hybrid_notices_damage_to_each_kind_of_memory(
     check: ModuleType, hybrid: tuple[Any, Any], kind: str, task: str, distance: int | None

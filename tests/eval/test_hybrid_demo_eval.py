@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
 from pagerunner import LLM, SamplingParams
 from pagerunner.batch import StatePages
 from pagerunner.demo import demo_path
@@ -75,17 +75,20 @@ def test_every_task_is_healthy(llm: LLM, task: str) -> None:
     assert all(score.accuracy >= 1 - 1 / count for score in report.scores), report.text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "every", "first", "task", "distance"),
+DAMAGE: list[list[tuple[str, int, int, str, int | None]]] = [  # a case of each kind on each day
+    [("full", 10, 3, "recall", 64), ("full", 10, 3, "recall", 512)],
+    [("window", 10, 3, "sorting", None), ("window", 10, 3, "recall", 512)],
     [
-        ("full", 10, 3, "recall", 64),
-        ("full", 10, 3, "recall", 512),
-        ("window", 10, 3, "recall", 512),
-        ("window", 10, 3, "sorting", None),
         ("recurrent", 2, 0, "recall", 512),
         ("recurrent", 2, 0, "addition", None),
         ("recurrent", 2, 0, "sentences", None),
     ],
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "first", "task", "distance"),
+    [cases[number] for cases in DAMAGE for number in share_of_the_day(len(cases), len(cases))],
 )
 def test_damage_to_each_kind_of_memory_shows(
     eager_llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: str, every: int, first: int, task: str, distance: int | None
@@ -123,7 +126,7 @@ def run(llm: LLM, prompts: list[str]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", [list(CONDITIONS)[number] for number in share_of_the_day(len(CONDITIONS), 2)])
 def test_tokens_do_not_depend_on_memory(expected: tuple[list[str], list[list[int]]], condition: str) -> None:
     prompts, tokens = expected
     options: dict[str, Any] = {"kv_cache_memory_bytes": 2**27} | CONDITIONS[condition]

@@ -30,7 +30,7 @@ COUNT = effort(8, 50)
 ENDS = (RECALL_DISTANCES[0], RECALL_DISTANCES[-1])
 
 
-@pytest.mark.parametrize(("demo", "number"), [CASES[i] for i in share_of_the_day(len(CASES), 2)])
+@pytest.mark.parametrize(("demo", "number"), [CASES[i] for i in share_of_the_day(len(CASES), len(CASES))])
 def test_a_quantised_demo_keeps_its_scores(tmp_path: Path, capsys, demo: str, number: str) -> None:
     path = tmp_path / "quantised"
     assert script.main([str(demo_path(demo)), str(path), "--format", number]) == 0

@@ -79,9 +79,8 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def greedy(reference: Any, text: list[int]) -> list[int]:
-    """What the reference makes of a prompt, one forward a token."""
-    tokens = tuple(text)
-    for _ in range(NEW_TOKENS):
-        tokens = (*tokens, int(_log_probs(reference, tokens)[-1].argmax()))
-    return list(tokens[len(text) :])
+def check_tokens(reference: Any, llm: LLM, prompts: list[list[int]]) -> None:
+    """The engine's greedy tokens are the reference's: each is the most likely one after those before it."""
+    for text, made in zip(prompts, tokens_of(llm, prompts), strict=True):
+        want = _log_probs(reference, (*text, *made[:-1]))
+        assert len(made) == NEW_TOKENS and want[len(text) - 1 :].argmax(-1).tolist() == made

@@ -193,7 +193,7 @@ def test_fragmentation_stays_low_over_many_random_operations() -> None:
     manager = KVManager(mixed(kinds, 1 << 20, batched=256, model_max_len=400))
     live: deque[tuple[Grant, list[int], int]] = deque()
     slot, worst, untidy = 0, 0.0, 0.0
-    for operation in range(effort(25_000, 100_000)):
+    for operation in range(effort(8_000, 100_000)):
         untidy = max(untidy, manager.pool.fragmentation)
         manager.begin_step()
         worst = max(worst, manager.pool.fragmentation)

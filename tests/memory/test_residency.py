@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.effort import by_days
 from helpers.memory_bench import Bench
 from helpers.plans import one_group
 from pagerunner.memory.grant import Grant
@@ -123,15 +124,17 @@ def test_without_a_sampler_the_pool_is_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        {"full": (16, 1)},
-        {"full": (16, 2), "window-40": (16, 1)},
-        {"full": (16, 1), "recurrent": (16, 4)},
-        {"window-5": (4, 1), "latent-4": (16, 1), "recurrent": (16, 2)},
-    ],
+    ("kinds", "caching"),
+    by_days(
+        [
+            {"full": (16, 1)},
+            {"full": (16, 2), "window-40": (16, 1)},
+            {"full": (16, 1), "recurrent": (16, 4)},
+            {"window-5": (4, 1), "latent-4": (16, 1), "recurrent": (16, 2)},
+        ],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("caching", [True, False])
 def test_every_page_is_followed_until_its_eviction_or_its_end(kinds: dict[str, tuple[int, int]], caching: bool) -> None:
     sampler = PageSampler(1.0)
     bench = Bench(kinds, megabytes=0.06, batched=64, enable_prefix_caching=caching, sampler=sampler)

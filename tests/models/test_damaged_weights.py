@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
 from helpers.compiler import needs_compiler
+from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import Dtype
@@ -164,8 +165,7 @@ def grown(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("kind", [*CONFIGS, *PACKED])
+@pytest.mark.parametrize(("kind", "keep"), by_days([*CONFIGS, *PACKED], [False, True]))
 def test_scales_whose_numbers_the_dtype_can_not_hold_are_named_in_every_format(
     tmp_path: Path, kind: str, keep: bool
 ) -> None:

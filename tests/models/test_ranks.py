@@ -12,24 +12,21 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.divided import of_rank, tokens_and_scores, work
+from helpers.effort import by_days
 from helpers.families import MAKERS
-from helpers.forward import Harness, load, prompts
+from helpers.forward import load
 from helpers.quantise import quantise
 from helpers.ranks import Ranks
 from helpers.threads_of_ranks import in_ranks
-from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.null import NullComm
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, load_weights, materialize, weights_bytes
-from pagerunner.models.checkpoint.panels import store_in_panels
-from pagerunner.models.checkpoint.ranks import build_share, join_ranks
-from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.checkpoint.ranks import build_share
 from pagerunner.models.configs.reader import read_model_config
 
-LENGTHS = [5, 23, 1]
-NEW_TOKENS = 6
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {}),
     "three ranks, inner features and token ids in unequal parts": (
@@ -53,26 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_rank(
-    path: Path, comm: Comm, *, panels: bool = False, keep: bool | None = None
-) -> tuple[Model, ModelConfig, Share]:
-    """A rank's model, loaded from the whole checkpoint."""
-    config = read_model_config(path)
-    model, share = build_share(config, "float32", "cpu", comm.rank, comm.size, keep_forms=keep)
-    if panels:
-        store_in_panels(model)
-    join_ranks(model, share, comm)
-    materialize(model, torch.full((weights_bytes(model),), 255, dtype=torch.uint8))
-    load_weights(model, path, share=share)
-    return model, config.of_rank(share.counts), share
-
-
-def tokens_and_scores(model: Model, config: ModelConfig, chunk: int) -> tuple[list[list[int]], torch.Tensor]:
-    harness = Harness(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
-    found = harness.generate(prompts(LENGTHS), NEW_TOKENS, chunk=chunk)
-    return [one.tokens for one in found], torch.stack([score for one in found for score in one.logprobs])
-
-
 def check(path: Path, size: int, directory: Path, chunk: int = 7, **stored: Any) -> None:
     with torch.inference_mode():
         tokens, scores = tokens_and_scores(*load(path), chunk)
@@ -89,8 +66,7 @@ def check(path: Path, size: int, directory: Path, chunk: int = 7, **stored: Any)
         torch.testing.assert_close(same, scores, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize(("family", "case"), by_days(FAMILIES, SIZES))
 def test_ranks_compute_the_whole_model(family: str, case: str, tmp_path: Path) -> None:
     size, sizes = SIZES[case]
     check(make_checkpoint(tmp_path, family, **FAMILIES[family], **sizes), size, tmp_path / "ranks")
@@ -144,13 +120,6 @@ class NullRank(NullComm):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-
-
-def work(rank: int, size: int, directory: Path) -> Any:
-    with torch.inference_mode():
-        model, config, _ = of_rank(directory / "model", GlooComm(directory, rank, size, 60.0))
-        tokens, scores = tokens_and_scores(model, config, 7)
-    return tokens, scores.view(torch.int32).sum().item()
 
 
 def test_ranks_in_processes_have_the_tokens_of_the_whole_model(tmp_path: Path) -> None:

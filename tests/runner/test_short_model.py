@@ -6,6 +6,7 @@ import pytest
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.effort import share_of_the_day
 from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from pagerunner.config import EngineArgs
@@ -131,9 +132,16 @@ def test_first_runs_have_a_row_as_long_as_can_be(deep: str) -> None:
 FEW = {"max_model_len": 400, "max_num_batched_tokens": 300}
 
 
-@pytest.mark.parametrize(
-    ("graphs", "limits"), [(False, {}), (False, {"max_num_seqs": 600}), (False, FEW), (True, {}), (True, FEW)]
-)
+FIRST_RUNS: list[tuple[bool, dict[str, int]]] = [
+    (False, {}),
+    (False, {"max_num_seqs": 600}),
+    (False, FEW),
+    (True, {}),
+    (True, FEW),
+]
+
+
+@pytest.mark.parametrize(("graphs", "limits"), [FIRST_RUNS[number] for number in share_of_the_day(5, 2)])
 def test_first_runs_meet_the_kernels_of_every_number_of_tokens_sampled_tokens_and_scored_tokens(
     deep: str, monkeypatch: pytest.MonkeyPatch, graphs: bool, limits: dict[str, int]
 ) -> None:

@@ -277,7 +277,7 @@ def test_random_traffic_finishes_with_the_right_tokens_and_loses_no_page() -> No
     run_state_machine_as_test(Traffic, settings=settings(QUICK, max_examples=effort(60, 1000), stateful_step_count=30))
 
 
-# -- the machine itself must be able to fail
+# -- the machine itself must be able to fail: planted bugs have their turn within three days, the traffic above is tried daily
 
 
 class _ForgetsReference(SlabPool):
@@ -346,6 +346,7 @@ class _ConfusesPrefixes(KVManager):
         return _UnchainedHashes(super().chain(cache_salt, parent_id).seed)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "broken",
     [
@@ -472,6 +473,7 @@ class _BorrowsWhatIsGone(KVManager):
         self._forks = _CarelessForks()
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("broken", "kinds"),
     [

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import write_tokenizer
-from helpers.effort import effort
+from helpers.effort import by_days, effort
 from helpers.patience import patient
 from pagerunner import limits
 from pagerunner.errors import EngineDeadError, InvalidRequestError, RequestFailedError
@@ -213,8 +213,7 @@ def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(
     with_renderer(tokenizer, work)
 
 
-@pytest.mark.parametrize("leaves", ["not at all", "once", "twice"])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(("leaves", "slow"), by_days(["not at all", "once", "twice"], [False, True]))
 def test_a_close_leaves_no_process_to_a_loop_that_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, leaves: str, slow: bool
 ) -> None:
