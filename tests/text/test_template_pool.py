@@ -197,6 +197,7 @@ def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(
             count = len(runs)
             task = asyncio.create_task(renderer.render(ask("loop"), {}))
             while len(runs) == count:
+                assert not task.done(), task
                 await asyncio.sleep(0.01)
             await asyncio.sleep(seconds)
             task.cancel()
