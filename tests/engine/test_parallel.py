@@ -37,7 +37,7 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 from pagerunner.types import EngineRequest
 
-pytestmark = pytest.mark.days(8)  # most of them start processes
+pytestmark = pytest.mark.days(6)  # most of them start processes
 
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
 SIX: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
@@ -299,7 +299,7 @@ def test_a_rank_that_hangs_is_named_and_ended(short: None) -> None:
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_rank_that_is_killed_or_stopped_in_the_middle_of_steps(how: str, short: None) -> None:
     core = faulty(4 if how == "killed" else 2)
-    victim = pid_of(core, TEST_DAY // 8 % 4 if how == "killed" else 1)
+    victim = pid_of(core, TEST_DAY // 6 % 4 if how == "killed" else 1)
     number, message = {
         "killed": (
             signal.SIGKILL,
