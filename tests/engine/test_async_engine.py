@@ -42,6 +42,8 @@ from pagerunner.types import (
     StructuredOutputsParams,
 )
 
+ENGINES: dict[str, AsyncEngine] = {}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,37 +67,29 @@ async def running(model: Path, **options: Any) -> AsyncIterator[AsyncEngine]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shared(model: Path) -> Iterator[asyncio.Runner]:
-    """The loop of engines that several tests use."""
-    with asyncio.Runner() as runner:
+def shared() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:  # the loop of ENGINES
         yield runner
         for engine in ENGINES.values():
             runner.run(engine.shutdown())
-        ENGINES.clear()
-
-
-ENGINES: dict[str, AsyncEngine] = {}
 
 
 def with_shared(runner: asyncio.Runner, model: Path, test: Callable[[AsyncEngine], Awaitable[None]]) -> None:
-    """As `with_engine`, and the engine goes on for other tests: a start takes longer than most of them."""
+    """As `with_engine`, and the engine goes on for other tests, unless this one fails: a start takes longer than most of them."""
 
     async def main() -> None:
-        if core not in ENGINES:
-            ENGINES[core] = await AsyncEngine.from_args(EngineArgs(model=str(model)), core_factory=fake_core.FACTORY)
-        engine = ENGINES[core]
-        await test(engine)
-        await until(lambda: engine.num_unfinished == 0)
-        engine.check_health()
-        assert engine.sleep_level == -1
+        core, args = os.environ.get(fake_core.OPTIONS_VARIABLE, ""), EngineArgs(model=str(model))
+        engine = ENGINES.pop(core, None) or await AsyncEngine.from_args(args, core_factory=fake_core.FACTORY)
+        try:
+            await test(engine)
+            await until(lambda: engine.num_unfinished == 0 and engine.sleep_level == -1)
+            engine.check_health()
+        except BaseException:
+            await engine.shutdown()
+            raise
+        ENGINES[core] = engine
 
-    core = os.environ.get(fake_core.OPTIONS_VARIABLE, "")
-    try:
-        runner.run(main())
-    except BaseException:
-        if core in ENGINES:  # the next test gets another one
-            runner.run(ENGINES.pop(core).shutdown())
-        raise
+    runner.run(main())
 
 
 def with_engine(model: Path, test: Callable[[AsyncEngine], Awaitable[None]], **options: Any) -> None:
