@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from pagerunner.errors import PagerunnerError
 from pagerunner.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from pagerunner.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -39,14 +39,6 @@ class Draws(NamedTuple):
 
 
 GREEDY = Draws()
-
-
-class Generator(Protocol):
-    """What a benchmark needs of `LLM`."""
-
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Run the prompts to their end and return their outputs in order."""
-        ...
 
 
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +102,7 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def throughput(
-    llm: Generator,
+    llm: LLM,
     make: Callable[[int], Sequence[BenchRequest]],
     *,
     label: str,
@@ -155,7 +147,7 @@ def throughput(
 
 
 def latency(
-    llm: Generator,
+    llm: LLM,
     make: Callable[[int], Sequence[BenchRequest]],
     *,
     label: str,
@@ -188,7 +180,7 @@ def _salt(index: int, warmups: int, repetitions: int) -> int:
     return index - warmups if index >= warmups else repetitions + index
 
 
-def _timed(llm: Generator, requests: Sequence[BenchRequest], draws: Draws) -> tuple[float, list[RequestOutput]]:
+def _timed(llm: LLM, requests: Sequence[BenchRequest], draws: Draws) -> tuple[float, list[RequestOutput]]:
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [
         SamplingParams(ignore_eos=True, max_tokens=request.output_len, detokenize=False, **draws._asdict())

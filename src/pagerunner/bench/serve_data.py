@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from pagerunner.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pagerunner.text.tokenizer import Tokenizer
+
 DATASETS = ("random", "sharegpt", "custom")
 _SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens of a ShareGPT conversation that is used, as elsewhere
-
-
-class TextCoder(Protocol):
-    """What datasets need of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that have a text."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text."""
-        ...
-
-    def encode(self, text: str, /) -> list[int]:
-        """The token ids of a text."""
-        ...
-
-    def decode(self, token_ids: list[int], /) -> str:
-        """The text of token ids."""
-        ...
 
 
 class ServeRequest(msgspec.Struct, frozen=True):
@@ -46,7 +27,7 @@ class ServeRequest(msgspec.Struct, frozen=True):
 
 
 def random_requests(
-    coder: TextCoder,
+    coder: Tokenizer,
     count: int,
     *,
     input_len: int,
@@ -79,7 +60,7 @@ def random_requests(
 
 
 def sharegpt_requests(
-    coder: TextCoder, path: str, count: int, *, output_len: int | None, as_chat: bool, seed: int
+    coder: Tokenizer, path: str, count: int, *, output_len: int | None, as_chat: bool, seed: int
 ) -> list[ServeRequest]:
     """The first turns of conversations in ShareGPT's JSON, shuffled; answers are as long as the recorded ones."""
     talks = _read(path, json.loads)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagerunner.types import RequestOutput, SamplingParams
+from pagerunner.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pagerunner.llm import LLM
 
 MIB = 2**20
 NAP = 1.0
@@ -25,26 +28,6 @@ ROUNDS: tuple[tuple[str, int, float, tuple[tuple[str, ...] | None, ...]], ...] =
     ("level 2, pages first", 2, NAP, (("kv_cache",), ("weights",))),
     ("level 0", 0, 0.0, (None,)),
 )
-
-
-class Sleeper(Protocol):
-    """The methods of `LLM` that are needed here."""
-
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answers."""
-        ...
-
-    def sleep(self, level: int = 1) -> None:
-        """Park."""
-        ...
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Go on."""
-        ...
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached pages."""
-        ...
 
 
 class Nap(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +62,7 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def measure_sleep(llm: Sleeper, free_bytes: Callable[[], int], *, label: str) -> SleepReport:
+def measure_sleep(llm: LLM, free_bytes: Callable[[], int], *, label: str) -> SleepReport:
     """Sleep and wake in every way of ROUNDS. `free_bytes` reads the free memory of the engine's device."""
     prompt = {"prompt_token_ids": list(range(300, 364))}
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Protocol
+
+from pagerunner.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
@@ -14,20 +14,10 @@ _KEPT = (6, 24)
 _SYNC_CHARS = 4
 
 
-class TokenDecoder(Protocol):
-    """What text needs of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], /, skip_special_tokens: bool = True) -> str:
-        """The text of a token sequence; ids without a token give no text."""
-
-    def id_to_token(self, token_id: int, /) -> str | None:
-        """The token as the vocabulary spells it."""
-
-
 class TokenTable:
     """Facts about single tokens of one tokenizer, found on first use and kept."""
 
-    def __init__(self, decoder: TokenDecoder) -> None:
+    def __init__(self, decoder: Tokenizer) -> None:
         self.decoder = decoder
         self._bytes: dict[int, bool] = {}
         self._silent: tuple[dict[int, bool], dict[int, bool]] = ({}, {})

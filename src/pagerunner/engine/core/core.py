@@ -264,7 +264,7 @@ class EngineCore:
         if to_finish:
             self._executor.wake_up(None)
 
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> list[RequestUpdate]:
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestUpdate]:
         """Park the engine and free memory; see runner/sleep.py for the levels.
 
         `mode` says what becomes of unfinished requests. "abort" ends them. "wait" finishes them first, those of a paused

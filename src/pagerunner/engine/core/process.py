@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -27,15 +27,14 @@ from pagerunner.children import read_first_line, wait_for_parents_end
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.garbage import set_apart
-from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.core.watchdog import Watchdog
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
 from pagerunner.logs import set_up_logging
-from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.report import plan_json
-from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate
+
+if TYPE_CHECKING:
+    from pagerunner.engine.core.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -44,65 +43,10 @@ STATS_SECONDS = 0.1
 _LINGER_MS = 2_000
 
 
-class Core(Protocol):
-    """What the loop needs of an engine core; `engine.core.EngineCore` and the tests' fake have it."""
-
-    memory_plan: MemoryPlan
-    startup: wire.StartUp
-
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request."""
-
-    def abort(self, request_ids: Sequence[str]) -> list[RequestUpdate]:
-        """End requests."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether to step."""
-
-    def step(self) -> list[RequestUpdate]:
-        """Run one step."""
-
-    def stats(self) -> SchedulerStats:
-        """Counters and gauges."""
-
-    def prepare_sleep(self, level: int, mode: str) -> None:
-        """Raise what `sleep` would refuse."""
-
-    def sleep(self, level: int = 1, mode: Any = "abort") -> list[RequestUpdate]:
-        """Park the engine."""
-
-    def take_unreported(self) -> list[RequestUpdate]:
-        """What a failed `sleep` has done to requests."""
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Go on."""
-
-    @property
-    def sleep_level(self) -> int | None:
-        """The level it sleeps at, None while it runs."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached pages."""
-
-    @property
-    def failure_fd(self) -> int | None:
-        """What can be read once another process of the engine has failed."""
-
-    def check_alive(self) -> None:
-        """Raise if it has failed."""
-
-    def memory_state(self) -> MemoryState:
-        """Who holds the page memory."""
-
-    def watch(self, since: int) -> LiveState:
-        """What goes on, with the steps after `since`."""
-
-
 class CoreLoop:
     """Runs one core between two ends of a socket until it is told to stop or a step fails."""
 
-    def __init__(self, core: Core, socket: zmq.Socket[bytes], stall_seconds: float) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], stall_seconds: float) -> None:
         self._core = core
         self._watchdog = Watchdog(stall_seconds)
         self._socket = socket
@@ -278,11 +222,11 @@ def _call_error(call: wire.Call, error: Exception) -> wire.WireError:
     )
 
 
-def load_factory(path: str) -> Callable[[EngineArgs], Core]:
+def load_factory(path: str) -> Callable[[EngineArgs], EngineCore]:
     """The function that `module:function` names. Raises ConfigError when there is none."""
     module, _, name = path.partition(":")
     try:
-        factory: Callable[[EngineArgs], Core] = getattr(importlib.import_module(module), name)
+        factory: Callable[[EngineArgs], EngineCore] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"The engine core {path!r} cannot be imported: {error}.") from error
     return factory

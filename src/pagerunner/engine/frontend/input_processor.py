@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from pagerunner import limits
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
 from pagerunner.types.checks import extremes, in_vocabulary
 
@@ -24,16 +25,6 @@ POOLING_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False, o
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _END_MARK = "THE-ANSWER-GOES-ON-HERE"
 _CHARS_PER_TOKEN = 16  # most texts have far fewer
-
-
-class TextEncoder(Protocol):
-    """What prompts need of a tokenizer."""
-
-    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-
-    def least_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that the text has at least, found cheaply."""
 
 
 class Truncation(NamedTuple):
@@ -142,7 +133,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        tokenizer: TextEncoder | None,
+        tokenizer: Tokenizer | None,
         *,
         vocab_size: int,
         max_model_len: int,
@@ -294,7 +285,7 @@ class InputProcessor:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @staticmethod
-    def _encode_end(tokenizer: TextEncoder, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
+    def _encode_end(tokenizer: Tokenizer, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
         """The tokens that stay of a text, however long the text is.
 
         Only a piece of the text with twice as many tokens is tokenised. At the cut a word may get other tokens. They are

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 from pagerunner.errors import InvalidRequestError
-from pagerunner.text.detokenizer import Detokenizer, TokenDecoder, TokenTable
+from pagerunner.text.detokenizer import Detokenizer, TokenTable
 from pagerunner.text.stop_strings import StopFinder
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import (
     CompletionOutput,
     EngineRequest,
@@ -27,7 +28,7 @@ class OutputProcessor:
     Without a tokenizer, outputs hold token ids only.
     """
 
-    def __init__(self, tokenizer: TokenDecoder | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = None if tokenizer is None else TokenTable(tokenizer)
         self._clock = clock
         self._requests: dict[str, _Request] = {}
@@ -103,11 +104,6 @@ class OutputProcessor:
     def request_ids(self) -> list[str]:
         """Client requests that have not ended."""
         return list(self._requests)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Client requests that have not ended."""
-        return len(self._requests)
 
 
 class _Request:
