@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from pagerunner import limits
 from pagerunner.config import engine_args
 from pagerunner.demo import find_model
 from pagerunner.engine.core.core import SleepMode
+from pagerunner.engine.core.factory import loading_bar
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
@@ -56,7 +57,7 @@ class LLM:
         check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
         resolved = resolve(args, offline=True)
-        with _loading_bar(use_tqdm) as progress:
+        with loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
         self._config = resolved.config
         self._frontend = build_frontend(args, self._core.memory_plan.max_model_len)
@@ -448,17 +449,3 @@ class _Stream(Generator[RequestOutput, None, None]):
         if isinstance(got, EngineSleepingError):
             raise got
         return got
-
-
-@contextmanager
-def _loading_bar(show: bool) -> Iterator[Callable[[int, int], None]]:
-    bar = tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=None if show else True, leave=False)
-
-    def progress(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    try:
-        yield progress
-    finally:
-        bar.close()

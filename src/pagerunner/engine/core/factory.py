@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tqdm import tqdm
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_core
+from pagerunner.engine.worker.build import Progress
 
 
 def build_with_progress(args: EngineArgs) -> EngineCore:
     """`build_core` with a bar while weights load, when standard error is a terminal."""
-    with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with loading_bar() as progress:
+        return build_core(args, progress)
+
+
+@contextmanager
+def loading_bar(show: bool = True) -> Iterator[Progress]:
+    """A bar while weights load, unless standard error is no terminal; without `show` there is none."""
+    disable = None if show else True
+    with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=disable, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        return build_core(args, progress)
+        yield progress

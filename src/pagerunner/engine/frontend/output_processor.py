@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.text.detokenizer import Detokenizer, TokenTable
@@ -46,10 +47,13 @@ class OutputProcessor:
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
-        request = _Request(request_id, prompt, requests, kind or requests[0].params.output_kind, self._table)
+        first = requests[0]
+        kind = kind or first.params.output_kind
+        request = _Request(request_id, prompt, first.prompt_token_ids, first.arrival_time, kind, self._table)
+        request.sequences = [_SequenceOutput(request, index, each) for index, each in enumerate(requests)]
+        request.unfinished = len(requests)
         self._requests[request_id] = request
-        for engine_request, sequence in zip(requests, request.sequences, strict=True):
-            self._sequences[engine_request.request_id] = sequence
+        self._sequences |= {sequence.sequence_id: sequence for sequence in request.sequences}
 
     def process(self, updates: list[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs of the requests that the updates concern; and the ids of sequences to abort, because a stop string has
@@ -106,47 +110,23 @@ class OutputProcessor:
         return list(self._requests)
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """A client's request: its sequences and what they share."""
 
-    __slots__ = (
-        "arrival_time",
-        "error",
-        "first_token_time",
-        "kind",
-        "num_cached_tokens",
-        "pooled",
-        "prompt",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "request_id",
-        "sequences",
-        "table",
-        "unfinished",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        requests: list[EngineRequest],
-        kind: OutputKind,
-        table: TokenTable | None,
-    ) -> None:
-        first = requests[0]
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = first.prompt_token_ids
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.kind = kind
-        self.arrival_time = first.arrival_time
-        self.first_token_time: float | None = None
-        self.num_cached_tokens = 0
-        self.error: str | None = None
-        self.pooled: list[float] | None = None
-        self.table = table
-        self.sequences = [_SequenceOutput(self, index, each, table) for index, each in enumerate(requests)]
-        self.unfinished = len(self.sequences)
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    arrival_time: float
+    kind: OutputKind
+    table: TokenTable | None
+    sequences: list[_SequenceOutput] = field(default_factory=list)
+    unfinished: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    first_token_time: float | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    pooled: list[float] | None = None
 
     def absorb(self, sequence: _SequenceOutput, update: RequestUpdate, now: float) -> None:
         """Take what an update says about the request as a whole."""
@@ -191,64 +171,51 @@ class _Request:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _SequenceOutput:
     """One sequence: its tokens, its text as far as it may be shown, and how it ended."""
 
-    __slots__ = (
-        "changed",
-        "cumulative_logprob",
-        "detokenizer",
-        "engine_request",
-        "finder",
-        "finish_reason",
-        "index",
-        "keep_stop_token",
-        "logprobs",
-        "min_tokens",
-        "request",
-        "sent_chars",
-        "sent_tokens",
-        "sequence_id",
-        "skip_special_tokens",
-        "stop_reason",
-        "table",
-        "text",
-        "text_at_end",
-        "token_ids",
-    )
+    request: _Request
+    index: int
+    engine_request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    text_at_end: bool = False
+    detokenizer: Detokenizer | None = None
+    finder: StopFinder | None = None
+    changed: bool = False
+    sent_tokens: int = 0
+    sent_chars: int = 0
 
-    def __init__(self, request: _Request, index: int, engine_request: EngineRequest, table: TokenTable | None) -> None:
-        params = engine_request.params
-        self.request = request
-        self.index = index
-        self.engine_request = engine_request
-        self.sequence_id = engine_request.request_id
-        self.table = table
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        self.min_tokens = params.min_tokens
-        self.keep_stop_token = params.include_stop_str_in_output
-        self.skip_special_tokens = params.skip_special_tokens
-        has_text = params.detokenize and table is not None
-        # If no reader sees the text before its end, and no stop string is looked for, the text is decoded once.
-        self.text_at_end = has_text and request.kind == "final_only" and not params.stop
-        streams = has_text and not self.text_at_end
-        self.detokenizer = Detokenizer(table, params.skip_special_tokens) if streams and table is not None else None
-        self.finder = StopFinder(tuple(params.stop), params.include_stop_str_in_output) if params.stop else None
-        self.changed = False
-        self.sent_tokens = 0
-        self.sent_chars = 0
+    def __post_init__(self) -> None:
+        params, table = self.engine_request.params, self.request.table
+        if params.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+        if params.stop:
+            self.finder = StopFinder(tuple(params.stop), params.include_stop_str_in_output)
+        if params.detokenize and table is not None:
+            # If no reader sees the text before its end, and no stop string is looked for, the text is decoded once.
+            self.text_at_end = self.request.kind == "final_only" and not params.stop
+            self.detokenizer = None if self.text_at_end else Detokenizer(table, params.skip_special_tokens)
+
+    @property
+    def sequence_id(self) -> str:
+        return self.engine_request.request_id
 
     def take(self, update: RequestUpdate) -> bool:
         """Add an update. Returns whether a stop string ended the sequence while the engine still runs it."""
         self.changed = True
         tokens = update.new_token_ids
         # The text of an eos or stop token is no part of the answer.
-        by_token = update.finish_reason == "stop" and bool(tokens) and not self.keep_stop_token
+        by_token = (
+            update.finish_reason == "stop"
+            and bool(tokens)
+            and not self.engine_request.params.include_stop_str_in_output
+        )
         stop, used = None, len(tokens)
         if self.detokenizer is not None:
             stop, used = self._extend_text(self.detokenizer, tokens, len(tokens) - by_token)
@@ -266,20 +233,15 @@ class _SequenceOutput:
 
     def cumulative(self) -> CompletionOutput:
         """Everything so far."""
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.token_ids.copy(),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        return self._output(0, 0)
 
     def delta(self) -> CompletionOutput:
         """What came since the last call."""
-        tokens_from, chars_from = self.sent_tokens, self.sent_chars
+        output = self._output(self.sent_tokens, self.sent_chars)
         self.sent_tokens, self.sent_chars, self.changed = len(self.token_ids), len(self.text), False
+        return output
+
+    def _output(self, tokens_from: int, chars_from: int) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
             text=self.text[chars_from:],
@@ -295,7 +257,7 @@ class _SequenceOutput:
         for place in range(num_shown):
             piece = detokenizer.push(tokens[place])
             if self.finder is not None and piece:
-                armed = len(self.token_ids) + place + 1 > self.min_tokens
+                armed = len(self.token_ids) + place + 1 > self.engine_request.params.min_tokens
                 piece, stop = self.finder.feed(piece, armed)
                 if stop is not None:
                     self.text += piece
@@ -305,16 +267,16 @@ class _SequenceOutput:
 
     def _finish_text(self, by_token: bool) -> str | None:
         """Add what was held back. Returns a stop string that this completed."""
-        if self.text_at_end and self.table is not None:
+        if self.text_at_end and self.request.table is not None:
             shown = self.token_ids[:-1] if by_token else self.token_ids
-            self.text = self.table.decoder.decode(shown, self.skip_special_tokens)
+            self.text = self.request.table.decoder.decode(shown, self.engine_request.params.skip_special_tokens)
         if self.detokenizer is None:
             return None
         piece = self.detokenizer.flush()
         if self.finder is None:
             self.text += piece
             return None
-        piece, stop = self.finder.feed(piece, len(self.token_ids) > self.min_tokens)
+        piece, stop = self.finder.feed(piece, len(self.token_ids) > self.engine_request.params.min_tokens)
         self.text += piece
         if stop is None:
             self.text += self.finder.flush()
@@ -323,7 +285,7 @@ class _SequenceOutput:
     def _extend_logprobs(self, entries: list[TokenLogprobs]) -> None:
         logprobs, total = self.logprobs or [], self.cumulative_logprob or 0.0
         for entry in entries:
-            logprobs.append(_logprob_dict(entry, self.table))
+            logprobs.append(_logprob_dict(entry, self.request.table))
             total += entry.logprob
         self.logprobs, self.cumulative_logprob = logprobs, total
 

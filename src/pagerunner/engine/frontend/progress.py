@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.types import EngineRequest, RequestUpdate
 
 
+@dataclass(slots=True, eq=False)
 class _Progress:
-    __slots__ = (
-        "admitted",
-        "arrival",
-        "cached_tokens",
-        "first_token",
-        "last_token",
-        "preemptions",
-        "queued",
-        "request",
-        "tokens",
-    )
-
-    def __init__(self, request: EngineRequest, arrival: float) -> None:
-        self.request = request
-        self.queued = True
-        self.arrival = arrival
-        self.admitted = self.first_token = self.last_token = 0.0
-        self.cached_tokens = self.preemptions = self.tokens = 0
+    request: EngineRequest
+    arrival: float
+    queued: bool = True
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    tokens: int = 0
 
 
 class ProgressMeter:
