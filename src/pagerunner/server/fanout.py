@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from pagerunner.server.protocol.answers import PromptTokensDetails, Usage
@@ -68,11 +68,3 @@ class TokenCounter:
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         cached = sum(tokens for _, tokens in self._prompts.values())
         return Usage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
-
-
-async def collect(outputs: AsyncIterator[Indexed]) -> list[RequestOutput]:
-    """The final output of every source, in order."""
-    last: dict[int, RequestOutput] = {}
-    async for index, output in outputs:
-        last[index] = output
-    return [last[index] for index in sorted(last)]

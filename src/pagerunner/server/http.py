@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -30,6 +30,9 @@ _HALVES = re.compile(
 )
 """Escapes in JSON: a backslash, both halves of a character, or (the group) a half alone."""
 _LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
+_decoders: dict[
+    type[Any], msgspec.json.Decoder[Any]
+] = {}  # by the type of a body; making one takes as long as using it
 
 
 class ClientGoneError(Exception):
@@ -105,6 +108,14 @@ async def _next_piece(receive: Receive, end: float, size: int) -> Message:
     if message["type"] == "http.disconnect":
         raise ClientGoneError
     return message
+
+
+async def read_as(request: Request, kind: type[Body]) -> Body:
+    """The request's body as `kind`. Raises what `read_body` and `decode_body` raise."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.json.Decoder(kind)
+    decoder: msgspec.json.Decoder[Body] = _decoders[kind]
+    return decode_body(await read_body(request), decoder)
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:

@@ -68,10 +68,7 @@ class CompletionLogprobsWriter:
         """A prompt's tokens; `first_text` is the text of its first one, for which no entry exists."""
         out = CompletionLogprobs([], [], [], [])
         self._append(out, f"token_id:{token_ids[0]}" if self._as_ids else first_text, token_ids[0], None)
-        rest = self.write(token_ids[1:], positions[1:])
-        for name in out.__struct_fields__:
-            getattr(out, name).extend(getattr(rest, name))
-        return out
+        return joined(out, self.write(token_ids[1:], positions[1:]))
 
     def _append(self, out: CompletionLogprobs, text: str, token_id: int, position: Position | None) -> None:
         out.text_offset.append(self._offset)

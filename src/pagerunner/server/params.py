@@ -9,27 +9,13 @@ from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import Truncation
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import check_supported
-from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
+from pagerunner.server.protocol.messages import MessagesRequest
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest, SampledRequest, StreamOptions
 from pagerunner.types import SamplingParams, StructuredOutputsParams
 
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _RESERVED_KWARGS = frozenset(
     ("messages", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools")
-)
-_SAME_NAME = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_tokens",
-    "n",
-    "presence_penalty",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stop_token_ids",
 )
 
 
@@ -146,11 +132,14 @@ def _shared(request: CompletionRequest | ChatRequest, defaults: SamplingParams) 
         )
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs is not available with stream=true.", param="prompt_logprobs")
-    values = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}
-    for name in (*_SAME_NAME, *MODEL_DEFAULTS, "prompt_logprobs"):
-        value = getattr(request, name)
-        if value is not None:
+    return {**same_named(request, defaults), "structured_outputs": structured(request)}
+
+
+def same_named(request: SampledRequest | MessagesRequest, defaults: SamplingParams) -> dict[str, Any]:
+    """What a request says of sampling under the names of SamplingParams, with the checkpoint's defaults beside it."""
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
+    for name in SamplingParams.__struct_fields__:
+        if (value := getattr(request, name, None)) is not None:
             values[name] = value
-    values["structured_outputs"] = structured(request)
     values["output_kind"] = "delta" if request.stream else "final_only"
     return values

@@ -21,7 +21,7 @@ from pagerunner.engine.frontend.input_processor import Truncation, check_queueab
 from pagerunner.errors import InvalidRequestError, PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
-from pagerunner.server.fanout import Indexed, TokenCounter, collect, merged
+from pagerunner.server.fanout import Indexed, TokenCounter, merged
 from pagerunner.server.http import EventStream
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
@@ -91,22 +91,16 @@ class Service:
                 404, f"The model {short(model)!r} does not exist; there is {', '.join(self.model_names)}.", "model"
             )
 
-    async def token_ids(
-        self, given: str | list[int], add_special_tokens: bool | None, truncation: Truncation
-    ) -> list[int]:
-        """The token ids that stay, of a text or of the ids that a client sent."""
-        if isinstance(given, str):
-            special = add_special_tokens is not False
-            return await self.engine.encode(given, add_special_tokens=special, truncation=truncation)
-        return truncation.of(given)
-
-    async def prompt(self, given: str | list[int], add_special_tokens: bool | None = None) -> dict[str, Any]:
-        """A text or token ids as the engine takes them."""
+    async def prompt(
+        self, given: str | list[int], add_special_tokens: bool | None, kept: Truncation | None
+    ) -> dict[str, Any]:
+        """A text or token ids as the engine takes them, or what `kept` leaves of their tokens."""
+        special = add_special_tokens is not False
         if not isinstance(given, str):
-            return {"prompt_token_ids": given}
-        if add_special_tokens is False:
-            return {"prompt_token_ids": await self.engine.encode(given, add_special_tokens=False)}
-        return {"prompt": given}
+            return {"prompt_token_ids": given if kept is None else kept.of(given)}
+        if kept is None and special:
+            return {"prompt": given}
+        return {"prompt_token_ids": await self.engine.encode(given, add_special_tokens=special, truncation=kept)}
 
     def run(
         self,
@@ -210,8 +204,11 @@ class StreamWriter(abc.ABC):
 
 async def collected(outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutput]:
     """Every prompt's final output, in order."""
+    last: dict[int, RequestOutput] = {}
     async with aclosing(outputs):
-        return await collect(outputs)
+        async for index, output in outputs:
+            last[index] = output
+    return [last[index] for index in sorted(last)]
 
 
 async def streamed(outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
@@ -248,29 +245,17 @@ async def _events(
         yield writer.end
 
 
-class UsageReporter:
+class UsageReporter(TokenCounter):
     """Decides what a stream's chunks and its end say about token counts."""
 
     def __init__(self, options: StreamOptions) -> None:
+        super().__init__()
         self.include = bool(options.include_usage)
-        self._continuous = self.include and bool(options.continuous_usage_stats)
-        self._counter = TokenCounter()
-
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Count one output."""
-        self._counter.add(index, output)
-
-    @property
-    def every_chunk(self) -> bool:
+        self.every_chunk = self.include and bool(options.continuous_usage_stats)
         """Whether a chunk without text still tells something."""
-        return self._continuous
 
     def in_chunk(self) -> Usage | UnsetType | None:
         """The `usage` field of an ordinary chunk: the counts so far, null, or no such field."""
-        if self._continuous:
-            return self._counter.usage()
+        if self.every_chunk:
+            return self.usage()
         return None if self.include else UNSET
-
-    def total(self) -> Usage:
-        """All counts."""
-        return self._counter.usage()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from pagerunner.server.chat.reader import Answer, AnswerReader
 from pagerunner.server.chat.tool_parsers.stream import Arguments, CallStart, Event, Text, Thought
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, read_whole, run_chat
 from pagerunner.server.fanout import TokenCounter
-from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.http import read_as
 from pagerunner.server.logprobs import chat_logprobs, prompt_logprobs
 from pagerunner.server.params import chat_params, stream_options
 from pagerunner.server.protocol.answers import (
@@ -34,8 +33,6 @@ from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
-_DECODER = msgspec.json.Decoder(ChatRequest)
-
 
 class ChatEndpoint:
     """Answers conversations."""
@@ -45,7 +42,7 @@ class ChatEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
-        request = decode_body(await read_body(http), _DECODER)
+        request = await read_as(http, ChatRequest)
         call = self._service.begin("chatcmpl", request.model, http, request.request_id)
         usage = UsageReporter(stream_options(request))
         turn = chat_turn(request, chat_params(request, self._service.engine.default_sampling_params))
@@ -225,7 +222,7 @@ class _Writer(StreamWriter):
         if not self._usage.include:
             return []
         chunk = self._chunk([])
-        chunk.usage = self._shape.detailed(self._usage.total())
+        chunk.usage = self._shape.detailed(self._usage.usage())
         return [chunk]
 
     def _first(self) -> list[ChatChunk]:

@@ -14,15 +14,13 @@ from starlette.responses import Response
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.fanout import Indexed, TokenCounter
-from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.http import read_as
 from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from pagerunner.server.params import completion_params, scores_only, stream_options, truncation
 from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from pagerunner.server.protocol.requests import CompletionRequest
 from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
-
-_DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 class CompletionsEndpoint:
@@ -33,7 +31,7 @@ class CompletionsEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
-        request = decode_body(await read_body(http), _DECODER)
+        request = await read_as(http, CompletionRequest)
         call = self._service.begin("cmpl", request.model, http, request.request_id)
         params = completion_params(request, self._service.engine.default_sampling_params)
         options = stream_options(request)
@@ -51,9 +49,7 @@ class CompletionsEndpoint:
     async def _prompts(self, request: CompletionRequest, params: SamplingParams) -> list[dict[str, Any]]:
         service, special, longest = self._service, request.add_special_tokens, self._service.engine.max_model_len
         kept = truncation(request.truncate_prompt_tokens, request.truncation_side, longest, params.max_tokens)
-        if kept is None:
-            return [await service.prompt(one, special) for one in request.prompts()]
-        return [{"prompt_token_ids": await service.token_ids(one, special, kept)} for one in request.prompts()]
+        return [await service.prompt(one, special, kept) for one in request.prompts()]
 
     async def _echoes(self, request: CompletionRequest, prompts: list[dict[str, Any]]) -> list[_Echo]:
         if not request.echo:
@@ -160,7 +156,7 @@ class _Writer(StreamWriter):
         if not self._usage.include:
             return []
         chunk = self._chunk([])
-        chunk.usage = self._usage.total()
+        chunk.usage = self._usage.usage()
         return [chunk]
 
     def _chunk(self, choices: list[CompletionChoice]) -> Completion:

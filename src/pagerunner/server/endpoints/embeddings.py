@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
 from pagerunner.errors import InvalidRequestError, RequestFailedError
-from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.http import read_as
 from pagerunner.server.params import truncation
 from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
@@ -38,9 +38,6 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncation_side: Literal["left", "right"] | None = None
 
 
-_DECODER = msgspec.json.Decoder(EmbeddingRequest)
-
-
 class EmbeddingsEndpoint:
     """Answers with one vector for each input: numbers, or float32 little-endian as base64."""
 
@@ -49,7 +46,7 @@ class EmbeddingsEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
-        request = decode_body(await read_body(http), _DECODER)
+        request = await read_as(http, EmbeddingRequest)
         service = self._service
         call = service.begin("embd", request.model, http)
         pooler = service.engine.pooler
@@ -69,8 +66,10 @@ class EmbeddingsEndpoint:
             raise InvalidRequestError(
                 f"input has {len(inputs)} entries; at most {limits.MAX_PROMPTS_PER_CALL} are allowed.", param="input"
             )
+        side = request.truncation_side or "right"  # unlike for generation, the first tokens are kept
+        kept = truncation(request.truncate_prompt_tokens, side, service.engine.max_model_len, None)
         with blaming(_NAMES):
-            prompts = [await self._prompt(request, one) for one in inputs]
+            prompts = [await service.prompt(one, request.add_special_tokens, kept) for one in inputs]
         outputs = service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind, names=_NAMES)
         results = await collected(outputs)
         vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
@@ -88,14 +87,6 @@ class EmbeddingsEndpoint:
         usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": cached}
         answer = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
         return json_response({**answer, "data": data, "usage": usage})
-
-    async def _prompt(self, request: EmbeddingRequest, given: str | list[int]) -> dict[str, Any]:
-        """One input as the engine takes it; unlike for generation, the first tokens are kept."""
-        service, side = self._service, request.truncation_side or "right"
-        kept = truncation(request.truncate_prompt_tokens, side, service.engine.max_model_len, None)
-        if kept is None:
-            return await service.prompt(given, request.add_special_tokens)
-        return {"prompt_token_ids": await service.token_ids(given, request.add_special_tokens, kept)}
 
 
 def _pooled(result: RequestOutput) -> list[float]:

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,8 +15,8 @@ from pagerunner.server.chat.blocks import BlockWriter
 from pagerunner.server.chat.reader import Block, Change
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, prompt_of, run_chat
 from pagerunner.server.errors import anthropic_body
-from pagerunner.server.http import decode_body, read_body
-from pagerunner.server.params import MODEL_DEFAULTS
+from pagerunner.server.http import read_as
+from pagerunner.server.params import same_named
 from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.messages import (
     NEUTRAL,
@@ -29,8 +28,6 @@ from pagerunner.server.protocol.messages import (
 from pagerunner.server.service import Call, Service, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
-_MESSAGES = msgspec.json.Decoder(MessagesRequest)
-_COUNT = msgspec.json.Decoder(CountTokensRequest)
 _CHOICES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -47,7 +44,7 @@ class MessagesEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         """Answer a conversation in Anthropic's form; streamed, in its events."""
-        request = decode_body(await read_body(http), _MESSAGES)
+        request = await read_as(http, MessagesRequest)
         check_supported(request, NEUTRAL)
         service = self._service
         call = service.begin("msg", request.model, http)
@@ -62,7 +59,7 @@ class MessagesEndpoint:
 
     async def count_tokens(self, http: Request) -> Response:
         """How many tokens a conversation has as a prompt."""
-        request = decode_body(await read_body(http), _COUNT)
+        request = await read_as(http, CountTokensRequest)
         check_supported(request, NEUTRAL)
         self._service.check_model(request.model)
         turn = _turn(request, self._service.engine.default_sampling_params)
@@ -96,17 +93,11 @@ def _turn(request: MessagesRequest | CountTokensRequest, params: SamplingParams)
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
-    values: dict[str, Any] = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}
-    for name in ("temperature", "top_k", "top_p"):
-        if (value := getattr(request, name)) is not None:
-            values[name] = value
     form = request.output_config.format if request.output_config is not None else None
     return SamplingParams(
-        **values,
-        max_tokens=request.max_tokens,
+        **same_named(request, defaults),
         stop=tuple(request.stop_sequences or ()),
         structured_outputs=None if form is None else StructuredOutputsParams(json=form.schema),
-        output_kind="delta" if request.stream else "final_only",
     )
 
 

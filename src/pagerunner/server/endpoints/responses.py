@@ -16,9 +16,9 @@ from pagerunner.server.chat.blocks import BlockWriter
 from pagerunner.server.chat.reader import Block, Change, is_json
 from pagerunner.server.chat.turn import ChatRun, ChatTurn, ToolMode, run_chat
 from pagerunner.server.errors import error_body
-from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.http import read_as
 from pagerunner.server.logprobs import chat_logprobs
-from pagerunner.server.params import MODEL_DEFAULTS
+from pagerunner.server.params import same_named
 from pagerunner.server.protocol.answers import TokenLogprob
 from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.responses import (
@@ -40,8 +40,6 @@ from pagerunner.server.service import Call, Service, collected, json_response, s
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
-_DECODER = msgspec.json.Decoder(ResponsesRequest)
-_SAME_NAME = tuple(name for name in SamplingParams.__struct_fields__ if name in ResponsesRequest.__struct_fields__)
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 Item = OutputMessage | ReasoningItem | FunctionCallItem
 
@@ -54,7 +52,7 @@ class ResponsesEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""
-        request = decode_body(await read_body(http), _DECODER)
+        request = await read_as(http, ResponsesRequest)
         service = self._service
         call = service.begin("resp", request.model, http, request.request_id)
         turn = _turn(request, _params(request, service.engine.default_sampling_params))
@@ -121,11 +119,9 @@ def _params(request: ResponsesRequest, defaults: SamplingParams) -> SamplingPara
         )
     if top and not shows:
         raise InvalidRequestError(f"top_logprobs needs include=[{LOGPROBS_ITEM!r}].", param="top_logprobs")
-    values: dict[str, Any] = {name: getattr(defaults, name) for name in MODEL_DEFAULTS}
-    values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    values = same_named(request, defaults)
     values["max_tokens"] = request.max_output_tokens
     values["logprobs"] = (top or 0) if shows else None
-    values["output_kind"] = "delta" if request.stream else "final_only"
     values["structured_outputs"] = _structured(request)
     try:
         return SamplingParams(**values)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.chat.turn import ChatTurn, prompt_of
-from pagerunner.server.http import decode_body, read_body
+from pagerunner.server.http import read_as
 from pagerunner.server.protocol.fields import Unsupported, check_supported
 from pagerunner.server.protocol.requests import ChatMessage
 from pagerunner.server.protocol.tools import Tool
@@ -49,10 +49,6 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
     token_strs: list[str | None] | None = None
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-
-
 class Tokens:
     """Handlers."""
 
@@ -61,7 +57,7 @@ class Tokens:
 
     async def tokenize(self, http: Request) -> Response:
         """The token ids of a prompt, or of a conversation in the chat template."""
-        request = decode_body(await read_body(http), _TOKENIZE)
+        request = await read_as(http, TokenizeRequest)
         service, engine = self._service, self._service.engine
         service.check_model(request.model)
         check_supported(request)
@@ -88,7 +84,7 @@ class Tokens:
 
     async def detokenize(self, http: Request) -> Response:
         """The text of token ids, special tokens included."""
-        request = decode_body(await read_body(http), _DETOKENIZE)
+        request = await read_as(http, DetokenizeRequest)
         self._service.check_model(request.model)
         return json_response({"prompt": await self._service.engine.decode(request.tokens)})
 

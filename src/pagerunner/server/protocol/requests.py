@@ -11,7 +11,7 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import Ignored, Priority, Salt, Unsupported
 from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
-from pagerunner.types import StructuredOutputsParams
+from pagerunner.types import StructuredOutputsParams, show
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -43,15 +43,15 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
 
 
-class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the bodies of completions, chat and responses have in common."""
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # sampling, under OpenAI's names
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    max_tokens: int | None = None
-    n: int | None = None
     presence_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -64,22 +64,29 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     min_p: float | None = None
     min_tokens: int | None = None
-    prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     top_k: int | None = None
+    # the engine
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    request_id: str | None = None
+
+
+class _Request(SampledRequest, kw_only=True):
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
     # what the answer must be
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParams | None = None
     guided_json: Unsupported = None
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None
     guided_grammar: Unsupported = None
     # the engine
     add_special_tokens: bool | None = None
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -89,7 +96,6 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
     prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
     prompt_cache_retention: Ignored = msgspec.field(default_factory=msgspec.Raw)
-    request_id: str | None = None
     safety_identifier: Ignored = msgspec.field(default_factory=msgspec.Raw)
     service_tier: Ignored = msgspec.field(default_factory=msgspec.Raw)
     session_id: Ignored = msgspec.field(default_factory=msgspec.Raw)
@@ -192,19 +198,25 @@ class ChatMessage(msgspec.Struct, kw_only=True):
             return self.refusal or ""
         if self.content is None:
             raise InvalidRequestError(f"{where}.content is missing; give a text.", where)
-        texts: list[str] = []
-        for part in self.content:
-            if part.type == "refusal" and part.refusal is not None:
-                texts.append(part.refusal)
-                continue
-            if part.type not in ("text", "input_text", "output_text"):
-                raise InvalidRequestError(
-                    f"{where}.content holds a part of type {part.type!r}; this model takes text only.", where
-                )
-            if part.text is None:
-                raise InvalidRequestError(f"{where}.content holds a text part without text.", where)
-            texts.append(part.text)
-        return "\n".join(texts)
+        return text_of(self.content, f"{where}.content", ("text", "input_text", "output_text"))
+
+
+def text_of(parts: list[ContentPart], where: str, kinds: tuple[str, ...]) -> str:
+    """The texts of parts of these `kinds`, and refusals, a line each. Raises InvalidRequestError for another part."""
+    param = where.split(".")[0]
+    texts: list[str] = []
+    for part in parts:
+        if part.type == "refusal" and part.refusal is not None:
+            texts.append(part.refusal)
+            continue
+        if part.type not in kinds:
+            raise InvalidRequestError(
+                f"{where} holds a part of type {show(part.type)}; this model takes text only.", param
+            )
+        if part.text is None:
+            raise InvalidRequestError(f"{where} holds a text part without text.", param)
+        texts.append(part.text)
+    return "\n".join(texts)
 
 
 class ChatRequest(_Request):

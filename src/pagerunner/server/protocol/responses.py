@@ -10,10 +10,10 @@ from msgspec import UNSET, Meta, UnsetType
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.answers import TokenLogprob
-from pagerunner.server.protocol.fields import Priority, Salt, Unsupported
-from pagerunner.server.protocol.requests import ReasoningEffort, StreamOptions
+from pagerunner.server.protocol.fields import Unsupported
+from pagerunner.server.protocol.requests import ContentPart, ReasoningEffort, SampledRequest, text_of
 from pagerunner.server.protocol.tools import FunctionCall, FunctionSpec, Tool, ToolCall
-from pagerunner.types import StructuredOutputsParams, show
+from pagerunner.types import show
 
 LOGPROBS_ITEM = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS_ITEM, "reasoning.encrypted_content")
@@ -27,15 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class InputPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text is understood. An answer's own parts may be sent back as they came."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-Content = str | list[InputPart]
+Content = str | list[ContentPart]
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -44,7 +36,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     type: str = "message"
     role: str | None = None
     content: Content | None = None
-    summary: list[InputPart] | None = None
+    summary: list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -95,11 +87,10 @@ class Reasoning(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesRequest(SampledRequest, kw_only=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
-    model: str | None = None
     include: list[str] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -107,36 +98,12 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=limits.MAX_TOOLS)] | None = None
     top_logprobs: int | None = None
-    top_p: float | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # sampling and the engine, under vLLM's names
-    allowed_token_ids: list[int] | None = None
-    bad_words: str | list[str] | None = None
-    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    priority: Priority | None = None
-    repetition_penalty: float | None = None
-    request_id: str | None = None
-    seed: int | None = None
-    skip_special_tokens: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    top_k: int | None = None
     # accepted: they don't change the answer
     max_tool_calls: Any = None  # limits only tools that a server runs
     prompt_cache_key: Any = None
@@ -229,17 +196,7 @@ def _said(message: dict[str, Any]) -> bool:
 
 
 def _text(content: Content, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if (part.type not in _TEXT_PARTS and part.type != "refusal") or text is None:
-            raise InvalidRequestError(
-                f"{where} holds a part of type {show(part.type)}; this model takes text only.", where.split(".")[0]
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return content if isinstance(content, str) else text_of(content, where, _TEXT_PARTS)
 
 
 class OutputText(msgspec.Struct, kw_only=True):
