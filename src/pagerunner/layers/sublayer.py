@@ -6,7 +6,7 @@ Shape letters: T tokens of the step, S wanted tokens, D hidden features, I featu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,6 +64,18 @@ class ResidualStream:
             self.row_T = self.row_T.index_select(0, tokens_S)
 
 
+class StepContext(NamedTuple):
+    """What a step gives to a layer.
+
+    `angles` are what the decoder computed from positions. `wanted_S` are the tokens that stay in the stream, by their places in T; None:
+    all of them. The last layer may want only sampled tokens, as other tokens' hidden states are no longer needed behind its mixer.
+    """
+
+    angles: Any
+    batch: ForwardBatch
+    wanted_S: torch.Tensor | None = None
+
+
 class FeedForward(Module, ABC):
     """The half of a layer that looks at each token by itself."""
 
@@ -87,28 +99,21 @@ class Mixer(Module, ABC):
     o_proj: Linear
 
     @abstractmethod
-    def mix(
-        self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The input of the output projection, [T, I]. With `wanted`, of these tokens alone, [S, I].
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
+        """The input of the output projection, [T, I]; of the wanted tokens alone, [S, I].
 
-        Keys, values and states of all tokens are stored. `angles` are what the decoder computed from positions.
+        Keys, values and states of all tokens are stored.
         """
 
     def adds(self, tokens: int) -> bool:
         """Whether the output projection of so many tokens adds to the stream."""
         return self.adds_itself
 
-    def add_to(
-        self, stream: ResidualStream, norm: RMSNorm, angles: Any, batch: ForwardBatch, wanted_S: torch.Tensor | None
-    ) -> None:
-        """Add the output for the normed stream to the stream, now or by the next norm.
-
-        With `wanted` [S], tokens by their places in T, only these stay in the stream.
-        """
-        mixed_SI = self.mix(stream, norm, angles, batch, wanted_S)
-        if wanted_S is not None:
-            stream.keep(wanted_S)
+    def add_to(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> None:
+        """Add the output for the normed stream to the stream, now or by the next norm. Only wanted tokens stay in the stream."""
+        mixed_SI = self.mix(stream, norm, context)
+        if context.wanted_S is not None:
+            stream.keep(context.wanted_S)
         if not mixed_SI.shape[0]:
             return
         if self.adds(mixed_SI.shape[0]):

@@ -6,8 +6,6 @@ heads, d head size.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from pagerunner.layers.attention import PagedAttention, head_projection, query_heads
@@ -15,26 +13,7 @@ from pagerunner.layers.cuts import by_inputs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import Mixer, ResidualStream
-
-
-class HeadSizes(Protocol):
-    """What a config says of heads."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Features of the residual stream."""
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
+from pagerunner.models.configs.base import HeadsConfig
 
 
 class GroupedQueryAttention(Mixer):
@@ -42,7 +21,7 @@ class GroupedQueryAttention(Mixer):
 
     def __init__(
         self,
-        config: HeadSizes,
+        config: HeadsConfig,
         layer_index: int,
         dtype: torch.dtype,
         *,

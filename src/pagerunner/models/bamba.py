@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 
 from pagerunner.attention.recurrent import Mamba2
-from pagerunner.batch import ForwardBatch
 from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.norm import GatedRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
-from pagerunner.layers.sublayer import Mixer, ResidualStream, only
+from pagerunner.layers.sublayer import Mixer, ResidualStream, StepContext, only
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.hybrid import BambaConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.rope import rope_
 
 
 class Attention(GroupedQueryAttention):
@@ -31,15 +30,9 @@ class Attention(GroupedQueryAttention):
         super().__init__(config, layer_index, dtype, qkv_bias=bias, o_bias=bias)
         self.rotary_dim = config.rotary_dim
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
         rope_(qk_TNd[..., : self.rotary_dim], angles)
         q_THd, k_TKd = qk_TNd[:, : self.num_heads], qk_TNd[:, self.num_heads :]
@@ -70,15 +63,9 @@ class Mamba2Mixer(Mixer):
         self.o_proj = Linear(inner, config.hidden_size, dtype, bias=bias, cut=by_inputs(own, config.mamba_head_dim))
         self.recur = PagedRecurrence(layer_index)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        _, batch, wanted_S = context
         config = self.config
         gate_TI, mixed_TC, steps_TH = stream.product(norm, self.in_proj).split(self.sizes, -1)
         recurrence = Mamba2(

@@ -16,7 +16,7 @@ from pagerunner.layers.embedding import Embedding, vocabulary
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepContext
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.rotary import Rotary
 
@@ -29,19 +29,10 @@ LAYER_NAMES = {
 
 
 class Layer(Protocol):
-    """What a decoder asks of its layers. Layers with weights are also Modules.
+    """What a decoder asks of its layers. Layers with weights are also Modules."""
 
-    `angles` are what the decoder computed from positions, as `Decoder.angles` returns them.
-    """
-
-    def __call__(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
-        """Add the layer's output to the stream; the last sublayer's may be pending afterwards."""
-
-    def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
-        """As `__call__`, for the last layer of a batch that is `last_alone`: only sampled tokens stay in the stream.
-
-        Other tokens' hidden states are no longer needed. Their keys, values and states are stored all the same.
-        """
+    def __call__(self, stream: ResidualStream, context: StepContext) -> None:
+        """Add the layer's output to the stream; the last sublayer's may be pending afterwards. Only wanted tokens stay."""
 
 
 class DecoderLayer(Module):
@@ -67,14 +58,9 @@ class DecoderLayer(Module):
         self.feed_forward_norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.feed_forward = feed_forward
 
-    def __call__(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
+    def __call__(self, stream: ResidualStream, context: StepContext) -> None:
         """See Layer."""
-        self.mixer.add_to(stream, self.mixer_norm, angles, batch, None)
-        self.feed_forward.add_to(stream, self.feed_forward_norm)
-
-    def last(self, stream: ResidualStream, angles: Any, batch: ForwardBatch) -> None:
-        """See Layer."""
-        self.mixer.add_to(stream, self.mixer_norm, angles, batch, batch.logits_index)
+        self.mixer.add_to(stream, self.mixer_norm, context)
         if stream.x_TD.shape[0]:
             self.feed_forward.add_to(stream, self.feed_forward_norm)
 
@@ -104,14 +90,11 @@ class Decoder(Module):
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The normed hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
-        angles, stream = self.angles(batch), self.embed(batch)
+        context, stream = StepContext(self.angles(batch), batch), self.embed(batch)
         *others, last = self.layers
         for layer in others:
-            layer(stream, angles, batch)
-        if batch.last_alone:
-            last.last(stream, angles, batch)
-        else:
-            last(stream, angles, batch)
+            layer(stream, context)
+        last(stream, context._replace(wanted_S=batch.logits_index) if batch.last_alone else context)
         if not stream.x_TD.shape[0]:
             return stream.x_TD.new_empty(0, stream.x_TD.shape[-1])
         return self.finish(stream)

@@ -20,7 +20,7 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import LayerNorm, RMSNorm
-from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepContext, only
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
@@ -98,15 +98,9 @@ class Attention(Mixer):
             self.indexer = Indexer(config, config.indexer, dtype)
             self.attend_chosen = PagedSlots(layer_index, scale)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         prep = LatentPrep(self.kv_a_layernorm.parameters, angles, self.pairs)
         if self.sparse:
             return self._mix_chosen(stream.normed(norm), prep, batch, wanted_S)

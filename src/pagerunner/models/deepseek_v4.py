@@ -20,16 +20,15 @@ from pagerunner.attention.compressed import SlotPooling
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.compressed import PagedSlots, PagedWindowVectors
 from pagerunner.layers.cuts import Features, Section, TensorCut, by_inputs, by_outputs
-from pagerunner.layers.embedding import vocabulary
 from pagerunner.layers.linear import FusedLinear, GroupedLinear, Linear
 from pagerunner.layers.mlp import inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes, Router
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
-from pagerunner.layers.sublayer import ResidualStream
+from pagerunner.layers.sublayer import ResidualStream, StepContext
 from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
-from pagerunner.models.decoder import Decoder
+from pagerunner.models.decoder import CausalLM, Decoder
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
 from pagerunner.ops.norm import rms_norm
@@ -268,25 +267,18 @@ class HyperConnectedLayer(Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.ffn = ExpertMLP(config, hashed=layer.hashed, dtype=dtype)
 
-    def __call__(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
-        """Replace the streams before the layer by the streams after it, [T, M, D]."""
-        self._attend(stream, angles, batch)
-        self._feed_forward(stream, batch.token_ids)
-
-    def last(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
-        """As `__call__`; only sampled tokens stay, [S, M, D]."""
-        self._attend(stream, angles, batch)
-        stream.keep(batch.logits_index)
-        if stream.x_TD.shape[0]:
-            self._feed_forward(stream, batch.token_ids.index_select(0, batch.logits_index))
-
-    def _attend(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
+    def __call__(self, stream: ResidualStream, context: StepContext) -> None:
+        """Replace the streams before the layer by the streams after it, [T, M, D]; of the wanted tokens, [S, M, D]."""
+        angles, batch, wanted_S = context
         x_TD, out_TM, mixed = self._enter("attn", stream.x_TD)
         stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.attn(self.attn_norm(x_TD), angles, batch).unsqueeze(1)
-
-    def _feed_forward(self, stream: ResidualStream, token_ids_T: torch.Tensor) -> None:
-        x_TD, out_TM, mixed = self._enter("ffn", stream.x_TD)
-        stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), token_ids_T).unsqueeze(1)
+        token_ids = batch.token_ids
+        if wanted_S is not None:
+            stream.keep(wanted_S)
+            token_ids = token_ids.index_select(0, wanted_S)
+        if stream.x_TD.shape[0]:
+            x_TD, out_TM, mixed = self._enter("ffn", stream.x_TD)
+            stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), token_ids).unsqueeze(1)
 
     def _enter(self, place: str, streams_TMD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the sublayer reads [T, D], how much of its result goes to each stream [T, M], and the streams mixed."""
@@ -350,24 +342,14 @@ class StreamsDecoder(Decoder):
         return self.norm(self.hc_head(stream.x_TD))
 
 
-class DeepseekV4ForCausalLM(Module):
+class DeepseekV4ForCausalLM(CausalLM):
     """The decoder and its output weights."""
 
     unused_tensors = ("mtp.",)  # layers for multi-token prediction
+    names = {"lm_head": "head"}
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.model = StreamsDecoder(config, dtype, device)
-        cut = by_outputs(vocabulary(config.vocab_size))
-        self.head = Linear(config.hidden_size, config.vocab_size, dtype, cut=cut, plain=True)
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
-        return self.model(batch)
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        return self.head(hidden_SD)
+        super().__init__(config, StreamsDecoder(config, dtype, device), dtype)
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """Also under the names of the published files, which differ from those that transformers writes."""

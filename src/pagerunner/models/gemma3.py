@@ -15,7 +15,7 @@ import torch
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
-from pagerunner.layers.sublayer import ResidualStream
+from pagerunner.layers.sublayer import ResidualStream, StepContext
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.window import Gemma3Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
@@ -43,10 +43,9 @@ class Attention(GroupedQueryAttention):
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.is_local = config.local_layers[layer_index]
 
-    def mix(
-        self, stream: ResidualStream, norm: RMSNorm, angles: Angles, batch: ForwardBatch, wanted_S: torch.Tensor | None
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
         q_THd, k_TKd = self.q_norm(qk_TNd[:, : self.num_heads]), self.k_norm(qk_TNd[:, self.num_heads :])
         own = angles.local if self.is_local else angles.full
@@ -66,18 +65,9 @@ class NormedLayer(DecoderLayer):
         self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def __call__(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
-        """See DecoderLayer."""
-        self._add_to(stream, angles, batch, None)
-
-    def last(self, stream: ResidualStream, angles: Angles, batch: ForwardBatch) -> None:
-        """See DecoderLayer."""
-        self._add_to(stream, angles, batch, batch.logits_index)
-
-    def _add_to(
-        self, stream: ResidualStream, angles: Angles, batch: ForwardBatch, wanted_S: torch.Tensor | None
-    ) -> None:
-        self.mixer.add_to(stream, self.mixer_norm, angles, batch, wanted_S)
+    def __call__(self, stream: ResidualStream, context: StepContext) -> None:
+        """See Layer."""
+        self.mixer.add_to(stream, self.mixer_norm, context)
         if stream.pending_TD is not None:
             stream.pending_TD = self.post_attention_layernorm(stream.pending_TD)
             x_TD = self.feed_forward(stream.normed(self.feed_forward_norm))

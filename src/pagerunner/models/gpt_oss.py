@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import query_heads
 from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import ResidualStream
+from pagerunner.layers.sublayer import ResidualStream, StepContext
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.window import GptOssConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.paged_attention import HeadPrep
-from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing, few_tokens
 
 
@@ -36,15 +34,9 @@ class Attention(GroupedQueryAttention):
         """See Mixer. Kernels of few tokens add on their way. cuBLAS has a product with a bias that doesn't; then the norm's kernel adds."""
         return few_tokens(tokens)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         prep = HeadPrep(self.num_heads, self.num_kv_heads, angles)
         qkv_TNd = self.project(stream, norm)
         return self.attend.from_projection(qkv_TNd, prep, batch, self.weights["sinks"], wanted_S).flatten(1)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.batch import ForwardBatch
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.layers.sublayer import FeedForward, ResidualStream, StepContext
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.decoder import DecoderConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
@@ -28,15 +27,9 @@ class Attention(GroupedQueryAttention):
     def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         qkv_TNd = self.project(stream, norm)
         return self.attend.from_projection(qkv_TNd, self.prep(angles), batch, wanted=wanted_S).flatten(1)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.batch import ForwardBatch
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.layers.sublayer import FeedForward, ResidualStream, StepContext
 from pagerunner.models.attention import GroupedQueryAttention
 from pagerunner.models.configs.llama4 import Llama4Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.norm import rms_norm
-from pagerunner.ops.rope import RopeAngles, rope_pairs_, temper
+from pagerunner.ops.rope import rope_pairs_, temper
 from pagerunner.ops.routing import Routing
 
 
@@ -33,15 +32,9 @@ class Attention(GroupedQueryAttention):
         self.head_norm = config.head_norm and self.rotary
         self.floor, self.scale = config.temperature_floor, 0.0 if self.rotary else config.temperature_scale
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
         if self.rotary:
             rope_pairs_(qk_TNd, angles)

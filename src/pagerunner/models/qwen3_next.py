@@ -15,7 +15,6 @@ from abc import abstractmethod
 import torch
 
 from pagerunner.attention.recurrent import GatedDelta
-from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import PagedAttention, kv_heads, query_heads
 from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, Linear
@@ -23,13 +22,13 @@ from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.recurrent import CausalConv, PagedRecurrence
-from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, only
+from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepContext, only
 from pagerunner.models.configs.hybrid import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import sigmoid_gated
 from pagerunner.ops.norm import rms_norm_then_gate
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.rope import rope_
 from pagerunner.ops.routing import Routing
 from pagerunner.ops.side_by_side import side_by_side
 
@@ -52,15 +51,9 @@ class Attention(Mixer):
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        angles, batch, wanted_S = context
         q_gate, k, v = stream.product(norm, self.qkv_proj).split(self.sizes, -1)
         q_THd, gate_THd = q_gate.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
@@ -90,15 +83,9 @@ class GatedDeltaNet(Mixer):
         self.o_proj = Linear(heads * head_dim, config.hidden_size, dtype, cut=by_inputs(self.heads, self.values))
         self.recur = PagedRecurrence(layer_index)
 
-    def mix(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        angles: RopeAngles,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        _, batch, wanted_S = context
         config = self.config
         mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm))
         recurrence = GatedDelta(

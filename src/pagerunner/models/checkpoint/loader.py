@@ -16,12 +16,11 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pagerunner.batch import ForwardBatch
 from pagerunner.config import Dtype
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.embedding import Embedding
@@ -35,6 +34,7 @@ from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.json_files import read_json
+from pagerunner.models.decoder import CausalLM
 from pagerunner.models.registry import FAMILIES
 from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, beyond, is_damage, name_of
 
@@ -55,39 +55,12 @@ _TEXT_NAMES = (
 )
 # What transformers calls the scales of a whole matrix in fp8, and of its activations; others have the second names.
 _SCALE_NAMES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
+Model = CausalLM
 _IMAGE_NAMES = tuple(
     before + part
     for before in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
 )
-
-
-class Model(Protocol):
-    """What the runner knows of a model. Shape letters: T tokens, S sampled tokens, D features, V vocabulary."""
-
-    weights: dict[str, torch.Tensor]
-    unused_tensors: tuple[str, ...]
-    asked_by: str
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The final hidden state of every token of the step, [T, D]."""
-        ...
-
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
-        ...
-
-    def modules(self) -> Iterator[Module]:
-        """Every part that holds weights, in a fixed order."""
-        ...
-
-    def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
-        """The checkpoint's modules that matrices of the model's layers come from: layer, part of it, and name."""
-        ...
-
-    def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
-        """Every tensor that a checkpoint holds, or may hold, and what it fills."""
-        ...
 
 
 def build_model(
@@ -100,7 +73,7 @@ def build_model(
     checkpoint isn't in, which a plan only tries.
     """
     family = FAMILIES[config.family]
-    model: Model = getattr(importlib.import_module(family.module), family.model)(
+    model: Model = getattr(importlib.import_module(f"pagerunner.models.{family.module}"), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
     if config.format is not None:

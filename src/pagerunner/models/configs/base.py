@@ -89,3 +89,14 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     softmax_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig(ModelConfig):
+    """A model whose attention has query heads, and keys and values for groups of them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope: RopeConfig

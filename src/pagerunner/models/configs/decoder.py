@@ -8,23 +8,18 @@ from typing import Any, TypeVar
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import FullKV, Spec, WindowKV
-from pagerunner.models.configs.base import ModelConfig, RopeConfig
+from pagerunner.models.configs.base import HeadsConfig, RopeConfig
 from pagerunner.models.configs.fields import Fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(HeadsConfig):
     """A decoder of equal layers: grouped-query attention with rotary positions, and a gated SiLU feed-forward.
 
     `qkv_bias`, `o_bias` and `mlp_bias` say which projections have one; `qk_norm` is a norm of every query and key head.
     Layers whose place in `windowed` is true see only the last `window` tokens; none where it is empty.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -117,7 +112,23 @@ def read_decoder(
 
     `rope` is given where the family reads it by itself, and `tied` is what an absent tie_word_embeddings means.
     """
-    hidden = fields.integer("hidden_size")
+    shared = read_shared(fields, fields.integer("hidden_size"), default_head_dim, tied=tied)
+    if shared["head_dim"] % 2:
+        raise fields.error("head_dim", f"is {shared['head_dim']}; rotary positions need an even number.")
+    return kind(
+        **common,
+        **own,
+        **shared,
+        intermediate_size=fields.integer("intermediate_size"),
+        rope=rope or read_rope(fields, common["max_position_embeddings"]),
+    )
+
+
+def read_shared(fields: Fields, hidden: int, default_head_dim: int, *, tied: bool = False) -> dict[str, Any]:
+    """What every decoder with heads says: sizes of the heads, norms, and whether the embedding is the output's weights.
+
+    `default_head_dim` is a family's own, 0 where it is the heads' share of `hidden`; `tied` is tie_word_embeddings' default.
+    """
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -127,21 +138,15 @@ def read_decoder(
         if hidden % heads:
             raise fields.error("hidden_size", f"is {hidden}, which num_attention_heads={heads} does not divide.")
         head_dim = hidden // heads
-    if head_dim % 2:
-        raise fields.error("head_dim", f"is {head_dim}; rotary positions need an even number.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return kind(
-        **common,
-        **own,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
-        rope=rope or read_rope(fields, common["max_position_embeddings"]),
-    )
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
+    }
 
 
 def read_rope(

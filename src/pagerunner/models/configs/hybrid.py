@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from pagerunner.config import DTYPE_BYTES, KVDtype
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec, WindowKV
-from pagerunner.models.configs.base import ModelConfig, RopeConfig
-from pagerunner.models.configs.decoder import read_rope, read_window
+from pagerunner.models.configs.base import HeadsConfig
+from pagerunner.models.configs.decoder import read_rope, read_shared, read_window
 from pagerunner.models.configs.fields import Fields
 
 LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
@@ -26,7 +26,7 @@ _KINDS: dict[str, LayerKind] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(ModelConfig):
+class HybridConfig(HeadsConfig):
     """A decoder whose layers are attention or recurrent, by `layer_kinds`, each with a feed-forward after it.
 
     Sliding attention sees the last `window` tokens, its own among them. `state_shapes` are those of a recurrent layer: the
@@ -34,11 +34,6 @@ class HybridConfig(ModelConfig):
     state (None: that of keys and values). The convolution's inputs have the dtype of keys and values.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope: RopeConfig
     attention_bias: bool
     layer_kinds: tuple[LayerKind, ...]
     window: int = 0
@@ -298,26 +293,9 @@ def _read_attention(
     fields: Fields, common: dict[str, Any], *, partial: float, hidden: int = 0, ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """What the families' attention layers, embeddings and norms share; `hidden` where hidden_size has been taken."""
-    own_head_dim = not hidden
-    hidden = hidden or fields.integer("hidden_size")
-    heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.error("num_attention_heads", f"is {heads}, which num_key_value_heads={kv_heads} does not divide.")
-    if not own_head_dim and hidden % heads:
-        raise fields.error("hidden_size", f"is {hidden}, which num_attention_heads={heads} does not divide.")
-    head_dim = fields.integer("head_dim", 256 if own_head_dim else hidden // heads)
+    shared = read_shared(fields, hidden or fields.integer("hidden_size"), 0 if hidden else 256)
+    head_dim = shared["head_dim"]
     rope = read_rope(fields, common["max_position_embeddings"], partial_default=partial, ignored=ignored)
     if int(head_dim * rope.partial) % 2 or not int(head_dim * rope.partial):
         raise fields.error("head_dim", f"is {head_dim}, of which partial_rotary_factor={rope.partial:g} is not even.")
-    fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return {
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-        "attention_bias": fields.flag("attention_bias", False),
-        "rope": rope,
-    }
+    return {**shared, "attention_bias": fields.flag("attention_bias", False), "rope": rope}
