@@ -122,7 +122,7 @@ def test_two_devices_with_half_of_the_heads_are_the_whole_mixer(case: str) -> No
     angles = RopeAngles(torch.ones(TOKENS, 1, rotated), torch.zeros(TOKENS, 1, rotated))
 
     def out(one: Any) -> torch.Tensor:
-        return one.o_proj(one.mix(ResidualStream(x), norm, angles, None, None))
+        return one.o_proj(one.mix(ResidualStream(x), norm, StepContext(angles, None)))
 
     want, partial = out(whole), []
     for device in range(2):
