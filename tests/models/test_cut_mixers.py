@@ -17,7 +17,7 @@ from helpers.parts import fill
 from helpers.published import all_published
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.shares import Share, divided
-from pagerunner.layers.sublayer import Mixer, ResidualStream
+from pagerunner.layers.sublayer import Mixer, ResidualStream, StepContext
 from pagerunner.models import bamba, deepseek, qwen3_next
 from pagerunner.models.checkpoint.loader import materialize, weights_bytes
 from pagerunner.models.configs.reader import read_model_config
