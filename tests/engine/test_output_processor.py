@@ -109,7 +109,7 @@ def test_stop_string_over_several_tokens(kind: str, include: bool) -> None:
     kept = [t for o in outputs for t in o.outputs[0].token_ids] if kind == "delta" else last.token_ids
     assert tokenizer("byte_level").decode(kept) == "the fox and the dog"
     assert one.process([update(9), update(9, finish_reason="abort")]) == ([], [])
-    assert one.num_unfinished == 0
+    assert one.request_ids == []
 
 
 def test_nothing_of_a_stop_string_leaks() -> None:
@@ -232,7 +232,7 @@ def test_several_sequences_are_one_request(kind: str) -> None:
     first, _ = one.process([update(9, to="r_2"), update(10, to="r_0")])
     second, _ = one.process([update(11, to="r_0", finish_reason="length"), update(9, to="r_1", finish_reason="length")])
     third, _ = one.process([update(12, to="r_2", finish_reason="length")])
-    assert one.num_unfinished == 0
+    assert one.request_ids == []
     shown = [
         [[(c.index, c.token_ids, c.finish_reason) for c in o.outputs] for o in part] for part in (first, second, third)
     ]

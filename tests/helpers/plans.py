@@ -17,8 +17,12 @@ class OtherFull(FullKV):
     """Full attention in a group of its own, to have two groups of different page sizes."""
 
     @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[str]:
         return ("other",)
+
+    @property
+    def kind(self) -> str:
+        return "full"
 
 
 def mixed(

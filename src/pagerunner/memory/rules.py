@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 from pagerunner.errors import ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
@@ -32,17 +32,17 @@ FOREVER = 1 << 62
 class GroupRule(Protocol):
     """What the planner and the manager ask of a group. Pages are counted from 0 at a request's first token."""
 
-    @property
-    def forgets(self) -> bool:
-        """Whether pages are given back while the request runs."""
+    __slots__ = ()
 
-    @property
-    def snapshots(self) -> bool:
-        """Whether a page holds the state at one position, instead of tokens."""
+    forgets: ClassVar[bool] = False
+    """Whether pages are given back while the request runs."""
+    snapshots: ClassVar[bool] = False
+    """Whether a page holds the state at one position, instead of tokens."""
 
     @property
     def shortens(self) -> bool:
-        """Whether a long step may be shortened when its pages are scarce."""
+        """Whether a long step may be shortened when its pages are scarce. Most rules need the same pages sooner or later."""
+        return True
 
     @property
     def cell(self) -> int:
@@ -83,7 +83,7 @@ class GroupRule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FullRule:
+class FullRule(GroupRule):
     """Every token's page is held from its computation to the end of the request; a hit needs every page of the prefix.
 
     Pages are found in the index by cells of max(page_tokens, 16) tokens. The key of a page of 16 tokens or more is its last unit's
@@ -91,21 +91,6 @@ class FullRule:
     """
 
     page_tokens: int
-
-    @property
-    def forgets(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def snapshots(self) -> bool:
-        """A page holds its tokens."""
-        return False
-
-    @property
-    def shortens(self) -> bool:
-        """It needs the same pages sooner or later."""
-        return True
 
     @property
     def cell(self) -> int:
@@ -200,6 +185,7 @@ class _ForgettingRule(FullRule, ABC):
     step is never shortened.
     """
 
+    forgets: ClassVar[bool] = True
     reach: int
     step_tokens: int
     whole_steps: bool = False
@@ -208,11 +194,6 @@ class _ForgettingRule(FullRule, ABC):
     def shortens(self) -> bool:
         """Unless prompts run in one step."""
         return not self.whole_steps
-
-    @property
-    def forgets(self) -> bool:
-        """Whatever no later position reads."""
-        return True
 
     @abstractmethod
     def _oldest(self, position: int) -> int:
@@ -290,26 +271,13 @@ class ChunkedRule(_ForgettingRule):
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentRule:
+class RecurrentRule(GroupRule):
     """One page holds the state of all tokens so far. A hit at t needs a snapshot: the state after t tokens, in a page of its own.
 
     The running request's own page is page 0 and is never published; snapshots are, under the chain's hash at their position.
     """
 
-    @property
-    def forgets(self) -> bool:
-        """The page stays until the request ends."""
-        return False
-
-    @property
-    def snapshots(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def shortens(self) -> bool:
-        """Any step takes the one page."""
-        return True
+    snapshots: ClassVar[bool] = True
 
     @property
     def cell(self) -> int:
@@ -383,8 +351,7 @@ def make_rule(spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool 
 
     With `whole_steps` a step of that many tokens is never shortened.
     """
-    lifetime: Any = spec.lifetime
-    rule = RULES[spec.kind](page_tokens, step_tokens, *lifetime[1:])
+    rule = RULES[spec.kind](page_tokens, step_tokens, *spec.lifetime[1:])
     return replace(rule, whole_steps=whole_steps) if isinstance(rule, _ForgettingRule) else rule
 
 

@@ -7,10 +7,9 @@ only use the members of `Spec`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.errors import ConfigError
@@ -22,13 +21,16 @@ _ALIGNMENT = 16
 class Spec(Protocol):
     """One piece of a layer's memory."""
 
+    __slots__ = ()
+
+    @property
+    def lifetime(self) -> tuple[Any, ...]:
+        """Layers with equal lifetimes share a group and its page table. The name of the rule is first, then its numbers."""
+
     @property
     def kind(self) -> str:
         """The name of the rule that the layer's pages live by, a key of `rules.RULES`."""
-
-    @property
-    def lifetime(self) -> Hashable:
-        """Layers with equal lifetimes share a group and its page table."""
+        return str(self.lifetime[0])
 
     @property
     def zero_fresh(self) -> bool:
@@ -37,13 +39,14 @@ class Spec(Protocol):
     @property
     def token_multiple(self) -> int:
         """A page's tokens must be a multiple of this."""
+        return 1
 
     def page_bytes(self, page_tokens: int) -> int:
         """Bytes of this layer's share of a page of `page_tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class FullKV:
+class FullKV(Spec):
     """Keys and values of every token of a request, kept until the request ends.
 
     `head_dim_v` is the size of a value head where it differs from a key head's (None: equal). Kernels mask: they never
@@ -65,12 +68,7 @@ class FullKV:
         _check_dtype("kv dtype", self.dtype)
 
     @property
-    def kind(self) -> str:
-        """The rule `full`."""
-        return "full"
-
-    @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[Any, ...]:
         """All full layers share one group, whatever their sizes."""
         return ("full",)
 
@@ -83,11 +81,6 @@ class FullKV:
     def zero_fresh(self) -> bool:
         """Whether the page has scales: they are read before the first write, to see whether they must grow."""
         return self.has_page_scales
-
-    @property
-    def token_multiple(self) -> int:
-        """Any number of tokens makes a page."""
-        return 1
 
     @property
     def value_dim(self) -> int:
@@ -137,12 +130,7 @@ class WindowKV(FullKV):
         _check_sizes(window=self.window)
 
     @property
-    def kind(self) -> str:
-        """The rule `window`."""
-        return "window"
-
-    @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[Any, ...]:
         """All layers of one window share a group."""
         return ("window", self.window)
 
@@ -162,18 +150,13 @@ class ChunkedKV(FullKV):
         _check_sizes(chunk=self.chunk)
 
     @property
-    def kind(self) -> str:
-        """The rule `chunked`."""
-        return "chunked"
-
-    @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[Any, ...]:
         """All layers of one chunk size share a group."""
         return ("chunked", self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKV:
+class LatentKV(Spec):
     """One vector per slot that serves as key and value of every head (MLA): `latent_dim` elements, then `rope_dim` rotary ones.
 
     A slot stands for `compression` tokens. With `window` only so many last tokens are kept (None: all). `rope_dtype` is the
@@ -213,12 +196,7 @@ class LatentKV:
                 )
 
     @property
-    def kind(self) -> str:
-        """The rule `latent`, or `window` for a layer that keeps only its last tokens."""
-        return "latent" if self.window is None else "window"
-
-    @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[Any, ...]:
         """All latent layers of one compression ratio share a group; windows share theirs with other kinds of layers."""
         return ("latent", self.compression) if self.window is None else ("window", self.window)
 
@@ -291,7 +269,7 @@ class LatentKV:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentState:
+class RecurrentState(Spec):
     """State of fixed size per request: one tensor for each of `shapes`, with the dtype of the same place in `dtypes`.
 
     A page is one state of every layer, whatever number of tokens it stands for. Tensors follow each other in order, each
@@ -318,12 +296,7 @@ class RecurrentState:
                 raise ConfigError(f"Recurrent state can't be kept in {dtype}; take float32, bfloat16 or float16.")
 
     @property
-    def kind(self) -> str:
-        """The rule `recurrent`."""
-        return "recurrent"
-
-    @property
-    def lifetime(self) -> Hashable:
+    def lifetime(self) -> tuple[Any, ...]:
         """All recurrent layers share one group, whatever their sizes."""
         return ("recurrent",)
 
@@ -331,11 +304,6 @@ class RecurrentState:
     def zero_fresh(self) -> bool:
         """True: a new request's first token continues from the page's state, which must be zero."""
         return True
-
-    @property
-    def token_multiple(self) -> int:
-        """Any number of tokens makes a page."""
-        return 1
 
     @property
     def offsets(self) -> tuple[int, ...]:
