@@ -25,7 +25,24 @@ KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "a
 }
 
 
-class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
+    """Arguments that an engine takes as they are given; see EngineArgs."""
+
+    tensor_parallel_size: int = 1
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    enable_sleep_mode: bool = False
+    poison_fresh_pages: bool = False
+    attention_backend: str = "auto"
+    kv_cache_metrics_sample: float = 0.0
+
+
+class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a user may ask of an engine. If vLLM has an argument of that name, meaning and default are vLLM's.
 
     `model` is a directory or a name on the Hugging Face Hub; `revision` is a branch, tag or commit there, and `download_dir`
@@ -59,7 +76,6 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     served_model_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    tensor_parallel_size: int = 1
     max_model_len: int | str | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -67,28 +83,17 @@ class EngineArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     activation_quantization: str = "auto"
-    block_size: int = 16
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
-    seed: int = 0
     load_format: str = "auto"
-    skip_tokenizer_init: bool = False
-    enforce_eager: bool = False
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    enable_sleep_mode: bool = False
     max_in_flight: int | None = None
-    poison_fresh_pages: bool = False
-    attention_backend: str = "auto"
     generation_config: str = "auto"
     chat_template: str | None = None
     pooler_config: str | dict[str, Any] | None = None
     hf_overrides: str | dict[str, Any] | None = None
     structured_outputs_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
-    kv_cache_metrics_sample: float = 0.0
 
     def __post_init__(self) -> None:
         self._take_types()
@@ -188,32 +193,20 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
+class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made."""
 
     model_path: str
     tokenizer_path: str
     dtype: Dtype
     device: Literal["cpu", "cuda"]
-    tensor_parallel_size: int
     max_model_len: int
     kv_cache_dtype: KVDtype
-    block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    enable_chunked_prefill: bool
     scheduling_policy: Literal["fcfs", "priority"]
-    seed: int
     load_format: Literal["auto", "dummy"]
-    skip_tokenizer_init: bool
-    enforce_eager: bool
-    cudagraph_capture_sizes: tuple[int, ...] | None
-    enable_sleep_mode: bool
     max_in_flight: int
-    poison_fresh_pages: bool
-    attention_backend: str
-    kv_cache_metrics_sample: float
 
 
 def engine_args(**values: object) -> EngineArgs:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagerunner import limits
-from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype
+from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import (
     DeviceMemory,
@@ -161,29 +161,18 @@ def _of_ranks(model: ModelConfig, dtype: Dtype, device: str, ranks: int, plan_on
 def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineConfig:
     args = wish.args
     return EngineConfig(
+        **{name: getattr(args, name) for name in SharedArgs.__struct_fields__},
         model_path=str(args.model),
         tokenizer_path=str(args.tokenizer or args.model),
         dtype=wish.dtype,
         device=wish.device,
-        tensor_parallel_size=args.tensor_parallel_size,
         max_model_len=plan.max_model_len,
         kv_cache_dtype=kv_dtype,
-        block_size=args.block_size,
         max_num_seqs=wish.max_num_seqs,
         max_num_batched_tokens=wish.batched_tokens,
-        enable_prefix_caching=args.enable_prefix_caching,
-        enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
-        seed=args.seed,
         load_format="dummy" if args.load_format == "dummy" else "auto",
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        enforce_eager=args.enforce_eager,
-        cudagraph_capture_sizes=None if args.cudagraph_capture_sizes is None else tuple(args.cudagraph_capture_sizes),
-        enable_sleep_mode=args.enable_sleep_mode,
         max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
-        poison_fresh_pages=args.poison_fresh_pages,
-        attention_backend=args.attention_backend,
-        kv_cache_metrics_sample=args.kv_cache_metrics_sample,
     )
 
 
