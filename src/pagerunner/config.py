@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from pagerunner.errors import ConfigError
 
+Option = TypeVar("Option")
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -191,6 +192,16 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def read_option(name: str, option: str | dict[str, Any] | None, kind: type[Option], example: str) -> Option:
+    """An argument that is given as a mapping or JSON, as `kind`. Raises ConfigError when it isn't such JSON."""
+    try:
+        if isinstance(option, str):
+            return msgspec.json.decode(option, type=kind)
+        return msgspec.convert(option or {}, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name} must be JSON such as {example}: {error}.") from None
 
 
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):

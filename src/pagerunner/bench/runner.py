@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from pagerunner.bench.experts import ExpertsRead
 from pagerunner.bench.floors import Floor
@@ -172,7 +173,7 @@ def latency(
         output_len=first[0].output_len,
         seconds=seconds,
         average=statistics.fmean(seconds),
-        percentiles={percent: _percentile(seconds, percent) for percent in PERCENTILES},
+        percentiles={percent: float(np.percentile(seconds, percent)) for percent in PERCENTILES},
     )
 
 
@@ -194,11 +195,3 @@ def _timed(llm: LLM, requests: Sequence[BenchRequest], draws: Draws) -> tuple[fl
         if got != request.output_len:
             raise PagerunnerError(f"a request stopped after {got} of {request.output_len} tokens; no rate is reported.")
     return elapsed, outputs
-
-
-def _percentile(values: Sequence[float], percent: float) -> float:
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -173,30 +173,8 @@ def _measured(
         draws=draws,
     )
     if isinstance(report, ThroughputReport):
-        report = _with_experts(namespace, args, llm, report, source(vocab_size, 0))
-        return _with_floor(namespace, args, llm, report, source(vocab_size, 0))
+        return _with_limits(namespace, args, llm, report, source(vocab_size, 0))
     return report
-
-
-def _with_experts(
-    namespace: argparse.Namespace,
-    args: EngineArgs,
-    llm: LLM,
-    report: ThroughputReport,
-    requests: Sequence[BenchRequest],
-) -> ThroughputReport:
-    """The report with the share of experts that a mixture's steps touched, and the time that bytes and operations take at least."""
-    from pagerunner.engine.startup.mixture import Mixture
-
-    touched, calls = report.touched
-    mixture = Mixture.read(args, llm.dtype, llm.device) if calls else None
-    if mixture is None:
-        return report
-    ceilings = None
-    if namespace.ceilings is not None or llm.device == "cuda":
-        ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
-    specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
-    return msgspec.structs.replace(report, experts=experts_read(mixture, touched, calls, ceilings, specs, requests))
 
 
 def _draws(namespace: argparse.Namespace) -> Draws:
@@ -209,26 +187,41 @@ def _draws(namespace: argparse.Namespace) -> Draws:
     return draws
 
 
-def _with_floor(
+def _with_limits(
     namespace: argparse.Namespace,
     args: EngineArgs,
     llm: LLM,
     report: ThroughputReport,
     requests: Sequence[BenchRequest],
 ) -> ThroughputReport:
-    """The report with what the card allows, if it has a card, or ceilings are given, and the model's floors are known."""
-    if namespace.ceilings is None and llm.device != "cuda":
-        return report
-    config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
-    from pagerunner.engine.startup.mixture import step_bytes
+    """The report with what bounds it.
 
-    token_bytes = sum(part.spec.page_bytes(16) for group in llm.memory_plan.groups for part in group.layers) // 16
-    dense = DenseModel.read(config, step_bytes(args, llm.dtype, llm.device), token_bytes)
-    if dense is None:
+    That is the share of experts that a mixture's steps touched; and what the card allows, if there is a card, or ceilings are given.
+    """
+    from pagerunner.engine.startup.mixture import Mixture, step_bytes
+
+    bounded = namespace.ceilings is not None or llm.device == "cuda"
+    specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
+    touched, calls = report.touched
+    mixture = Mixture.read(args, llm.dtype, llm.device) if calls else None
+    config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
+    dense = None
+    if bounded:
+        token_bytes = sum(spec.page_bytes(16) for spec in specs) // 16
+        dense = DenseModel.read(config, step_bytes(args, llm.dtype, llm.device), token_bytes)
+    if mixture is None and dense is None:
         return report
-    ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
-    floor = dense.floor(requests, report.cached_tokens, ceilings, report.best)
-    return msgspec.structs.replace(report, floor=floor)
+    ceilings = None
+    if bounded:
+        ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
+    if mixture is not None:
+        cached = report.cached_tokens
+        experts = experts_read(mixture, touched, calls, ceilings, specs, requests, cached)
+        report = msgspec.structs.replace(report, experts=experts)
+    if dense is not None and ceilings is not None:
+        floor = dense.floor(requests, report.cached_tokens, ceilings, report.best)
+        report = msgspec.structs.replace(report, floor=floor)
+    return report
 
 
 def _open(namespace: argparse.Namespace, args: EngineArgs) -> LLM:

@@ -6,6 +6,7 @@ back without having become cache leaves the sample: it has no eviction.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -37,10 +38,6 @@ class SecondsCount(msgspec.Struct):
         """Count one time."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
-
-    def copy(self) -> SecondsCount:
-        """The same counts, which don't change."""
-        return SecondsCount(list(self.counts), self.total)
 
 
 class Residency(msgspec.Struct):
@@ -74,8 +71,7 @@ class PageSampler:
 
     def residency(self) -> Residency:
         """What was counted so far, as a copy."""
-        found = self._found
-        return Residency(found.lifetime.copy(), found.idle_before_evict.copy(), found.reuse_gap.copy())
+        return copy.deepcopy(self._found)
 
     def count_on(self, earlier: PageSampler) -> None:
         """Go on with the counts of an earlier sampler. The pages that it followed are forgotten: their pool is gone."""

@@ -47,38 +47,29 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("Most tokens that a sequence may generate.", _LENGTHS),
     "iteration_tokens_total": ("Tokens per engine step.", tuple(2**power for power in range(15))),
 }
-_GAUGES = {
-    "vllm:num_requests_running": "Requests in the running batch.",
-    "vllm:num_requests_waiting": "Requests that wait to be run.",
-    "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 1 is all of it.",
-    "pagerunner:device_idle_ratio": "Share of the last seconds that the device spent between steps.",
-    "pagerunner:kv_fragmentation_ratio": "Share of all slabs that packing every group would free.",
-    "pagerunner:kv_waste_ratio": "Share of a slab in which no state fits, of the worst group.",
-}
-_COUNTERS = {
-    "vllm:prompt_tokens": "Prompt tokens processed.",
-    "vllm:prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
-    "vllm:generation_tokens": "Tokens generated.",
-    "vllm:num_preemptions": "Requests preempted, to be computed again.",
-    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache at admission.",
-    "pagerunner:device_busy_seconds": "Time that the device has worked on steps.",
-    "pagerunner:steps": "Engine steps.",
-}
-# The core's counts, by the name of their field.
-_TOTALS = {
-    "preemptions_total": "vllm:num_preemptions",
-    "prefix_queries_total": "vllm:prefix_cache_queries",
-    "prefix_hits_total": "vllm:prefix_cache_hits",
-    "busy_seconds": "pagerunner:device_busy_seconds",
-    "steps_total": "pagerunner:steps",
-}
+# The core's gauges, by the field of its stats: name and text.
 _MOMENTS = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "kv_usage": "vllm:kv_cache_usage_perc",
-    "kv_fragmentation": "pagerunner:kv_fragmentation_ratio",
-    "kv_waste": "pagerunner:kv_waste_ratio",
+    "running": ("vllm:num_requests_running", "Requests in the running batch."),
+    "waiting": ("vllm:num_requests_waiting", "Requests that wait to be run."),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all of it."),
+    "kv_fragmentation": (
+        "pagerunner:kv_fragmentation_ratio",
+        "Share of all slabs that packing every group would free.",
+    ),
+    "kv_waste": ("pagerunner:kv_waste_ratio", "Share of a slab in which no state fits, of the worst group."),
+}
+# The core's counts.
+_TOTALS = {
+    "preemptions_total": ("vllm:num_preemptions", "Requests preempted, to be computed again."),
+    "prefix_queries_total": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits_total": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache at admission."),
+    "busy_seconds": ("pagerunner:device_busy_seconds", "Time that the device has worked on steps."),
+    "steps_total": ("pagerunner:steps", "Engine steps."),
+}
+_TOKENS = {
+    "prompt_tokens": "Prompt tokens processed.",
+    "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
+    "generation_tokens": "Tokens generated.",
 }
 _OLDER_NAMES = {
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
@@ -182,8 +173,11 @@ class Metrics(EngineObserver):
         self.tokens = (0, 0)
         self._spans = spans or EngineObserver()
         self._values = values = {"model_name": model_name, "engine": "0"}
-        self._gauges = {name: self._family(Gauge, name, text).labels(**values) for name, text in _GAUGES.items()}
-        self._counters = {name: self._family(Counter, name, text).labels(**values) for name, text in _COUNTERS.items()}
+        self._moments = {field: self._family(Gauge, *what).labels(**values) for field, what in _MOMENTS.items()}
+        self._totals = {field: self._family(Counter, *what).labels(**values) for field, what in _TOTALS.items()}
+        self._tokens = {n: self._family(Counter, f"vllm:{n}", text).labels(**values) for n, text in _TOKENS.items()}
+        text = "Share of the last seconds that the device spent between steps."
+        self._idle = self._family(Gauge, "pagerunner:device_idle_ratio", text).labels(**values)
         self._histograms = {
             name: self._family(Histogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -245,14 +239,14 @@ class Metrics(EngineObserver):
 
     def set_idle(self, share: float) -> None:
         """Publish the share of the last seconds in which the device did not work on a step."""
-        self._gauges["pagerunner:device_idle_ratio"].set(share)
+        self._idle.set(share)
 
     def on_stats(self, stats: SchedulerStats) -> None:
         """Set the gauges and move the counters that the core keeps."""
-        for field, name in _MOMENTS.items():
-            self._gauges[name].set(getattr(stats, field))
-        for field, name in _TOTALS.items():
-            self._counters[name].inc(max(0, getattr(stats, field) - getattr(self.last, field)))
+        for field, gauge in self._moments.items():
+            gauge.set(getattr(stats, field))
+        for field, counter in self._totals.items():
+            counter.inc(max(0, getattr(stats, field) - getattr(self.last, field)))
         self._waiting["capacity"].set(stats.waiting)
         for reason, gauge in self._reasons.items():
             gauge.set(stats.waiting if reason == stats.waiting_for else 0)
@@ -264,9 +258,9 @@ class Metrics(EngineObserver):
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""
         self.tokens = (self.tokens[0] + prompt_tokens, self.tokens[1] + generation_tokens)
-        self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
-        self._counters["vllm:prompt_tokens_cached"].inc(cached_tokens)
-        self._counters["vllm:generation_tokens"].inc(generation_tokens)
+        self._tokens["prompt_tokens"].inc(prompt_tokens)
+        self._tokens["prompt_tokens_cached"].inc(cached_tokens)
+        self._tokens["generation_tokens"].inc(generation_tokens)
         self._sources["local_compute"].inc(prompt_tokens - cached_tokens)
         self._sources["local_cache_hit"].inc(cached_tokens)
         self._histograms["iteration_tokens_total"].observe(prompt_tokens + generation_tokens)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagerunner.errors import ConfigError
+from pagerunner.config import read_option
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,11 +23,4 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
 
 def read_structured_outputs_config(option: str | dict[str, Any] | None) -> StructuredOutputsConfig:
     """The option, given as a mapping or JSON. Raises ConfigError when it isn't such JSON."""
-    try:
-        if isinstance(option, str):
-            return msgspec.json.decode(option, type=StructuredOutputsConfig)
-        return msgspec.convert(option or {}, type=StructuredOutputsConfig)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f'structured_outputs_config must be JSON such as {{"disable_any_whitespace": true}}: {error}.'
-        ) from None
+    return read_option("structured_outputs_config", option, StructuredOutputsConfig, '{"disable_any_whitespace": true}')

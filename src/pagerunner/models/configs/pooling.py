@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pagerunner.config import read_option
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.types import Pooling
@@ -80,7 +81,7 @@ def read_pooler(path: str, option: str | dict[str, Any] | None = None) -> Pooler
     """
     directory = Path(path)
     kind, normalize = _read_modules(directory)
-    given = _read_option(option)
+    given = read_option("pooler_config", option, PoolerConfig, '{"pooling_type": "LAST"}')
     if (asked := given.seq_pooling_type or given.pooling_type) is not None:
         if asked.upper() not in _TYPES:
             raise ConfigError(f"pooler_config: pooling_type must be one of {', '.join(_TYPES)}, got {asked!r}.")
@@ -88,15 +89,6 @@ def read_pooler(path: str, option: str | dict[str, Any] | None = None) -> Pooler
     if (wish := given.normalize if given.use_activation is None else given.use_activation) is not None:
         normalize = wish
     return None if kind is None else Pooler(kind, normalize, _dimensions(directory))
-
-
-def _read_option(option: str | dict[str, Any] | None) -> PoolerConfig:
-    try:
-        if isinstance(option, str):
-            return msgspec.json.decode(option, type=PoolerConfig)
-        return msgspec.convert(option or {}, type=PoolerConfig)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f'pooler_config must be JSON such as {{"pooling_type": "LAST"}}: {error}.') from None
 
 
 def _read_modules(directory: Path) -> tuple[Pooling | None, bool]:

@@ -26,7 +26,7 @@ class BlockWriter(StreamWriter):
     end = b""
 
     def __init__(self, run: ChatRun) -> None:
-        self._reader = run.new_reader()
+        self._reader = run.plan.new_reader()
         self._answer = Answer()
         self._counter = TokenCounter()
         self._finish_reason: str | None = None

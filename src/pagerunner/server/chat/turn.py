@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -66,24 +66,17 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class ChatRun:
+class ChatRun(NamedTuple):
     """A turn on its way through the engine.
 
     `outputs` starts the request when it is iterated. `params` are the turn's with what the text must be; `prompt` is what
     the engine reads, as token ids.
     """
 
-    def __init__(
-        self, plan: ChatPlan, params: SamplingParams, prompt: list[int], outputs: AsyncGenerator[Indexed, None]
-    ) -> None:
-        self.plan = plan
-        self.params = params
-        self.prompt = prompt
-        self.outputs = outputs
-
-    def new_reader(self) -> AnswerReader:
-        """What reads one of the answers, whole or in pieces."""
-        return self.plan.new_reader()
+    plan: ChatPlan
+    params: SamplingParams
+    prompt: list[int]
+    outputs: AsyncGenerator[Indexed, None]
 
 
 async def run_chat(service: Service, call: Call, turn: ChatTurn) -> ChatRun:

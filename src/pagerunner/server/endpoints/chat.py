@@ -93,7 +93,7 @@ class _Shape:
         last = request.messages[-1]
         self.role = last.role if request.add_generation_prompt is False else "assistant"
         self.echo = last.render(len(request.messages) - 1)["content"] if request.echo and last.role == self.role else ""
-        self.readers = [run.new_reader() for _ in range(self.n)]
+        self.readers = [run.plan.new_reader() for _ in range(self.n)]
         self._plan = run.plan
         self._tokenizer = tokenizer
         self._token_ids: list[list[int]] = [[] for _ in range(self.n)]  # kept where reasoning is counted
