@@ -149,7 +149,7 @@ def watch_parts(times: Times) -> None:
     times.watch(Worker, "run", "run")
     times.watch(Staging, "stage", "stage")
     times.watch(PendingStep, "result", "result")
-    times.watch(OutputProcessor, "process", "outputs")
+    times.watch(OutputProcessor, "take", "outputs")
     times.watch(builder, "build_rows", TWINS)
     times.watch(LastTokens, "store", TWINS)
     times.watch(PageTables, "write", TWINS)

@@ -434,12 +434,12 @@ class AsyncEngine:
             message = wire.Add.of(requests)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
-        stream = self._desk.add(request_id, text, requests, requests[0].params.output_kind == "delta", arrival)
+        stream = self._desk.add(request_id, text, requests, arrival)
         try:
             self._client.send(message)
         except EngineDeadError:
             self._desk.leave(request_id)
-            self._desk.progress.dropped(stream.sequence_ids)
+            self._desk.progress.dropped([one.request_id for one in requests])
             raise
         return stream
 

@@ -24,36 +24,26 @@ class OutputDesk:
         self._outputs = outputs
         self._observer = observer
         self._streams: dict[str, OutputStream] = {}
-        self._request_of: dict[str, str] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
-    def add(
-        self, request_id: str, text: str | None, requests: list[EngineRequest], delta: bool, arrival: float
-    ) -> OutputStream:
+    def add(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
         """Expect outputs of a request that is about to be sent. Raises InvalidRequestError when its id is taken."""
-        if request_id in self._streams:
-            raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
-        self._outputs.add(request_id, text, requests)
-        stream = OutputStream([one.request_id for one in requests], delta)
-        self._streams[request_id] = stream
-        self._request_of.update(dict.fromkeys(stream.sequence_ids, request_id))
+        request = self._outputs.add(request_id, text, requests)
+        stream = self._streams[request_id] = OutputStream(request.output)
         self.progress.started(requests, arrival)
         return stream
 
     def leave(self, request_id: str) -> list[str]:
         """The reader is gone. Returns what the core must still abort: nothing when the request has finished."""
-        return self._drop(request_id) if request_id in self._streams else []
+        self._streams.pop(request_id, None)
+        return [one for one in self._outputs.abort(request_id) if one in self.progress]
 
     def sequences(self, request_id: str) -> list[str]:
         """The unfinished request's sequence ids; none when it is unknown."""
-        stream = self._streams.get(request_id)
-        return [] if stream is None else stream.sequence_ids
+        return self._outputs.sequences(request_id)
 
     def all_sequences(self) -> list[str]:
         """The sequence ids of all requests that have a reader."""
-        return list(self._request_of)
+        return [sequence_id for request_id in self._streams for sequence_id in self.sequences(request_id)]
 
     def receive(self, message: wire.FromCore) -> list[str]:
         """Take a message from the core.
@@ -75,7 +65,7 @@ class OutputDesk:
         """The core is gone: every reader gets the reason."""
         for request_id in list(self._streams):
             self._streams[request_id].fail(EngineDeadError(str(error)))
-            self._drop(request_id)
+            self.leave(request_id)
         self.progress.clear()
 
     def _route(self, updates: list[RequestUpdate]) -> list[str]:
@@ -88,42 +78,30 @@ class OutputDesk:
                 blamed = update.param is not None
                 failure = InvalidRequestError(message, update.param) if blamed else RequestFailedError(message)
                 to_abort += self._fail([update.request_id], failure)
-            elif update.request_id in self._request_of:
+            else:
                 live.append(update)
         for update in live:
             to_abort += self._process(update)
         return to_abort
 
     def _process(self, update: RequestUpdate) -> list[str]:
-        if update.request_id not in self._request_of:
-            return []  # an earlier update of this step has ended its request
         try:
-            outputs, stopped = self._outputs.process([update])
+            changed, stopped = self._outputs.take([update])
         except Exception as error:  # an error in one request's text must not end other requests
             logger.exception("The output of request %s cannot be processed.", update.request_id)
             failure = RequestFailedError(f"The request's output cannot be processed: {error!r}.")
             return [update.request_id, *self._fail([update.request_id], failure)]
         for sequence_id in stopped:
             self.progress.stopped(sequence_id)
-            self._request_of.pop(sequence_id, None)
-        for output in outputs:
-            self._streams[output.request_id].put(output)
-            if output.finished:
-                self._forget(output.request_id)
+        for request in changed:
+            self._streams[request.request_id].advance()
+            if request.unfinished == 0:
+                del self._streams[request.request_id]
         return stopped
 
     def _fail(self, sequence_ids: list[str], error: PagerunnerError) -> list[str]:
-        request_id = next((self._request_of[one] for one in sequence_ids if one in self._request_of), None)
+        request_id = next(filter(None, map(self._outputs.request_of, sequence_ids)), None)
         if request_id is None:
             return []
         self._streams[request_id].fail(error)
-        return [one for one in self._drop(request_id) if one not in sequence_ids]
-
-    def _drop(self, request_id: str) -> list[str]:
-        unfinished = [one for one in self._outputs.abort(request_id) if one in self.progress]
-        self._forget(request_id)
-        return unfinished
-
-    def _forget(self, request_id: str) -> None:
-        for sequence_id in self._streams.pop(request_id).sequence_ids:
-            self._request_of.pop(sequence_id, None)
+        return [one for one in self.leave(request_id) if one not in sequence_ids]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.types import EngineRequest
 
 
-class FinishedSequence(NamedTuple):
+@dataclass(slots=True, eq=False)
+class FinishedSequence:
     """A sequence that has ended, and why. Times are monotonic seconds. A time that it didn't reach is 0."""
 
     request: EngineRequest
-    reason: str
-    generation_tokens: int
-    cached_tokens: int
-    arrival: float
-    admitted: float
-    first_token: float
-    last_token: float
-    end: float
+    reason: str = ""
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    arrival: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    end: float = 0.0
     preemptions: int = 0
 
     @property

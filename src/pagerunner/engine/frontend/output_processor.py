@@ -32,12 +32,12 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = None if tokenizer is None else TokenTable(tokenizer)
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, ClientRequest] = {}
         self._sequences: dict[str, _SequenceOutput] = {}
 
     def add(
         self, request_id: str, prompt: str | None, requests: list[EngineRequest], kind: OutputKind | None = None
-    ) -> None:
+    ) -> ClientRequest:
         """Expect updates of `requests`, the sequences of one client request, in the order of their outputs.
 
         Outputs are of the given kind, or else of the kind that the request asks for.
@@ -49,19 +49,25 @@ class OutputProcessor:
             raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
         first = requests[0]
         kind = kind or first.params.output_kind
-        request = _Request(request_id, prompt, first.prompt_token_ids, first.arrival_time, kind, self._table)
+        request = ClientRequest(request_id, prompt, first.prompt_token_ids, first.arrival_time, kind, self._table)
         request.sequences = [_SequenceOutput(request, index, each) for index, each in enumerate(requests)]
         request.unfinished = len(requests)
         self._requests[request_id] = request
         self._sequences |= {sequence.sequence_id: sequence for sequence in request.sequences}
+        return request
 
     def process(self, updates: list[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
-        """Outputs of the requests that the updates concern; and the ids of sequences to abort, because a stop string has
+        """As `take`, with the outputs of the requests that have new ones."""
+        changed, to_abort = self.take(updates)
+        return [request.output() for request in changed], to_abort
+
+    def take(self, updates: list[RequestUpdate]) -> tuple[list[ClientRequest], list[str]]:
+        """The requests that have something new to show; and the ids of sequences to abort, because a stop string has
         ended them.
 
         Updates of unknown or ended sequences come late and are dropped."""
         now = self._clock()
-        changed: dict[str, _Request] = {}
+        changed: dict[str, ClientRequest] = {}
         to_abort: list[str] = []
         for update in updates:
             sequence = self._sequences.get(update.request_id)
@@ -76,12 +82,10 @@ class OutputProcessor:
                 request.unfinished -= 1
             if request.unfinished == 0 or request.kind != "final_only":
                 changed[request.request_id] = request
-        outputs: list[RequestOutput] = []
-        for request in changed.values():
-            outputs.append(request.output(now))
             if request.unfinished == 0:
+                request.finished_time = now
                 del self._requests[request.request_id]
-        return outputs, to_abort
+        return list(changed.values()), to_abort
 
     def abort(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its unfinished sequences, for the engine to abort. Unknown: none."""
@@ -104,6 +108,11 @@ class OutputProcessor:
         request = self._requests.get(request_id)
         return [] if request is None else [one.sequence_id for one in request.sequences]
 
+    def request_of(self, sequence_id: str) -> str | None:
+        """The id of the client request that an unfinished sequence belongs to. Unknown: None."""
+        sequence = self._sequences.get(sequence_id)
+        return None if sequence is None else sequence.request.request_id
+
     @property
     def request_ids(self) -> list[str]:
         """Client requests that have not ended."""
@@ -111,7 +120,7 @@ class OutputProcessor:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class ClientRequest:
     """A client's request: its sequences and what they share."""
 
     request_id: str
@@ -124,6 +133,7 @@ class _Request:
     unfinished: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token_time: float | None = None
+    finished_time: float | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: list[float] | None = None
@@ -144,9 +154,8 @@ class _Request:
                 known = (entry for entry in update.prompt_logprobs if entry is not None)
                 self.prompt_logprobs += [_logprob_dict(entry, self.table) for entry in known]
 
-    def output(self, now: float) -> RequestOutput:
-        """The request as its output kind shows it now."""
-        finished = self.unfinished == 0
+    def output(self) -> RequestOutput:
+        """The request as its output kind shows it now. Deltas hold what is new since the last call."""
         if self.kind == "delta":
             outputs = [s.delta() for s in self.sequences if s.changed]
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
@@ -158,13 +167,13 @@ class _Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
-            finished=finished,
+            finished=self.unfinished == 0,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             metrics=RequestMetrics(
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
-                finished_time=now if finished else None,
+                finished_time=self.finished_time,
             ),
             error=self.error,
             pooled=self.pooled,
@@ -175,7 +184,7 @@ class _Request:
 class _SequenceOutput:
     """One sequence: its tokens, its text as far as it may be shown, and how it ended."""
 
-    request: _Request
+    request: ClientRequest
     index: int
     engine_request: EngineRequest
     token_ids: list[int] = field(default_factory=list)

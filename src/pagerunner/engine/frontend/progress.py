@@ -11,16 +11,10 @@ from pagerunner.types import EngineRequest, RequestUpdate
 
 
 @dataclass(slots=True, eq=False)
-class _Progress:
-    request: EngineRequest
-    arrival: float
+class _Progress(FinishedSequence):
+    """What is known of a sequence before it has ended."""
+
     queued: bool = True
-    admitted: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    tokens: int = 0
 
 
 class ProgressMeter:
@@ -53,7 +47,7 @@ class ProgressMeter:
         if not self._sequences:
             self.touch()
         for request in requests:
-            self._sequences[request.request_id] = _Progress(request, arrival)
+            self._sequences[request.request_id] = _Progress(request, arrival=arrival)
             self.queued += 1
             self.queued_tokens += len(request.prompt_token_ids)
             self._observer.on_started(request)
@@ -88,7 +82,7 @@ class ProgressMeter:
             sequence.preemptions = update.num_preemptions
             count = len(update.new_token_ids)
             if count or update.pooled is not None:
-                if sequence.tokens == 0:
+                if sequence.generation_tokens == 0:
                     self._leave_queue(sequence)
                     sequence.first_token = now
                     sequence.admitted = update.admitted_time
@@ -100,7 +94,7 @@ class ProgressMeter:
                     self._observer.on_inter_token((now - sequence.last_token) / count)
                 generated += count
                 sequence.last_token = now
-                sequence.tokens += count
+                sequence.generation_tokens += count
             if update.finish_reason is not None:
                 del self._sequences[update.request_id]
                 self._finish(sequence, update.finish_reason, now)
@@ -115,17 +109,5 @@ class ProgressMeter:
 
     def _finish(self, sequence: _Progress, reason: str, now: float) -> None:
         self._leave_queue(sequence)
-        self._observer.on_finished(
-            FinishedSequence(
-                sequence.request,
-                reason,
-                sequence.tokens,
-                sequence.cached_tokens,
-                sequence.arrival,
-                sequence.admitted,
-                sequence.first_token,
-                sequence.last_token,
-                now,
-                sequence.preemptions,
-            )
-        )
+        sequence.reason, sequence.end = reason, now
+        self._observer.on_finished(sequence)
