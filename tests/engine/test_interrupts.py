@@ -94,7 +94,7 @@ def check_empty(llm: LLM) -> None:
     scheduler = llm._core._scheduler
     scheduler.manager.check_integrity()
     assert sorted(scheduler._state.free_slots) == [0, 1, 2, 3]
-    assert llm._outputs.num_unfinished == 0
+    assert llm._outputs.request_ids == []
 
 
 @contextmanager
