@@ -158,15 +158,12 @@ def read_rope(
     all of it. `ignored` are fields of the object that change nothing for text.
     """
     partial = fields.number("partial_rotary_factor", 1.0 if partial_default is None else partial_default)
-    given = fields.take("rope_parameters")
-    name = "rope_parameters"
-    scaling = fields.take("rope_scaling")
+    given, name = fields.mapping("rope_parameters"), "rope_parameters"
+    scaling = fields.mapping("rope_scaling")
     if given is None:
         given, name = scaling, "rope_scaling"
     elif scaling is not None and scaling != given:
         raise fields.error("rope_scaling", f"is {scaling!r}, beside a different rope_parameters {given!r}.")
-    if not isinstance(given, dict | None):
-        raise fields.error(name, f"must be an object, got {given!r}.")
     theta = fields.number("rope_theta", 10000.0, above=0)
     original = fields.take("original_max_position_embeddings")
     rope = fields.inside(name, given or {})

@@ -185,12 +185,10 @@ def _read_ropes(fields: Fields, head_dim: int, length: int) -> tuple[RopeConfig,
             f"is {given} and partial_rotary_factor {partial:g}; a head of {head_dim} needs an even share.",
         )
     theta, slot_theta = fields.number("rope_theta", 1e4, above=0), fields.number("compress_rope_theta", 1.6e5, above=0)
-    given_ropes, scaling = fields.take("rope_parameters"), fields.take("rope_scaling")
+    given_ropes, scaling = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     found = given_ropes or scaling or {}
     if scaling and scaling != found:
         raise fields.error("rope_scaling", f"is {scaling!r:.80}, beside a different rope_parameters.")
-    if not isinstance(found, dict):
-        raise fields.error("rope_parameters", f"must be an object, got {found!r}.")
     if all(isinstance(found.get(name), dict) for name in ("main", "compress")):
         Fields(found, f"{fields.where}: rope_parameters").finish(("main", "compress"))
     else:

@@ -7,11 +7,13 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pagerunner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 # Written by training code, by transformers' bookkeeping or by exporters; none of them changes what the model computes.
 IRRELEVANT_FIELDS = frozenset(
@@ -76,6 +78,13 @@ class Fields:
         """The field's value as it is; `default` where it is absent."""
         return self._values.pop(name, default)
 
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """The object that the field holds, as it is; None where it is absent or null."""
+        value = self.take(name)
+        if not isinstance(value, dict | None):
+            raise self.error(name, f"must be an object, got {value!r:.80}.")
+        return value
+
     def holds(self, name: str) -> bool:
         """Whether the field is there and not null, and hasn't been taken."""
         return self._values.get(name) is not None
@@ -84,9 +93,7 @@ class Fields:
         """A whole number of at least `least`, and of 31 bits; `default` where it is absent or null, unless None, which asks for one."""
         value = self._values.pop(name, None)
         if value is None:
-            if default is None:
-                raise self.error(name, "is missing.")
-            return default
+            return self._usual(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(name, f"must be a whole number, got {value!r}.")
         if value < least:
@@ -99,9 +106,7 @@ class Fields:
         """A finite number greater than `above`; `default` as in `integer`."""
         value = self._values.pop(name, None)
         if value is None:
-            if default is None:
-                raise self.error(name, "is missing.")
-            return default
+            return self._usual(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
             raise self.error(name, f"must be a finite number, got {value!r}.")
         if value <= above:
@@ -121,9 +126,7 @@ class Fields:
         """One of `allowed`; `default` as in `integer`."""
         value = self._values.pop(name, None)
         if value is None:
-            if default is None:
-                raise self.error(name, f"is missing; it must be one of {', '.join(allowed)}.")
-            return default
+            return self._usual(name, default, f"; it must be one of {', '.join(allowed)}")
         if value not in allowed:
             raise self.error(name, f"is {value!r}, which is not supported; it must be one of {', '.join(allowed)}.")
         return str(value)
@@ -170,6 +173,11 @@ class Fields:
             unset.append(f"{name}={shown}")
         if unset:
             log_once(f"{self.where}: passed over unknown fields that are unset: {', '.join(unset)}.")
+
+    def _usual(self, name: str, default: Value | None, wanted: str = "") -> Value:
+        if default is None:
+            raise self.error(name, f"is missing{wanted}.")
+        return default
 
     def _how_to_allow(self, name: str) -> str:
         overrides: Any = None

@@ -325,9 +325,5 @@ def _compressed_rounding(fields: Fields, kind: str, bits: int) -> tuple[Rounding
 
 
 def _arguments(fields: Fields, name: str) -> Fields | None:
-    value = fields.take(name)
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise fields.error(name, f"must be an object, got {value!r:.80}.")
-    return fields.inside(name, value)
+    value = fields.mapping(name)
+    return None if value is None else fields.inside(name, value)

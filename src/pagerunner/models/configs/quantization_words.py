@@ -29,9 +29,7 @@ def read_awq(fields: Fields) -> Format:
     fields.flag("zero_point", True)  # where it is false, zero points are there all the same: the middle
     if fields.flag("desc_act", False):
         raise fields.error("desc_act", "is true, for which AWQ has no tensor.")
-    scheme = Scheme(
-        "int4", "group" if group > 0 else "channel", (1, group) if group > 0 else (0, 0), zeros=True, layout="awq"
-    )
+    scheme = _words("awq", bits, group, zeros=True)
     kept, overrides = list(names_in(fields, "modules_to_not_convert")), _overrides(fields)
     if own := next((pattern for pattern, _, changes in overrides if changes is not None), None):
         raise fields.error("dynamic", f"has settings for {own!r:.120}; AWQ has the same for all modules.")
@@ -108,6 +106,19 @@ def _group_size(fields: Fields, usual: int = 128) -> int:
     return group
 
 
+def _words(layout: Layout, bits: int, group: int, *, zeros: bool, permuted: bool = False, offset: int = 0) -> Scheme:
+    """Whole numbers of `bits` in words; `group` as in `_group_size`."""
+    return Scheme(
+        "int4" if bits == 4 else "int8",
+        "group" if group > 0 else "channel",
+        (1, group) if group > 0 else (0, 0),
+        zeros=zeros,
+        permuted=permuted and group > 0,
+        zero_offset=offset,
+        layout=layout,
+    )
+
+
 def _gptq_settings(fields: Fields) -> dict[str, Any]:
     return {
         "bits": fields.integer("bits"),
@@ -122,15 +133,8 @@ def _gptq_scheme(fields: Fields, said: Mapping[str, Any], version: str) -> Schem
     bits, group = said["bits"], said["group_size"]
     if bits not in (4, 8):
         raise fields.error("bits", f"is {bits}; GPTQ is read with 4 or 8. {_ELSEWHERE}")
-    return Scheme(
-        "int4" if bits == 4 else "int8",
-        "group" if group > 0 else "channel",
-        (1, group) if group > 0 else (0, 0),
-        zeros=not said["sym"],
-        permuted=said["desc_act"] and group > 0,
-        zero_offset=1 if version == "gptq" else 0,
-        layout="gptq",
-    )
+    offset = 1 if version == "gptq" else 0
+    return _words("gptq", bits, group, zeros=not said["sym"], permuted=said["desc_act"], offset=offset)
 
 
 def _modules_in_blocks(fields: Fields) -> Names:
@@ -228,15 +232,8 @@ def _round_scheme(fields: Fields, layout: Layout | None, offset: int, *, permute
     if bits not in ((4, 8) if layout == "gptq" else (4,)):
         known = "4 or 8 in the words of GPTQ" if layout == "gptq" else "4 in the words of AWQ"
         raise fields.error("bits", f"is {bits}; AutoRound's files are read with {known}. {_ELSEWHERE}")
-    return Scheme(
-        "int4" if bits == 4 else "int8",
-        "group" if group > 0 else "channel",
-        (1, group) if group > 0 else (0, 0),
-        zeros=layout == "awq" or not symmetric,
-        permuted=permuted and group > 0,
-        zero_offset=offset,
-        layout=layout,
-    )
+    zeros = layout == "awq" or not symmetric
+    return _words(layout, bits, group, zeros=zeros, permuted=permuted, offset=offset)
 
 
 def _round_floats(fields: Fields, bits: int, group: int) -> Scheme:

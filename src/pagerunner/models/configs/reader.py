@@ -113,8 +113,6 @@ def _take_quantization(
     for name, value in _quantizations(fields, directory):
         if value is None:
             continue
-        if not isinstance(value, dict):
-            raise fields.error(name, f"must be an object, got {value!r:.80}.")
         try:
             read = read_format(value, f"{fields.where}: {name}", (*path, name))
         except ConfigError:
@@ -160,9 +158,9 @@ def _check_second_file(said: Mapping[str, Any], layout: Format, where: str, file
                 )
 
 
-def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, Any]]:
+def _quantizations(fields: Fields, directory: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """What config.json says of quantisation; where it says nothing, the file that older versions of Model Optimizer write."""
-    given = [(name, fields.take(name)) for name in _QUANTIZATIONS]
+    given = [(name, fields.mapping(name)) for name in _QUANTIZATIONS]
     yield from given
     file = directory / _SECOND_FILE
     if all(value is None for _, value in given) and file.is_file():

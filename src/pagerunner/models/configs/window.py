@@ -114,11 +114,9 @@ def _read_gemma_ropes(fields: Fields, length: int) -> tuple[RopeConfig, RopeConf
     theta = fields.number("rope_theta", 1_000_000.0, above=0)
     local_theta = fields.number("rope_local_base_freq", 10_000.0, above=0)
     by_type = fields.take("rope_parameters")
-    scaling = fields.take("rope_scaling")
+    scaling = fields.mapping("rope_scaling")
     if by_type is None:
-        by_type = {"full_attention": {"rope_type": "default", **(scaling if isinstance(scaling, dict) else {})}}
-        if not isinstance(scaling, dict | None):
-            raise fields.error("rope_scaling", f"must be an object, got {scaling!r}.")
+        by_type = {"full_attention": {"rope_type": "default", **(scaling or {})}}
     elif scaling is not None:
         raise fields.error("rope_scaling", f"is {scaling!r}, beside rope_parameters.")
     if not isinstance(by_type, dict) or set(by_type) - {"full_attention", "sliding_attention"}:
