@@ -19,7 +19,7 @@ from pagerunner.memory.moves import PageMoves
 from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.rules import FOREVER, SHORT_CHUNK, GroupRule, joint_hit
-from pagerunner.memory.snapshots import make_snapshots
+from pagerunner.memory.snapshots import Snapshots
 from pagerunner.memory.step_work import StepWork
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
@@ -62,9 +62,7 @@ class KVManager:
         self._promises = Promises(groups)
         self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)
         self._moves = PageMoves(plan, self.pool, self._grants, self._work)
-        self._snapshots = make_snapshots(
-            plan, self.pool, self.index, self._promises, self._work, keep=enable_prefix_caching
-        )
+        self._snapshots = Snapshots(plan, self.pool, self.index, self._promises, self._work, keep=enable_prefix_caching)
         self._forks_prompts = not any(rule.snapshots for rule in self._rules)
         self._epoch = 0
         self._plans = 0  # that were ended

@@ -53,6 +53,7 @@ class GroupRule(Protocol):
 
     def table_width(self, tokens: int) -> int:
         """Columns of a page table in which page n of a request of `tokens` tokens is in column n % width."""
+        return self.pages_needed(tokens)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """First and one past last page of all that is read or written while positions [start, end) are computed."""
@@ -74,6 +75,7 @@ class GroupRule(Protocol):
 
     def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
         """Those of the pages [start, stop)."""
+        return [self.key(chain, page) for page in range(start, stop)]
 
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """First and one past last page that a prefix hit of `tokens` tokens takes from the index."""
@@ -99,10 +101,6 @@ class FullRule(GroupRule):
 
     def pages_needed(self, tokens: int) -> int:
         """All of them."""
-        return -(-tokens // self.page_tokens)
-
-    def table_width(self, tokens: int) -> int:
-        """One per page."""
         return -(-tokens // self.page_tokens)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
@@ -139,7 +137,7 @@ class FullRule(GroupRule):
         units, rest = divmod(self.page_tokens, UNIT_TOKENS)
         if units and not rest:
             return chain.hashes[(start + 1) * units - 1 : stop * units : units]
-        return [self.key(chain, page) for page in range(start, stop)]
+        return GroupRule.keys(self, chain, start, stop)
 
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """Every page of the prefix."""
@@ -288,10 +286,6 @@ class RecurrentRule(GroupRule):
         """One."""
         return 1
 
-    def table_width(self, tokens: int) -> int:
-        """One."""
-        return 1
-
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The one page."""
         return 0, 1
@@ -315,10 +309,6 @@ class RecurrentRule(GroupRule):
     def key(self, chain: PrefixChain, page: int) -> PageKey:
         """Of a snapshot after `page + 1` units."""
         return chain.hashes[page]
-
-    def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
-        """Of the snapshots after `start + 1` to `stop` units."""
-        return chain.hashes[start:stop]
 
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """The snapshot after that many tokens, counted in units."""

@@ -6,6 +6,7 @@ state inside the forward pass that computes its position. Once its tokens are kn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from pagerunner.memory.grant import NO_PAGE, Grant, Promises
@@ -20,14 +21,14 @@ LATEST_EVERY = 64  # tokens: a request's latest snapshot of generated text is at
 
 
 class Snapshots:
-    """The snapshots of a plan whose group `group` holds recurrent state. They take pages that no running request was promised.
+    """The snapshots of a plan with recurrent state. They take pages that no running request was promised.
 
-    With `keep` a snapshot stays in the prefix index when the requests that may use it now have ended.
+    Where no layer has such state, nothing is planned, taken or lost. With `keep` a snapshot stays in the prefix index when the
+    requests that may use it now have ended.
     """
 
     def __init__(
         self,
-        group: int,
         plan: MemoryPlan,
         pool: SlabPool,
         index: PrefixIndex,
@@ -36,15 +37,18 @@ class Snapshots:
         *,
         keep: bool,
     ) -> None:
-        self._group = group
+        states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
+        assert len(states) <= 1, "all recurrent layers share one group"
+        self._has_state = bool(states)
+        self._group = states[0] if states else -1
         self._plan = plan
         self._pool = pool
         self._index = index
         self._promises = promises
         self._work = work
         self._keep = keep
-        self._planned: dict[tuple[int, PageKey], int] = {}  # snapshots that running requests will take
-        self._one = [int(other == group) for other in range(len(plan.groups))]
+        self._planned: Counter[tuple[int, PageKey]] = Counter()  # snapshots that running requests will take
+        self._one = [int(number in states) for number in range(len(plan.groups))]
         cell = plan.hit_granularity  # every hit ends at a multiple of this
         self._latest_every = -(-LATEST_EVERY // cell) * cell
 
@@ -55,13 +59,15 @@ class Snapshots:
 
     def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
         """Whether the snapshot after `tokens` tokens is gone, from which a request was to continue."""
-        return self.find(chain, tokens) == NO_PAGE
+        return self._has_state and self.find(chain, tokens) == NO_PAGE
 
     def restore(self, grant: Grant, hit: int) -> None:
         """Hand out the request's state page, filled with the snapshot after `hit` tokens.
 
         In a full pool the snapshot's own page may become the state, and the snapshot is gone.
         """
+        if not self._has_state:
+            return
         group = self._group
         source = self.find(grant.chain, hit)
         self._pool.touch(group, source)
@@ -77,10 +83,9 @@ class Snapshots:
 
     def plan(self, grant: Grant, hit: int) -> None:
         """A new request, which has the state after `hit` tokens, will take a snapshot at each of its `snapshot_positions`."""
-        for position in grant.snapshot_positions:
-            key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
-            self._planned[key] = self._planned.get(key, 0) + 1
-        self._set_next(grant, hit)
+        if self._has_state:
+            self._planned += _planned(grant)
+            self._set_next(grant, hit)
 
     def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
         """Whether a running request is about to take a snapshot that is of more use to `chain` than the one after `hit` tokens."""
@@ -91,15 +96,10 @@ class Snapshots:
 
     def unplan(self, grant: Grant, end: int) -> bool:
         """Forget planned snapshots up to position `end`, as they are taken or never will be. Whether there were any."""
-        before = len(grant.snapshot_positions)
-        for position in grant.snapshot_positions:
-            if position <= end:
-                key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
-                self._planned[key] -= 1
-                if not self._planned[key]:
-                    del self._planned[key]
+        passed = _planned(grant, end)
+        self._planned -= passed
         grant.snapshot_positions = [position for position in grant.snapshot_positions if position > end]
-        return len(grant.snapshot_positions) < before
+        return bool(passed)
 
     def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
         """The snapshots of a plan's rows (grant, start, end), and how many rows have now passed snapshots that were planned."""
@@ -197,53 +197,15 @@ class Snapshots:
 
     def check(self, grants: Iterable[Grant]) -> None:
         """Recount. Raises AssertionError when what is planned isn't what `grants` will take."""
-        planned: dict[tuple[int, PageKey], int] = {}
+        planned: Counter[tuple[int, PageKey]] = Counter()
         for grant in grants:
-            for position in grant.snapshot_positions:
-                key = (position, grant.chain.hashes[position // UNIT_TOKENS - 1])
-                planned[key] = planned.get(key, 0) + 1
+            planned += _planned(grant) if self._has_state else Counter()
         assert planned == self._planned, "planned snapshots"
 
 
-class NoSnapshots:
-    """Stands in for Snapshots where no layer has recurrent state: nothing is planned, taken or lost."""
-
-    def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
-        """Never."""
-        return False
-
-    def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
-        """Never."""
-        return False
-
-    def restore(self, grant: Grant, hit: int) -> None:
-        """There is no state."""
-
-    def plan(self, grant: Grant, hit: int) -> None:
-        """There is nothing to take."""
-
-    def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
-        """None."""
-        return [], 0
-
-    def publish(self, grant: Grant, current: bool) -> None:
-        """There are none."""
-
-    def drop(self, grants: Iterable[Grant]) -> bool:
-        """There are none."""
-        return False
-
-    def release(self, grant: Grant) -> None:
-        """There is nothing to give back."""
-
-    def check(self, grants: Iterable[Grant]) -> None:
-        """There is nothing to count."""
-
-
-def make_snapshots(
-    plan: MemoryPlan, pool: SlabPool, index: PrefixIndex, promises: Promises, work: StepWork, *, keep: bool
-) -> Snapshots | NoSnapshots:
-    """The snapshots of the plan's recurrent group, if it has one."""
-    states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
-    assert len(states) <= 1, "all recurrent layers share one group"
-    return Snapshots(states[0], plan, pool, index, promises, work, keep=keep) if states else NoSnapshots()
+def _planned(grant: Grant, end: int = FOREVER) -> Counter[tuple[int, PageKey]]:
+    """The snapshots up to position `end` that a grant is to take."""
+    hashes = grant.chain.hashes
+    return Counter(
+        (position, hashes[position // UNIT_TOKENS - 1]) for position in grant.snapshot_positions if position <= end
+    )
