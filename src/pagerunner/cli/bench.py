@@ -28,7 +28,6 @@ from pagerunner.cli.options import (
     engine_args,
     not_negative,
     positive,
-    reported,
 )
 from pagerunner.cli.session import fetched, note, open_llm, show_progress
 from pagerunner.config import EngineArgs
@@ -72,19 +71,15 @@ def build_parser() -> Parser:
     parser.add_argument("--shape", default="tiny", help=shape_help)
     names = "; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
     parser.add_argument("--workload", metavar="NAME", help=names)
-    count = reported(positive)
-    parser.add_argument("--num-prompts", type=count, metavar="N", help="throughput: requests (default: 32)")
-    parser.add_argument("--batch-size", type=count, metavar="N", help="latency: requests of a batch (default: 8)")
-    parser.add_argument("--input-len", type=count, metavar="N", help="tokens of each prompt (default: 32)")
-    parser.add_argument("--output-len", type=count, metavar="N", help="tokens to generate (default: 128)")
-    parser.add_argument("--num-iters", type=count, metavar="N", help="measured repetitions (default: 3, 10 or 1)")
-    parser.add_argument("--num-iters-warmup", type=reported(not_negative), metavar="N", help="(default: 1 or 3)")
-    number = reported(float)
-    parser.add_argument("--temperature", type=number, metavar="T", help="draw tokens at random (default: 0, greedy)")
-    parser.add_argument(
-        "--top-p", type=number, metavar="P", help="draw from the likeliest tokens that weigh P together"
-    )
-    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--num-prompts", type=positive, metavar="N", help="throughput: requests (default: 32)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="latency: requests of a batch (default: 8)")
+    parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 32)")
+    parser.add_argument("--output-len", type=positive, metavar="N", help="tokens to generate (default: 128)")
+    parser.add_argument("--num-iters", type=positive, metavar="N", help="measured repetitions (default: 3, 10 or 1)")
+    parser.add_argument("--num-iters-warmup", type=not_negative, metavar="N", help="(default: 1 or 3)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="draw tokens at random (default: 0, greedy)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that weigh P together")
+    parser.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument("--ceilings", metavar="TB/S,TFLOP/S", help="what the device does at best (default: measured)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_options(parser, without=BENCH_EXCLUDED)

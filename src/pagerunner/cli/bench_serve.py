@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Sample, Target, arrivals, load, report, series, summarize
-from pagerunner.cli.options import Parser, add_common_options, not_negative, positive, reported
+from pagerunner.cli.options import Parser, add_common_options, not_negative, positive
 from pagerunner.cli.session import note, show_progress
 from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
@@ -29,38 +29,37 @@ _GOODPUT = ("ttft", "tpot", "e2el")
 def build_parser() -> Parser:
     """The verb's flags."""
     parser = Parser("pagerunner bench serve", "Load a server with an OpenAI API, greedily unless told otherwise.")
-    count = reported(positive)
     add = parser.add_argument
     add("--backend", default="openai", help="openai (completions; also called vllm) or openai-chat (default: openai)")
     add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
     add("--host", default="127.0.0.1", help="(default: %(default)s)")
-    add("--port", type=count, default=8000, help="(default: %(default)s)")
+    add("--port", type=positive, default=8000, help="(default: %(default)s)")
     add("--endpoint", metavar="PATH", help="(default: the backend's)")
     add("--model", help="model directory, demo or served name (default: the first that the server names)")
     add("--served-model-name", metavar="NAME", help="name in requests, where it isn't --model")
     add("--tokenizer", metavar="DIR", help="tokenizer of random and sharegpt prompts (default: the model's)")
-    add("--seed", type=reported(not_negative), default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    add("--seed", type=not_negative, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
     data = parser.add_argument_group("requests").add_argument
     data("--dataset-name", default="random", help=f"{', '.join(DATASETS)} (default: %(default)s)")
     data("--dataset-path", metavar="FILE", help="sharegpt: JSON; custom: lines of JSON with `prompt`")
-    data("--num-prompts", type=count, default=1000, metavar="N", help="(default: %(default)s)")
-    data("--random-input-len", type=count, default=1024, metavar="N", help="(default: %(default)s)")
-    data("--random-output-len", type=count, default=128, metavar="N", help="(default: %(default)s)")
+    data("--num-prompts", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
+    data("--random-input-len", type=positive, default=1024, metavar="N", help="(default: %(default)s)")
+    data("--random-output-len", type=positive, default=128, metavar="N", help="(default: %(default)s)")
     data("--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (default: 0)")
-    data("--random-prefix-len", type=reported(not_negative), default=0, metavar="N", help="that all share (default: 0)")
-    data("--sharegpt-output-len", type=count, metavar="N", help="(default: as long as the recorded answers)")
-    data("--custom-output-len", type=count, default=256, metavar="N", help="(default: %(default)s)")
+    data("--random-prefix-len", type=not_negative, default=0, metavar="N", help="that all share (default: 0)")
+    data("--sharegpt-output-len", type=positive, metavar="N", help="(default: as long as the recorded answers)")
+    data("--custom-output-len", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     data("--ignore-eos", action="store_true", help="generate up to the limit")
     data("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
     data("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of every request")
     when = parser.add_argument_group("arrivals").add_argument
     when("--request-rate", type=float, default=math.inf, metavar="X", help="requests per second (default: inf)")
     when("--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson, less: burstier (default: 1)")
-    when("--max-concurrency", type=count, metavar="N", help="most requests at once")
+    when("--max-concurrency", type=positive, metavar="N", help="most requests at once")
     when("--ramp-up-strategy", choices=_RAMPS, help="let the rate grow over the run")
     when("--ramp-up-start-rps", type=float, metavar="X", help="the rate at first")
     when("--ramp-up-end-rps", type=float, metavar="X", help="the rate at last")
-    when("--num-warmups", type=reported(not_negative), default=0, metavar="N", help="requests before (default: 0)")
+    when("--num-warmups", type=not_negative, default=0, metavar="N", help="requests before (default: 0)")
     out = parser.add_argument_group("results").add_argument
     out("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"limits of {', '.join(_GOODPUT)} to count under")
     out("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="(default: %(default)s)")

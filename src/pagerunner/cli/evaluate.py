@@ -9,7 +9,6 @@ from pagerunner.cli.options import (
     add_common_options,
     add_engine_options,
     positive,
-    reported,
 )
 from pagerunner.cli.session import open_llm, resolve_model, show_progress
 from pagerunner.eval.runner import evaluate
@@ -24,7 +23,7 @@ def build_parser() -> Parser:
         "--tasks", default=",".join(TASKS), metavar="NAMES", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-examples", type=reported(positive), default=50, metavar="N", help="per task (default: %(default)s)"
+        "--num-examples", type=positive, default=50, metavar="N", help="per task (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_options(parser, without=("served_model_name", "kv_cache_metrics_sample"))

@@ -19,7 +19,6 @@ from pagerunner.cli.options import (
     add_sampling_options,
     checkpoint_of,
     parse_number,
-    reported,
     sampling_values,
 )
 from pagerunner.cli.session import note, open_llm, resolve_model, show_progress
@@ -38,7 +37,7 @@ def build_parser() -> Parser:
     parser = Parser("pagerunner generate", "Complete prompts. Without a prompt, run a few that show what a model does.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete; - reads prompts from stdin")
     parser.add_argument("--model", help="model directory, hub name or a demo's (default: demo)")
-    parser.add_argument("--n", type=reported(parse_number), metavar="N", default=1, help="completions of each prompt")
+    parser.add_argument("--n", type=parse_number, metavar="N", default=1, help="completions of each prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_options(parser, max_tokens=128)
     add_engine_options(parser, without=TEXT_EXCLUDED)

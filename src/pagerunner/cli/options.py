@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -85,15 +86,19 @@ for _power, _unit in enumerate("kmgt", 1):
     _UNITS |= {_unit: 1000**_power, _unit.upper(): 1024**_power}
 
 
+class UnreadableError(argparse.ArgumentTypeError, ValueError):
+    """A flag's text isn't what its flag takes. argparse shows the message."""
+
+
 def parse_number(text: str) -> int:
     """A whole number with an optional unit: `16`, `32k` (thousands), `32K` (1024s).
 
     Raises:
-        ValueError: `text` is something else; the message says what is understood.
+        UnreadableError: `text` is something else; the message says what is understood.
     """
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a whole number such as 4096, 32k or 32K")
+        raise UnreadableError(f"{text!r} is not a whole number such as 4096, 32k or 32K")
     return _whole(text, match[1], _UNITS[match[2]])
 
 
@@ -101,11 +106,11 @@ def parse_bytes(text: str) -> int:
     """A size in bytes: `1048576`, `512MiB`, `10GiB`, `10GB` (decimal), `10G` (binary, as in vLLM).
 
     Raises:
-        ValueError: `text` is something else; the message says what is understood.
+        UnreadableError: `text` is something else; the message says what is understood.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B|([kmgtKMGT]?)|B)", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size such as 10GiB, 512MiB or 1048576")
+        raise UnreadableError(f"{text!r} is not a size such as 10GiB, 512MiB or 1048576")
     number, unit, binary, short = match.groups()
     if unit is None:
         return _whole(text, number, _UNITS[short or ""])
@@ -117,7 +122,7 @@ def _whole(text: str, number: str, factor: int) -> int:
         return int(number) * factor
     value = float(number) * factor
     if not value.is_integer():
-        raise ValueError(f"{text!r} is not a whole number")
+        raise UnreadableError(f"{text!r} is not a whole number")
     return int(value)
 
 
@@ -129,28 +134,19 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(size) for size in text.split(","))
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1.
+def positive(text: str, least: int = 1) -> int:
+    """A whole number of at least `least`.
 
     Raises:
-        ValueError: `text` is something else.
+        UnreadableError: `text` is something else.
     """
     value = parse_number(text)
-    if value < 1:
-        raise ValueError(f"must be at least 1, got {value}")
+    if value < least:
+        raise UnreadableError(f"must be at least {least}, got {value}")
     return value
 
 
-def not_negative(text: str) -> int:
-    """A whole number of at least 0.
-
-    Raises:
-        ValueError: `text` is something else.
-    """
-    value = parse_number(text)
-    if value < 0:
-        raise ValueError(f"must be at least 0, got {value}")
-    return value
+not_negative = functools.partial(positive, least=0)
 
 
 class Parser(argparse.ArgumentParser):
@@ -258,28 +254,16 @@ def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._Argume
 def _converter(name: str, annotation: Any) -> tuple[Callable[[str], Any], str]:
     members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     if name == "max_model_len":
-        return reported(_parse_length), "TOKENS"
+        return _parse_length, "TOKENS"
     if name.endswith("_sizes"):
-        return reported(_parse_sizes), "N,N,..."
+        return _parse_sizes, "N,N,..."
     if name.endswith("_bytes"):
-        return reported(parse_bytes), "SIZE"
+        return parse_bytes, "SIZE"
     if int in members:
-        return reported(parse_number), "N"
+        return parse_number, "N"
     if float in members:
         return float, "X"
     return str, "TEXT"
-
-
-def reported(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` with its ValueError's message kept by argparse."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert
 
 
 def engine_args(namespace: argparse.Namespace, model: str, **defaults: Any) -> EngineArgs:
@@ -297,12 +281,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     """The sampling flags of `generate` and `chat`; unset ones keep the checkpoint's or `SamplingParams`' default."""
     group = parser.add_argument_group("sampling options")
     suppress = argparse.SUPPRESS
-    group.add_argument(
-        "--max-tokens", type=reported(positive), metavar="N", default=max_tokens, help="(default: %(default)s)"
-    )
+    group.add_argument("--max-tokens", type=positive, metavar="N", default=max_tokens, help="(default: %(default)s)")
     group.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default: %(default)s)")
     group.add_argument("--top-p", type=float, metavar="X", default=suppress, help="keep tokens up to this probability")
-    group.add_argument("--top-k", type=reported(parse_number), metavar="N", default=suppress, help="keep N tokens")
+    group.add_argument("--top-k", type=parse_number, metavar="N", default=suppress, help="keep N tokens")
     group.add_argument("--stop", action="append", metavar="TEXT", default=suppress, help="stop at TEXT; repeatable")
 
 

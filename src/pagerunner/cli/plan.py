@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from pagerunner.cli.options import (
     PLAN_FIELDS,
     Parser,
+    UnreadableError,
     add_common_options,
     add_engine_options,
     engine_args,
     parse_bytes,
-    reported,
 )
 from pagerunner.cli.session import demo_model_path, note, one_model
 from pagerunner.demo import find_model
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--model", help="the same as MODEL")
     memory_help = "memory of another machine's device, a GPU unless --device is cpu (default: this machine's)"
-    parser.add_argument("--memory", type=reported(_memory), metavar="SIZE", help=memory_help)
+    parser.add_argument("--memory", type=_memory, metavar="SIZE", help=memory_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="also draw the page memory, filled with requests, into FILE")
     add_engine_options(parser, only=PLAN_FIELDS)
@@ -126,9 +126,11 @@ def _refusal(resolved: Resolved) -> str:
 def _memory(text: str) -> int:
     size = parse_bytes(text)
     if size > _MOST_MEMORY:
-        raise ValueError(f"{text} is more than any device has ({human_bytes(_MOST_MEMORY)} at most)")
+        raise UnreadableError(f"{text} is more than any device has ({human_bytes(_MOST_MEMORY)} at most)")
     if size < 2**20:
-        raise ValueError(f"{text} is {human_bytes(size)}, in which nothing fits; {text.rstrip(' B')}GiB has a unit")
+        raise UnreadableError(
+            f"{text} is {human_bytes(size)}, in which nothing fits; {text.rstrip(' B')}GiB has a unit"
+        )
     return size
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from pagerunner.cli.options import Parser, add_common_options, add_engine_options, positive, reported
+from pagerunner.cli.options import Parser, add_common_options, add_engine_options, positive
 from pagerunner.cli.session import note, resolve_model, show_progress
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
@@ -42,8 +42,7 @@ def build_parser() -> Parser:
     )
     add("--model", help="model directory, hub name or a demo's (default: demo)")
     add("--base-url", metavar="URL", help="ask this server instead of loading a model")
-    count = reported(positive)
-    add("--max-concurrency", type=count, default=256, metavar="N", help="requests at once (default: %(default)s)")
+    add("--max-concurrency", type=positive, default=256, metavar="N", help="requests at once (default: %(default)s)")
     add("--retry-errors", action="store_true", help="take the answers that are errors out of the output and ask again")
     add_engine_options(parser, without=("enable_sleep_mode", "kv_cache_metrics_sample"))
     add_common_options(parser)

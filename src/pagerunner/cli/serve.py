@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pagerunner.cli.options import add_engine_options, named_group, parse_number, reported
+from pagerunner.cli.options import UnreadableError, add_engine_options, named_group, parse_number
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
@@ -24,7 +24,7 @@ def build_parser() -> ConfiguredParser:
     common = named_group(parser, "common options")
     common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     common.add_argument(
-        "--port", type=reported(_port), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
+        "--port", type=_port, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
     key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     common.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
@@ -131,5 +131,5 @@ def _seconds(text: str) -> float:
 def _port(text: str) -> int:
     value = parse_number(text)
     if not 0 <= value <= 65535:
-        raise ValueError(f"must be in [0, 65535], got {value}")
+        raise UnreadableError(f"must be in [0, 65535], got {value}")
     return value
