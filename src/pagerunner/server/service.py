@@ -137,6 +137,13 @@ class Service:
         return _blaming(names, outputs)
 
 
+class Endpoint:
+    """Handlers of routes, over the service that they share."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+
 @contextmanager
 def blaming(names: Mapping[str, str]) -> Iterator[None]:
     """Have errors name the client's own field, `names[field]`, for a `field` of the engine.

@@ -29,16 +29,13 @@ from pagerunner.server.protocol.answers import (
 )
 from pagerunner.server.protocol.requests import ChatRequest
 from pagerunner.server.protocol.tools import FunctionCall, FunctionDelta, NamedToolChoice, ToolCall, ToolCallDelta
-from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
+from pagerunner.server.service import Call, Endpoint, StreamWriter, UsageReporter, collected, json_response, streamed
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 
-class ChatEndpoint:
+class ChatEndpoint(Endpoint):
     """Answers conversations."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""

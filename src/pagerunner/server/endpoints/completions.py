@@ -19,15 +19,12 @@ from pagerunner.server.logprobs import CompletionLogprobsWriter, joined, prompt_
 from pagerunner.server.params import completion_params, scores_only, stream_options, truncation
 from pagerunner.server.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from pagerunner.server.protocol.requests import CompletionRequest
-from pagerunner.server.service import Call, Service, StreamWriter, UsageReporter, collected, json_response, streamed
+from pagerunner.server.service import Call, Endpoint, StreamWriter, UsageReporter, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams
 
 
-class CompletionsEndpoint:
+class CompletionsEndpoint(Endpoint):
     """Completes texts or token ids."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""

@@ -17,7 +17,7 @@ from pagerunner.server.http import read_as
 from pagerunner.server.params import truncation
 from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
-from pagerunner.server.service import Service, blaming, collected, json_response
+from pagerunner.server.service import Endpoint, blaming, collected, json_response
 from pagerunner.types import RequestOutput
 
 _NAMES = {"prompt": "input"}
@@ -38,11 +38,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncation_side: Literal["left", "right"] | None = None
 
 
-class EmbeddingsEndpoint:
+class EmbeddingsEndpoint(Endpoint):
     """Answers with one vector for each input: numbers, or float32 little-endian as base64."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""

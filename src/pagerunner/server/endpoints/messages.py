@@ -25,7 +25,7 @@ from pagerunner.server.protocol.messages import (
     MessagesRequest,
     MessagesUsage,
 )
-from pagerunner.server.service import Call, Service, collected, json_response, streamed
+from pagerunner.server.service import Call, Endpoint, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 _CHOICES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
@@ -36,11 +36,8 @@ _DELTAS = {
 }
 
 
-class MessagesEndpoint:
+class MessagesEndpoint(Endpoint):
     """Answers one call at a time."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def __call__(self, http: Request) -> Response:
         """Answer a conversation in Anthropic's form; streamed, in its events."""

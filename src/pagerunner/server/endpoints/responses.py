@@ -36,7 +36,7 @@ from pagerunner.server.protocol.responses import (
     TextFormat,
     ToolChoice,
 )
-from pagerunner.server.service import Call, Service, collected, json_response, streamed
+from pagerunner.server.service import Call, Endpoint, collected, json_response, streamed
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
@@ -44,11 +44,8 @@ _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 Item = OutputMessage | ReasoningItem | FunctionCallItem
 
 
-class ResponsesEndpoint:
+class ResponsesEndpoint(Endpoint):
     """Answers one call at a time."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def __call__(self, http: Request) -> Response:
         """Answer one call; raises what errors.error_response turns into an HTTP status."""

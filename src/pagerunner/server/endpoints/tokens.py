@@ -15,7 +15,7 @@ from pagerunner.server.http import read_as
 from pagerunner.server.protocol.fields import Unsupported, check_supported
 from pagerunner.server.protocol.requests import ChatMessage
 from pagerunner.server.protocol.tools import Tool
-from pagerunner.server.service import Service, json_response
+from pagerunner.server.service import Endpoint, json_response
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -49,11 +49,8 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
     token_strs: list[str | None] | None = None
 
 
-class Tokens:
+class Tokens(Endpoint):
     """Handlers."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def tokenize(self, http: Request) -> Response:
         """The token ids of a prompt, or of a conversation in the chat template."""
