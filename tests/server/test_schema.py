@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from helpers.effort import effort, share_of_the_day
 from helpers.serving import MODEL, RunningServer
-from pagerunner.server.protocol.fields import NEUTRAL_VALUES
+from pagerunner.server.protocol.fields import neutral_values
+from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 
 CONTROL = {"/sleep", "/wake_up", "/reset_prefix_cache", "/pause", "/resume"}  # they change what the other cases meet
+REFUSED = neutral_values(ChatRequest).keys() | neutral_values(CompletionRequest).keys()
 EXAMPLES = {"POST": effort(8, 40), "GET": effort(4, 8)}
 
 
@@ -46,7 +48,7 @@ def _get_further(body: dict[str, Any], number: int) -> None:
             [{"role": "user", "content": "a"}] if "messages" in body else "a"
         )
         for name, value in list(body.items()):
-            if name in NEUTRAL_VALUES or isinstance(value, (int, float)) and not isinstance(value, bool):
+            if name in REFUSED or isinstance(value, (int, float)) and not isinstance(value, bool):
                 del body[name]
 
 

@@ -19,7 +19,6 @@ from pagerunner.server.http import read_as
 from pagerunner.server.params import same_named
 from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.messages import (
-    NEUTRAL,
     CountTokensRequest,
     MessagesAnswer,
     MessagesRequest,
@@ -42,7 +41,7 @@ class MessagesEndpoint(Endpoint):
     async def __call__(self, http: Request) -> Response:
         """Answer a conversation in Anthropic's form; streamed, in its events."""
         request = await read_as(http, MessagesRequest)
-        check_supported(request, NEUTRAL)
+        check_supported(request)
         service = self._service
         call = service.begin("msg", request.model, http)
         turn = _turn(request, _params(request, service.engine.default_sampling_params))
@@ -57,7 +56,7 @@ class MessagesEndpoint(Endpoint):
     async def count_tokens(self, http: Request) -> Response:
         """How many tokens a conversation has as a prompt."""
         request = await read_as(http, CountTokensRequest)
-        check_supported(request, NEUTRAL)
+        check_supported(request)
         self._service.check_model(request.model)
         turn = _turn(request, self._service.engine.default_sampling_params)
         return json_response({"input_tokens": len(await prompt_of(self._service, turn))})

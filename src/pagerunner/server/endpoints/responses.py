@@ -24,7 +24,6 @@ from pagerunner.server.protocol.fields import check_supported
 from pagerunner.server.protocol.responses import (
     INCLUDED,
     LOGPROBS_ITEM,
-    NEUTRAL,
     FunctionCallItem,
     OutputMessage,
     OutputText,
@@ -102,7 +101,7 @@ def _params(request: ResponsesRequest, defaults: SamplingParams) -> SamplingPara
             "previous_response_id is not supported: this server keeps no answers. Send the conversation as input.",
             param="previous_response_id",
         )
-    check_supported(request, NEUTRAL)
+    check_supported(request)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
     if unknown := [item for item in request.include or () if item not in INCLUDED]:

@@ -1,15 +1,15 @@
 """What the fields of request bodies have in common: which are refused, and which are accepted because they change nothing.
 
 A field of a body that isn't declared is an error that names it. A declared field of type `Unsupported` is one that some
-clients always send: it is accepted with a value that changes nothing (see NEUTRAL_VALUES) and refused with any other.
+clients always send: it is refused with any value but null and, if it has a `Neutral`, values with which it asks for nothing.
 A field of type `Ignored` doesn't change the answer, whatever it holds. Inside messages, their parts, tools and calls, unknown
 fields are passed over, as vLLM does: clients send back what other servers gave them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import functools
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,39 +18,18 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.types import show
 
-Unsupported = Any
+
+class Neutral:
+    """Values with which an unsupported field asks for nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+Unsupported = Annotated[Any, Neutral()]
 Ignored = msgspec.Raw
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (),
-    "chat_template": (),
-    "ec_transfer_params": ({},),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "repetition_detection": (),
-    "return_prompt_text": (False,),
-    "routed_experts_prompt_start": (0,),
-    "store": (False,),
-    "stream_interval": (1,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    "web_search_options": (),
-}
-"""Values with which an unsupported field asks for nothing; null always does."""
 
 WHY: dict[str, str] = {
     "best_of": "send n, and choose among the answers",
@@ -70,8 +49,16 @@ RENAMED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
 """Fields of older vLLM releases, and what they are called within `structured_outputs`."""
 
 
-def check_supported(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
+@functools.cache
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """The unsupported fields of a body, each with the values beside null with which it asks for nothing."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {name: one.values for name, hint in hints for one in get_args(hint)[1:] if isinstance(one, Neutral)}
+
+
+def check_supported(request: msgspec.Struct) -> None:
     """Raise InvalidRequestError that names the first field asking for something this server can't do."""
+    neutral = neutral_values(type(request))
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if value is not None and name in RENAMED:

@@ -9,12 +9,10 @@ from msgspec import Meta, Raw
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.protocol.fields import Ignored, Priority, Salt, Unsupported
+from pagerunner.server.protocol.fields import Ignored, Neutral, Priority, Salt, Unsupported
 from pagerunner.server.protocol.requests import ReasoningEffort
 from pagerunner.server.protocol.tools import FunctionSpec, Tool
 from pagerunner.types import show
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "kv_transfer_params": ({},), "mcp_servers": ([],)}
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -92,7 +90,7 @@ class _Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: Ignored = msgspec.field(default_factory=Raw)
     context_management: Ignored = msgspec.field(default_factory=Raw)
     # refused unless neutral
-    mcp_servers: Unsupported = None
+    mcp_servers: Annotated[Any, Neutral([])] = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them, instructions first. Raises InvalidRequestError."""
@@ -141,7 +139,7 @@ class MessagesRequest(_Conversation):
     service_tier: Ignored = msgspec.field(default_factory=Raw)
     # refused unless neutral
     container: Unsupported = None
-    kv_transfer_params: Unsupported = None
+    kv_transfer_params: Annotated[Any, Neutral({})] = None
 
 
 class CountTokensRequest(_Conversation):

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.protocol.fields import Ignored, Priority, Salt, Unsupported
+from pagerunner.server.protocol.fields import Ignored, Neutral, Priority, Salt, Unsupported
 from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
 from pagerunner.types import StructuredOutputsParams, show
 
@@ -102,21 +102,21 @@ class _Request(SampledRequest, kw_only=True):
     user: Ignored = msgspec.field(default_factory=msgspec.Raw)
     # refused unless neutral
     best_of: Unsupported = None
-    ec_transfer_params: Unsupported = None
-    kv_transfer_params: Unsupported = None
-    length_penalty: Unsupported = None
-    logits_processors: Unsupported = None
+    ec_transfer_params: Annotated[Any, Neutral({})] = None
+    kv_transfer_params: Annotated[Any, Neutral({})] = None
+    length_penalty: Annotated[Any, Neutral(1)] = None
+    logits_processors: Annotated[Any, Neutral([])] = None
     logprob_token_ids: Unsupported = None
     prediction: Unsupported = None
     repetition_detection: Unsupported = None
-    return_prompt_text: Unsupported = None
-    routed_experts_prompt_start: Unsupported = None
-    store: Unsupported = None
-    stream_interval: Unsupported = None
+    return_prompt_text: Annotated[Any, Neutral(False)] = None
+    routed_experts_prompt_start: Annotated[Any, Neutral(0)] = None
+    store: Annotated[Any, Neutral(False)] = None
+    stream_interval: Annotated[Any, Neutral(1)] = None
     thinking_token_budget: Unsupported = None
-    use_beam_search: Unsupported = None
-    vllm_xargs: Unsupported = None
-    watermarking: Unsupported = None
+    use_beam_search: Annotated[Any, Neutral(False)] = None
+    vllm_xargs: Annotated[Any, Neutral({})] = None
+    watermarking: Annotated[Any, Neutral(False)] = None
 
 
 class CompletionRequest(_Request):
@@ -125,7 +125,7 @@ class CompletionRequest(_Request):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Unsupported = None
+    suffix: Annotated[Any, Neutral("")] = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises InvalidRequestError for a mixed or empty list."""
@@ -161,8 +161,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
+    audio: Any = None
+    function_call: Any = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -240,9 +240,9 @@ class ChatRequest(_Request):
     # refused unless neutral
     audio: Unsupported = None
     chat_template: Unsupported = None
-    function_call: Unsupported = None
-    functions: Unsupported = None
-    media_io_kwargs: Unsupported = None
-    mm_processor_kwargs: Unsupported = None
-    modalities: Unsupported = None
+    function_call: Annotated[Any, Neutral("none", "auto")] = None
+    functions: Annotated[Any, Neutral([])] = None
+    media_io_kwargs: Annotated[Any, Neutral({})] = None
+    mm_processor_kwargs: Annotated[Any, Neutral({})] = None
+    modalities: Annotated[Any, Neutral(["text"])] = None
     web_search_options: Unsupported = None

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.answers import TokenLogprob
-from pagerunner.server.protocol.fields import Unsupported
+from pagerunner.server.protocol.fields import Neutral, Unsupported
 from pagerunner.server.protocol.requests import ContentPart, ReasoningEffort, SampledRequest, text_of
 from pagerunner.server.protocol.tools import FunctionCall, FunctionSpec, Tool, ToolCall
 from pagerunner.types import show
@@ -18,12 +18,6 @@ from pagerunner.types import show
 LOGPROBS_ITEM = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS_ITEM, "reasoning.encrypted_content")
 """What `include` may hold. Reasoning is never encrypted here: its text comes with its item."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "prompt": (),
-}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -112,8 +106,8 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     service_tier: Any = None
     user: Any = None
     # refused unless neutral
-    background: Unsupported = None
-    context_management: Unsupported = None
+    background: Annotated[Any, Neutral(False)] = None
+    context_management: Annotated[Any, Neutral([])] = None
     conversation: Unsupported = None
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
