@@ -7,6 +7,7 @@ splits by a checksum of the question, so a model trained on the ``train`` split 
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import zlib
@@ -291,42 +292,19 @@ def in_split(draw: Callable[[], Turn], split: str) -> Turn:
             return turn
 
 
-def _example(task: str, draw: Callable[[], Turn], distance: int | None = None) -> Example:
-    turn = in_split(draw, EVAL)
-    return Example(task, chat_prompt(turn.user), turn.assistant, distance)
-
-
-def recall(rng: random.Random, distance: int | None = None) -> Example:
-    """Return a recall example; without a distance, one of ``RECALL_DISTANCES`` is drawn."""
-    tokens = rng.choice(RECALL_DISTANCES) if distance is None else distance
-    return _example("recall", lambda: recall_turn(rng, tokens), tokens)
-
-
-def addition(rng: random.Random) -> Example:
-    """Return an addition example."""
-    return _example("addition", lambda: addition_turn(rng))
-
-
-def sorting(rng: random.Random) -> Example:
-    """Return a sorting example."""
-    return _example("sorting", lambda: sorting_turn(rng))
-
-
-def sentences(rng: random.Random) -> Example:
-    """Return a short-story example."""
-    return _example("sentences", lambda: sentences_turn(rng))
-
-
-TASKS: dict[str, Callable[..., Example]] = {
-    "recall": recall,
-    "addition": addition,
-    "sorting": sorting,
-    "sentences": sentences,
+TASKS: dict[str, Callable[..., Turn]] = {
+    "recall": recall_turn,
+    "addition": addition_turn,
+    "sorting": sorting_turn,
+    "sentences": sentences_turn,
 }
 
 
 def make_examples(task: str, count: int, seed: int, distance: int | None = None) -> list[Example]:
-    """Return ``count`` examples of ``task``, the same for the same arguments; ``distance`` is for recall only."""
+    """Return ``count`` examples of ``task``, the same for the same arguments.
+
+    ``distance`` is for recall only; without it, one of ``RECALL_DISTANCES`` is drawn for each example.
+    """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known tasks: {', '.join(TASKS)}")
     if count < 0:
@@ -336,5 +314,10 @@ def make_examples(task: str, count: int, seed: int, distance: int | None = None)
     if distance is not None and distance < 0:
         raise ValueError(f"distance must not be negative, got {distance}")
     rng = random.Random(f"{EVAL}/{task}/{seed}/{distance}")
-    make = TASKS[task]
-    return [make(rng, distance) if task == "recall" else make(rng) for _ in range(count)]
+    examples = []
+    for _ in range(count):
+        tokens = rng.choice(RECALL_DISTANCES) if task == "recall" and distance is None else distance
+        arguments = (rng,) if tokens is None else (rng, tokens)
+        turn = in_split(functools.partial(TASKS[task], *arguments), EVAL)
+        examples.append(Example(task, chat_prompt(turn.user), turn.assistant, tokens))
+    return examples
