@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -48,23 +48,23 @@ DEATH_SECONDS = 3.0
 """How long a server whose core has died answers 503, with the reason, before it ends."""
 
 
-def run_server(
-    args: EngineArgs,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_keys: Sequence[str] = (),
-    admin_keys: Sequence[str] = (),
-    allowed_origins: Sequence[str] = (),
-    served_model_name: str | Sequence[str] | None = None,
-    drain_seconds: float = DRAIN_SECONDS,
-    stall_seconds: float = STALL_SECONDS,
-    logs: HttpLogs | None = None,
-    docs: bool = True,
-    otlp_traces_endpoint: str | None = None,
-    core_factory: str = DEFAULT_FACTORY,
-    chat: ChatOptions | None = None,
-) -> int:
+class ServerOptions(TypedDict, total=False):
+    """What a server takes beside its engine's arguments and its address. The defaults are those of `serve`."""
+
+    api_keys: Sequence[str]
+    admin_keys: Sequence[str]
+    allowed_origins: Sequence[str]
+    served_model_name: str | Sequence[str] | None
+    drain_seconds: float
+    stall_seconds: float
+    logs: HttpLogs | None
+    docs: bool
+    otlp_traces_endpoint: str | None
+    core_factory: str
+    chat: ChatOptions | None
+
+
+def run_server(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, **options: Unpack[ServerOptions]) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status: 0, or 1 when the engine core has died.
 
     With `api_keys` every route that isn't public asks for one of these keys. With `admin_keys` the control endpoints ask
@@ -84,26 +84,10 @@ def run_server(
     """
     _allow_many_connections()
     listener = bind(host, port)
-    if not api_keys and not _is_loopback(listener):
+    if not options.get("api_keys") and not _is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
     try:
-        return asyncio.run(
-            serve(
-                args,
-                listener,
-                api_keys=api_keys,
-                admin_keys=admin_keys,
-                allowed_origins=allowed_origins,
-                served_model_name=served_model_name,
-                drain_seconds=drain_seconds,
-                stall_seconds=stall_seconds,
-                logs=logs,
-                docs=docs,
-                otlp_traces_endpoint=otlp_traces_endpoint,
-                core_factory=core_factory,
-                chat=chat,
-            )
-        )
+        return asyncio.run(serve(args, listener, **options))
     finally:
         listener.close()
 
