@@ -49,11 +49,11 @@ def _end_row(
         state.manager.distrust(sequence.chain, row.start)
         error = result.errors[number]
         param = "structured_outputs" if error == NO_TOKEN_ALLOWED else None
-        return state.finish(sequence, "error", error=error, param=param)
+        return state.update(sequence, "error", error=error, param=param)
     if number in result.prompt_logprobs:
         sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
     if number in result.pooled:
-        return state.finish(sequence, "stop", pooled=result.pooled[number])
+        return state.update(sequence, "stop", pooled=result.pooled[number])
     return None
 
 
@@ -78,7 +78,7 @@ def _append(
     if grant is not None and sequence.scheduled >= grant.next_publish:
         state.manager.publish(grant, tokens, min(sequence.scheduled, len(tokens)))
     if reason is not None:
-        return state.finish(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
+        return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
     if sequence.guide is not None:
         sequence.guide.advance(token_ids)
     if sequence.reported:

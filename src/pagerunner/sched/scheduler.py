@@ -130,7 +130,7 @@ class Scheduler:
         for request_id in request_ids:
             sequence = self._state.sequences.get(request_id)
             if sequence is not None:
-                updates.append(self._state.finish(sequence, "abort"))
+                updates.append(self._state.update(sequence, "abort"))
         return updates
 
     @property
@@ -158,9 +158,9 @@ class Scheduler:
             if self._state.guided.held.pop(sequence.request_id, None) is not None:
                 self._state.waiting.put_back(sequence)
             if guide.error is not None:
-                updates.append(self._state.finish(sequence, "error", error=guide.error, param="structured_outputs"))
+                updates.append(self._state.update(sequence, "error", error=guide.error, param="structured_outputs"))
             elif guide.finished:
-                updates.append(self._state.finish(sequence, "stop"))
+                updates.append(self._state.update(sequence, "stop"))
         return updates
 
     def wait_for_guide(self, seconds: float) -> bool:

@@ -94,10 +94,10 @@ class SchedulerState:
         sequence.scheduled = 0
         sequence.retry_version = -1
 
-    def finish(
+    def update(
         self,
         sequence: Sequence,
-        reason: FinishReason,
+        reason: FinishReason | None = None,
         *,
         token_ids: list[int] | None = None,
         stop: int | None = None,
@@ -106,49 +106,19 @@ class SchedulerState:
         param: str | None = None,
         pooled: list[float] | None = None,
     ) -> RequestUpdate:
-        """End a sequence, wherever it stands; its last update."""
-        sequence.finished = True
-        del self.sequences[sequence.request_id]
-        held = sequence.request_id in self.guided.held
-        self.guided.drop(sequence)
-        if held:
-            pass
-        elif sequence.grant is None:
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
-            self.vacate(sequence)
-        return self.update(
-            sequence,
-            token_ids=token_ids or [],
-            logprobs=logprobs,
-            reason=reason,
-            stop=stop,
-            error=error,
-            param=param,
-            pooled=pooled,
-        )
+        """An update. One with a `reason` is the last: the sequence ends, wherever it stands.
 
-    def update(
-        self,
-        sequence: Sequence,
-        *,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        reason: FinishReason | None = None,
-        stop: int | None = None,
-        error: str | None = None,
-        param: str | None = None,
-        pooled: list[float] | None = None,
-    ) -> RequestUpdate:
-        """An update. A sequence's first update with tokens also says what is known about its prompt."""
+        A sequence's first update with tokens also says what is known about its prompt.
+        """
+        if reason is not None:
+            self._end(sequence)
         first = (bool(token_ids) or pooled is not None) and not sequence.reported
         if first:
             sequence.reported = True
             self.counts.prompt_tokens += sequence.prompt_len
         return RequestUpdate(
             request_id=sequence.request_id,
-            new_token_ids=token_ids,
+            new_token_ids=token_ids or [],
             finish_reason=reason,
             stop_reason=stop,
             logprobs=logprobs,
@@ -161,7 +131,20 @@ class SchedulerState:
             pooled=pooled,
         )
 
+    def _end(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        del self.sequences[sequence.request_id]
+        held = sequence.request_id in self.guided.held
+        self.guided.drop(sequence)
+        if held:
+            pass
+        elif sequence.grant is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self.vacate(sequence)
+
     def fail(self, sequence: Sequence, what: str, error: Exception) -> RequestUpdate:
         """End a sequence that has met a bug. Other sequences go on."""
         logger.exception("Request %s can't be %s.", sequence.request_id, what)
-        return self.finish(sequence, "error", error=f"It can't be {what}: {error!r}.")
+        return self.update(sequence, "error", error=f"It can't be {what}: {error!r}.")
