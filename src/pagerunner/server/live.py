@@ -149,7 +149,7 @@ def _crowded() -> HttpError:
 class LiveFeed:
     """Samples the engine for its viewers.
 
-    `closing` ends every stream: the server is about to stop. `can_sleep` says whether the engine was started with
+    `viewers` is how many there are. `closing` ends every stream: the server is about to stop. `can_sleep` says whether the engine was started with
     enable_sleep_mode; the page offers to put it to sleep only then.
     """
 
@@ -158,7 +158,7 @@ class LiveFeed:
         self._can_sleep = can_sleep
         self._latencies = latencies
         self._closing = closing
-        self._viewers = 0
+        self.viewers = 0
         self._sampler: asyncio.Task[None] | None = None
         self._tick: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number = 0  # of the latest frame
@@ -168,22 +168,17 @@ class LiveFeed:
         self._steps: deque[LiveStep] = deque(maxlen=_HISTORY_STEPS)
         self._failure = ""
 
-    @property
-    def viewers(self) -> int:
-        """How many viewers there are."""
-        return self._viewers
-
     def view(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events until the viewer leaves. Raises HttpError 429 when there are too many viewers already."""
-        if self._viewers >= MAX_VIEWERS:
+        if self.viewers >= MAX_VIEWERS:
             raise _crowded()
         return self._events()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        if self._viewers >= MAX_VIEWERS:  # several have come between `view` and this
+        if self.viewers >= MAX_VIEWERS:  # several have come between `view` and this
             yield sse({"error": str(_crowded())})
             return
-        self._viewers += 1
+        self.viewers += 1
         seen = -1
         closing = asyncio.ensure_future(self._closing.wait())
         if self._sampler is None or self._sampler.done():
@@ -203,8 +198,8 @@ class LiveFeed:
                     await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         finally:
             closing.cancel()
-            self._viewers -= 1
-            if not self._viewers:
+            self.viewers -= 1
+            if not self.viewers:
                 self._sampler.cancel()
                 self._sampler = None
                 self._forget()

@@ -89,7 +89,10 @@ async def launch_core(
 
 
 class CoreClient:
-    """Talks to a loaded core. Every method is for the event loop that launched it."""
+    """Talks to a loaded core. Every method is for the event loop that launched it.
+
+    `ready` is what the core said when it was loaded, `death` why it is gone: None while it lives.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,8 @@ class CoreClient:
         self._core = core
         self._receive = receive
         self._died = died
-        self._death: EngineDeadError | None = None
+        self.ready, self.pid = core.ready, core.process.pid
+        self.death: EngineDeadError | None = None
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.FromCore)
@@ -112,25 +116,10 @@ class CoreClient:
         self._reader.add_done_callback(self._reader_done)
         self._watcher = asyncio.create_task(self._watch(), name="pagerunner-core-watcher")
 
-    @property
-    def ready(self) -> wire.Ready:
-        """What the core said when it was loaded."""
-        return self._core.ready
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Why the core is gone. None while it lives."""
-        return self._death
-
-    @property
-    def pid(self) -> int:
-        """The core's process id."""
-        return self._core.process.pid
-
     def send(self, message: wire.ToCore) -> None:
         """Send a message; never blocks. Raises EngineDeadError when the core is gone."""
-        if self._death is not None:
-            raise EngineDeadError(str(self._death))
+        if self.death is not None:
+            raise EngineDeadError(str(self.death))
         self._core.socket.send(self._encoder.encode(message))
 
     async def call(self, make: Callable[[int], wire.Call]) -> wire.Answer:
@@ -168,7 +157,7 @@ class CoreClient:
         if self._closing:
             return
         self._closing = True
-        if self._death is None:
+        if self.death is None:
             self._core.socket.send(self._encoder.encode(wire.Shutdown()))
             self._die(EngineDeadError("The engine has been shut down."))
         _, late = await asyncio.wait([self._core.exited], timeout=timeout)
@@ -208,9 +197,9 @@ class CoreClient:
         self._die(EngineDeadError(exit_reason(_WHO, status)))
 
     def _die(self, error: EngineDeadError) -> None:
-        if self._death is not None:
+        if self.death is not None:
             return
-        self._death = error
+        self.death = error
         if not self._closing:
             logger.error("%s Requests get this as their error. A server ends with exit status 1.", error)
         for future in self._calls.values():

@@ -157,8 +157,8 @@ class GrammarGuide:
         self._first: int | None = None  # the token that `begins` is, until there is a first token
         self._tail = b""  # of the text before the grammar begins
         self._matcher: LLMatcher | None = None
-        self._mask: bytes | None = None
-        self._finished = False
+        self.mask: bytes | None = None
+        self.finished = False
         self._error: str | None = None
         self._restart()
         if not tokenizer.made:
@@ -173,16 +173,6 @@ class GrammarGuide:
     def ready(self) -> bool:
         """See Guide.ready."""
         return self._done.is_set() or time.monotonic() > self._due
-
-    @property
-    def mask(self) -> bytes | None:
-        """See Guide.mask."""
-        return self._mask
-
-    @property
-    def finished(self) -> bool:
-        """See Guide.finished."""
-        return self._finished
 
     @property
     def error(self) -> str | None:
@@ -245,14 +235,14 @@ class GrammarGuide:
         matcher = self._matcher
         assert matcher is not None
         if self._after and self._first is None:
-            self._mask = None
+            self.mask = None
             return
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        self._finished = matcher.is_stopped()
+        self.finished = matcher.is_stopped()
         mask = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         if self._first is not None:
             mask[self._first // 8] |= 1 << self._first % 8
-        self._mask = bytes(mask)
+        self.mask = bytes(mask)
