@@ -131,12 +131,10 @@ def read_shared(fields: Fields, hidden: int, default_head_dim: int, *, tied: boo
     """
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.error("num_attention_heads", f"is {heads}, which num_key_value_heads={kv_heads} does not divide.")
+    fields.check_divided("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     head_dim = fields.integer("head_dim", default_head_dim)
     if not head_dim:
-        if hidden % heads:
-            raise fields.error("hidden_size", f"is {hidden}, which num_attention_heads={heads} does not divide.")
+        fields.check_divided("hidden_size", hidden, "num_attention_heads", heads)
         head_dim = hidden // heads
     fields.choice("hidden_act", ("silu", "swish"), "silu")
     return {

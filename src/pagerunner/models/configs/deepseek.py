@@ -141,8 +141,7 @@ def _read_groups(fields: Fields, experts: int, default: int | None) -> dict[str,
     groups = fields.integer("n_group", default)
     kept = fields.integer("topk_group", default)
     top_k = fields.integer("num_experts_per_tok")
-    if experts % groups:
-        raise fields.error("n_routed_experts", f"is {experts}, which n_group={groups} does not divide.")
+    fields.check_divided("n_routed_experts", experts, "n_group", groups)
     if kept > groups:
         raise fields.error("topk_group", f"is {kept}; there are only n_group={groups} groups.")
     if top_k > kept * experts // groups:
@@ -181,8 +180,7 @@ def _read(
         raise fields.error("q_lora_rank", f"must be null or a whole number of at least 1, got {rank!r}.")
     if sparse and rank is None:
         raise fields.error("q_lora_rank", "is null; the indexer's queries come from compressed ones.")
-    for name in _TRAINING_FIELDS:
-        fields.take(name)
+    fields.skip(*_TRAINING_FIELDS)
     return DeepseekConfig(
         **common,
         hidden_size=fields.integer("hidden_size"),

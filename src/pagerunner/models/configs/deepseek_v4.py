@@ -117,8 +117,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     if (shared := fields.integer("n_shared_experts", 1)) != 1:
         raise fields.error("n_shared_experts", f"is {shared}; only 1 is supported in this family.")
-    for name in _UNUSED_FIELDS:
-        fields.take(name)
+    fields.skip(*_UNUSED_FIELDS)
     routing: Any = fields.choice("scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus")
     return DeepseekV4Config(
         **common | {"format": _published_format(common["format"], expert_dtype)},

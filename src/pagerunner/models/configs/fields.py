@@ -85,6 +85,16 @@ class Fields:
             raise self.error(name, f"must be an object, got {value!r:.80}.")
         return value
 
+    def skip(self, *names: str) -> None:
+        """Take fields that change nothing."""
+        for name in names:
+            self.take(name)
+
+    def check_divided(self, name: str, count: int, by: str, parts: int) -> None:
+        """Raise ConfigError unless the field `by`, which is `parts`, divides the field `name`, which is `count`."""
+        if count % parts:
+            raise self.error(name, f"is {count}, which {by}={parts} does not divide.")
+
     def holds(self, name: str) -> bool:
         """Whether the field is there and not null, and hasn't been taken."""
         return self._values.get(name) is not None

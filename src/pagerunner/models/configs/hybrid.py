@@ -172,8 +172,7 @@ def _read_experts(fields: Fields, count: int, normalise: bool, default_per_token
     per_token = fields.integer("num_experts_per_tok", default_per_token)
     inner = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
-    for name in ("output_router_logits", "router_aux_loss_coef"):  # training only
-        fields.take(name)
+    fields.skip("output_router_logits", "router_aux_loss_coef")  # training only
     if not count:
         return None
     if per_token > count:
@@ -192,13 +191,9 @@ def _read_gated_delta(
 ) -> GatedDeltaConfig:
     key_heads = fields.integer("linear_num_key_heads", 16)
     value_heads = fields.integer("linear_num_value_heads", 32)
-    if value_heads % key_heads:
-        raise fields.error(
-            "linear_num_value_heads", f"is {value_heads}, which linear_num_key_heads={key_heads} does not divide."
-        )
+    fields.check_divided("linear_num_value_heads", value_heads, "linear_num_key_heads", key_heads)
     dtype = fields.choice("mamba_ssm_dtype", tuple(DTYPE_BYTES), "") or None
-    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # layers that guess more than one token
-        fields.take(name)
+    fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # layers that guess more than one token
     if dense := fields.take("mlp_only_layers"):
         raise fields.error("mlp_only_layers", f"is {dense!r}; in this family it must be empty.")
     fields.choice("output_gate_type", ("swish", "silu"), "swish")
@@ -229,8 +224,7 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
     size = fields.take("mamba_d_head")
     if inner % heads or size not in (None, "auto", inner // heads):
         raise fields.error("mamba_n_heads", f"is {heads}, which with mamba_d_head={size!r} does not make {inner}.")
-    if heads % groups:
-        raise fields.error("mamba_n_heads", f"is {heads}, which mamba_n_groups={groups} does not divide.")
+    fields.check_divided("mamba_n_heads", heads, "mamba_n_groups", groups)
     limit = fields.take("time_step_limit")
     if limit is not None and limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise fields.error("time_step_limit", f"is {limit!r}; only [0, infinity] is supported.")
@@ -240,8 +234,7 @@ def read_bamba(fields: Fields, common: dict[str, Any]) -> BambaConfig:
         raise fields.error(
             "partial_rotary_factor", f"is {partial!r} beside rope_parameters; this family has 0.5 there."
         )
-    for name in ("num_logits_to_keep", "z_loss_coefficient", "mamba_chunk_size"):  # no effect on results
-        fields.take(name)
+    fields.skip("num_logits_to_keep", "z_loss_coefficient", "mamba_chunk_size")  # no effect on results
     rotated = fields.integer("attn_rotary_emb", 0, least=0)  # how the first files of the family write half a head
     shared = _read_attention(fields, common, partial=0.5, hidden=hidden)
     if rotated not in (0, shared["head_dim"] // 2):

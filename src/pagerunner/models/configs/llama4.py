@@ -63,8 +63,7 @@ def read_llama4_text(fields: Fields, common: dict[str, Any]) -> Llama4Config:
     floor, scale = fields.integer("floor_scale", 8192), fields.number("attn_scale", 0.1)
     bias = fields.flag("attention_bias", False)
     ignore_router_training(fields)
-    for name in ("router_jitter_noise", "for_llm_compressor"):
-        fields.take(name)
+    fields.skip("router_jitter_noise", "for_llm_compressor")
     rope = read_rope(
         Fields(
             {

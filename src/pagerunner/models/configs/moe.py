@@ -69,5 +69,4 @@ def read_expert_counts(fields: Fields, default_experts: int | None = None) -> tu
 
 def ignore_router_training(fields: Fields) -> None:
     """Take what only matters in training: the router's auxiliary loss."""
-    for name in ("router_aux_loss_coef", "output_router_logits"):
-        fields.take(name)
+    fields.skip("router_aux_loss_coef", "output_router_logits")

@@ -28,8 +28,7 @@ def read_modelopt(fields: Fields) -> Format:
     ignored = Names("wildcard", names_in(fields, "ignore", "exclude_modules"))
     read_pages(fields)
     if not (groups or fields.holds("quant_algo")):
-        for name in ("quant_algo", "group_size", "awq_block_size"):
-            fields.take(name)
+        fields.skip("quant_algo", "group_size", "awq_block_size")
         return Format("modelopt", (), ignored)
     algorithm = _algorithm(fields, (*_ALGORITHMS, _MIXED))
     schemes = _mixed_schemes(fields) if algorithm == _MIXED else ((ALL, _modelopt_scheme(fields, algorithm)),)
