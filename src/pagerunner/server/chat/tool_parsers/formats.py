@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Generator
 
-from pagerunner.server.chat.tool_parsers.stream import MalformedError, StreamParser, Wait
+from pagerunner.server.chat.tool_parsers.stream import MalformedError, StreamParser, Wait, ignore
 
 
 class Hermes(StreamParser):
@@ -136,7 +136,7 @@ class Harmony(StreamParser):
                 self.start_call(recipient[1])
                 emit = self.argue
             elif channel == "analysis":
-                emit = self.think if self._thoughts else _drop
+                emit = self.think if self._thoughts else ignore
             else:
                 emit = self.say
             if not self._open and channel in said:
@@ -191,7 +191,3 @@ class Required(StreamParser):
                 return
             self.end_call()
         yield from self.until((), self.say)
-
-
-def _drop(text: str) -> None:
-    pass

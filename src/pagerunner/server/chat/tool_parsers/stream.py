@@ -310,7 +310,7 @@ class StreamParser(ABC):
                     yield from self.value(pieces.append)
                     held = _object_text("".join(pieces))
             else:
-                yield from self.value(_ignore)
+                yield from self.value(ignore)
             yield from self.spaces()
             if not (yield from self.optional(",")):
                 break
@@ -322,8 +322,8 @@ class StreamParser(ABC):
             self.argue("{}" if held is None else held)
 
 
-def _ignore(text: str) -> None:
-    pass
+def ignore(text: str) -> None:
+    """Take what is read and tell nothing of it."""
 
 
 def _loaded_text(text: str) -> str:
