@@ -411,14 +411,14 @@ def test_long_texts_are_tokenised_off_the_loop(model: Path) -> None:
 def test_text_that_cannot_be_processed_ends_its_request_only(model: Path) -> None:
     def broken_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
         frontend = build_frontend(args, max_model_len)
-        process = frontend.outputs.process
+        take = frontend.outputs.take
 
-        def broken_process(updates: list[RequestUpdate]) -> Any:
+        def broken_take(updates: list[RequestUpdate]) -> Any:
             if any(update.request_id.startswith("bad-") for update in updates):
                 raise KeyError("a bug in the detokeniser")
-            return process(updates)
+            return take(updates)
 
-        frontend.outputs.process = broken_process  # type: ignore[method-assign]
+        frontend.outputs.take = broken_take  # type: ignore[method-assign]
         return frontend
 
     async def test(engine: AsyncEngine) -> None:
