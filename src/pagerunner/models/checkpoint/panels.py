@@ -24,7 +24,7 @@ def store_in_panels(model: Model) -> int:
     width = panel_width()
     if width is None:
         return 0
-    tied = model.tied
+    tied = getattr(model, "tied", False)
     changed = 0
     for module in model.modules():
         if isinstance(module, Linear):
