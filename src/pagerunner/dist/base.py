@@ -36,10 +36,6 @@ class Comm(Protocol):
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """What rank `root` calls with, on all ranks. Others pass None."""
 
-    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
-        """What rank `root` calls with, on all ranks. Others pass None."""
-        ...
-
 
 def union(comm: Comm, numbers: Iterable[int]) -> list[int]:
     """All ranks' numbers, on all of them."""
