@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 
 from pagerunner.errors import ConfigError
 from pagerunner.eval.tasks import ASSISTANT, BOS, END, RECALL_DISTANCES, TASKS, USER, Example, make_examples
-from pagerunner.types import SamplingParams
+from pagerunner.types import RequestOutput, SamplingParams
 
-if TYPE_CHECKING:
-    from pagerunner.llm import LLM
+
+class Generator(Protocol):
+    """What an evaluation needs of `LLM`."""
+
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run the prompts to their end and return their outputs in order."""
+        ...
+
+    def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """The same for conversations, through the model's chat template."""
+        ...
 
 
 class TaskScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +76,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluate(
-    llm: LLM,
+    llm: Generator,
     *,
     tasks: Sequence[str] = tuple(TASKS),
     count: int = 50,
@@ -103,7 +112,7 @@ def evaluate(
     return EvalReport(model=model, scores=scores, seconds=time.perf_counter() - started)
 
 
-def _answer(llm: LLM, examples: Sequence[Example], as_chat: bool, use_tqdm: bool) -> list[bool]:
+def _answer(llm: Generator, examples: Sequence[Example], as_chat: bool, use_tqdm: bool) -> list[bool]:
     params = [SamplingParams(temperature=0.0, max_tokens=len(example.answer) + 16) for example in examples]
     if as_chat:
         messages = [[{"role": "user", "content": question(example)}] for example in examples]
