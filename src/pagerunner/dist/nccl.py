@@ -33,7 +33,7 @@ class NcclComm:
         Makes a call of each kind and size, so that its memory is taken. Raises RuntimeError as NCCL does.
         """
         self.rank, self.size, self._host = host.rank, host.size, host
-        self._rehearsing = rehearsing
+        self.rehearsing = rehearsing
         nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
         options = nccl.Options()
         options._timeout = datetime.timedelta(seconds=host.seconds)
@@ -48,7 +48,7 @@ class NcclComm:
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
-        if self._rehearsing() or not x.numel():
+        if self.rehearsing() or not x.numel():
             return
         self._host.calls += 1
         whole = x.contiguous()
@@ -61,7 +61,7 @@ class NcclComm:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
         found = x.new_empty((self.size, *x.shape))
-        if x.numel() and not self._rehearsing():
+        if x.numel() and not self.rehearsing():
             self._host.calls += 1
             own = x.contiguous().view(-1).view(torch.uint8)  # bytes: NCCL doesn't know all dtypes
             self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather).wait()
