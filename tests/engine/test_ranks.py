@@ -109,11 +109,9 @@ class DividedRanks(Ranks):
         size = resolved.config.tensor_parallel_size
         directory.mkdir(mode=0o700)
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
-        super().__init__(
-            self._each(
-                lambda rank: load_worker(resolved, comm=GlooComm(directory, rank, size, seconds=60.0)), range(size)
-            )
-        )
+        comms = self._each(lambda rank: GlooComm(directory, rank, size, seconds=60.0), range(size))
+        super().__init__(self._each(lambda comm: load_worker(resolved, comm=comm), comms))
+        assert [comm.calls for comm in comms] == [1] * size, "the watch would end a rank that loads more slowly"
 
     def _each(self, act: Callable[[Any], Any], given: Iterable[Any]) -> list[Any]:
         futures = [thread.submit(act, one) for thread, one in zip(self._threads, given, strict=True)]

@@ -104,7 +104,9 @@ def make_runner(
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
     last_tokens = LastTokens(config.max_num_seqs, device)
-    unpacks = any(union(comm, [unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0]]))
+    unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
+    if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
+        unpacks = any(union(comm, [unpacks]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     return ModelRunner(
         model=model,
