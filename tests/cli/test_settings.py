@@ -8,7 +8,9 @@ from pagerunner.cli import serve
 from pagerunner.cli.options import engine_args
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, PASSED_OVER, REFUSED
+from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
 from pagerunner.errors import ConfigError
+from pagerunner.ops.native.library import SWITCH
 
 
 @pytest.fixture
@@ -68,6 +70,10 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(parse):
     assert (namespace.model_tag, namespace.model) == ("model", None)
     assert (namespace.port, namespace.max_num_seqs, namespace.api_key) == (9001, 6, ["mine"])
     assert (namespace.enforce_eager, namespace.enable_prefix_caching) == (False, True)
+
+
+def test_variables_that_are_no_flags_pass(parse):
+    assert parse(**{SWITCH: "0", TRY_CUDA_RANKS: "1"}, PAGERUNNER_PORT="77").port == 77
 
 
 def test_the_environment_may_name_the_file(parse, tmp_path):

@@ -181,10 +181,12 @@ def test_sizes_that_can_not_be_cut_are_refused_with_those_that_can(asked: Any, m
 def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
     monkeypatch.setattr(resolving, "device_memory", lambda: None)
-    with pytest.raises(
-        ConfigError, match=r'tensor_parallel_size=2 divides a model among ranks on CPUs only .*device="cpu"'
-    ):
-        resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
+    for said in ("", "0"):
+        monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", said)
+        with pytest.raises(
+            ConfigError, match=r'tensor_parallel_size=2 divides a model among ranks on CPUs only .*device="cpu"'
+        ):
+            resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
     monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"=2 takes as many CUDA devices, and 1 can be seen \(CUDA_VISIBLE_DEVICES"):

@@ -21,6 +21,7 @@ from pagerunner.cli.vllm_flags import screen
 from pagerunner.errors import ConfigError
 
 PREFIX = "PAGERUNNER_"
+_NO_FLAGS = ("CPU_KERNELS", "TRY_CUDA_RANKS")  # variables that the engine reads itself
 _TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 # What Kubernetes sets in every pod for a service that is called pagerunner.
 _KUBERNETES = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
@@ -67,8 +68,8 @@ class ConfiguredParser(Parser):
             name = variable.removeprefix(PREFIX)
             if name == variable or not value or _KUBERNETES.fullmatch(name) or variable.startswith(limits.PREFIX):
                 continue
-            if name == "PORT" and "://" in value:
-                continue  # Kubernetes too
+            if name in _NO_FLAGS or (name == "PORT" and "://" in value):  # the latter is Kubernetes' too
+                continue
             found[name.lower()] = value
         return found
 

@@ -25,8 +25,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
-"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "peer": with sums by `PeerComm`, else
-with NCCL's."""
+"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "1": with NCCL's sums, "peer": with
+those of `PeerComm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def device_kind(device: str) -> str:
 
 def check_devices(ranks: int) -> None:
     """Raise ConfigError if there aren't as many CUDA devices as ranks, or if they can't divide a model yet."""
-    if not os.environ.get(TRY_CUDA_RANKS):
+    if os.environ.get(TRY_CUDA_RANKS) not in ("1", "peer"):
         raise ConfigError(
             f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
             'or take device="cpu".'
