@@ -36,7 +36,7 @@ SAME = frozenset(
 """Flags with vLLM's name and meaning, those that this parser may yet get included."""
 
 DIFFERS = {
-    "--tensor-parallel-size": "on CPUs only so far, and not for all families, see [Several ranks](models-and-formats.md#several-ranks)",
+    "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
     "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",

@@ -86,5 +86,5 @@ class LoadedRanks(Protocol):
         ...
 
     def close(self) -> None:
-        """End the processes of other ranks, as the engine can't be built."""
+        """End the ranks' processes, as the engine can't be built."""
         ...

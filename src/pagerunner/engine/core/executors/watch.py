@@ -1,4 +1,4 @@
-"""RankWatch: a thread that knows how the other ranks are, and ends all of them when one has failed.
+"""RankWatch: a thread that knows how the ranks are, and ends all of them when one has failed.
 
 A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
 This thread looks at five things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
