@@ -117,3 +117,15 @@ def test_a_step_holds_no_more_than_is_counted(
     said = lines(path, max_num_batched_tokens=120)
     counted = sum(said.get(name, 0) for name in ("activations", "logits of one step", WORK, GATHERED))
     assert alive.peak <= counted and said["activations"] < 3 * alive.peak
+
+
+@needs_compiler
+def test_activations_are_more_than_everything_else_has_room_for(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, intermediate_size=4096)
+    llm = LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 23, max_num_batched_tokens=120)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    with Alive() as alive:
+        llm.generate([{"prompt_token_ids": list(range(3, 123))}], params, use_tqdm=False)
+    said = lines(path, max_num_batched_tokens=120)
+    others = said["logits of one step"] + said[WORK]
+    assert others < alive.peak <= others + said["activations"]

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     """What a plan calls weights, their bytes, and those that a product unpacks at a time.
 
     `work_space`: bytes that a CPU's kernels work in for the largest product or mixture of a step, 0 without matrices in panels.
-    `activations`: bytes of a step's tensors on a CPU, at most.
+    `activations`: bytes of a step's tensors on a CPU with its kernels, at most; but for what torch's recurrences and an indexer work in.
     """
 
     name: str
