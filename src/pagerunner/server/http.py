@@ -30,9 +30,8 @@ _HALVES = re.compile(
 )
 """Escapes in JSON: a backslash, both halves of a character, or (the group) a half alone."""
 _LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
-_decoders: dict[
-    type[Any], msgspec.json.Decoder[Any]
-] = {}  # by the type of a body; making one takes as long as using it
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
+"""By the type of a body: making one takes as long as using it."""
 
 
 class ClientGoneError(Exception):

@@ -34,7 +34,7 @@ _FoundT = TypeVar("_FoundT")
 _LOOK_MS = 100
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
-_FOR_EVER = 1e9  # of which a lock can wait for each fraction
+_FOR_EVER = 1e9  # seconds, as a lock can't wait for infinity
 _STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
 
 
