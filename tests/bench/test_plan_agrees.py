@@ -128,16 +128,15 @@ def test_the_log_line_and_the_verb_print_the_plan_that_runs(
     words = ["plan", args.model, "--num-gpu-blocks-override", "313", "--max-num-seqs", "1024", "--json"]
     assert main(words) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert {
-        name: printed.pop(name) for name in ("device", "dtype", "quantization", "refused", "tensor_parallel_size")
-    } == {
+    assert printed == plan_json(resolved.plan) | {
         "device": resolved.config.device,
         "dtype": resolved.config.dtype,
         "quantization": None,
         "refused": "",
         "tensor_parallel_size": 1,
+        "max_num_batched_tokens": resolved.config.max_num_batched_tokens,
+        "max_num_batched_tokens_offline": resolved.config.max_num_batched_tokens,
     }
-    assert printed == plan_json(resolved.plan)
     assert resolved.plan.num_gpu_blocks == 313 and resolved.config.max_model_len == 2048
 
 

@@ -47,7 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function from a variant's name to its directory and reference model, each made once."""
     directory = tmp_path_factory.mktemp("models")
     make = functools.partial(make_latent_checkpoint, directory, "deepseek_v32")
-    return functools.cache(lambda name: make(seed=len(name), **VARIANTS[name]))
+    # no seed of the five letters of "plain": two groups of experts differ by 1e-7 for one of its tokens
+    return functools.cache(lambda name: make(seed=len(name) + 1, **VARIANTS[name]))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

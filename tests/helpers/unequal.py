@@ -6,6 +6,7 @@ T tokens, D hidden features, H query heads, K key/value heads, E the size of a h
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def read(fields: Fields, common: dict[str, Any]) -> UnequalConfig:
     return UnequalConfig(**common, hidden_size=HIDDEN, rms_norm_eps=1e-6, tie_word_embeddings=True)
 
 
-FAMILY = Family(read, "helpers.unequal", "UnequalForCausalLM")
+FAMILY = Family(read, "unequal", "UnequalForCausalLM")
+sys.modules["pagerunner.models.unequal"] = sys.modules[__name__]
 
 
 def write_config(directory: Path) -> Path:
