@@ -7,17 +7,20 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
-from helpers.patience import until
+from helpers.patience import patient, until
 from pagerunner import children
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
+from pagerunner.engine import rank as of_rank
 from pagerunner.engine.core import client
 from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors.watch import RankWatch
@@ -137,6 +140,34 @@ def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_p
     hung.clear()
     assert said(now + 4.1, 3, 3) == said(now + 60, 3, 3) == []
     one.close()
+
+
+def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that gives no results waits for no step. The thread that reports may be the first one to meet the error."""
+
+    class Broken:
+        @property
+        def steps_done(self) -> int:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    context: Any = zmq.Context.instance()
+    with context.socket(zmq.PULL) as core:
+        core.bind(f"ipc://{tmp_path}/reports")
+        reports = of_rank.Reports(context, f"ipc://{tmp_path}/reports", 1)
+        broken: Any = Broken()
+        reports.worker = broken
+        ended: list[int] = []
+        monkeypatch.setattr(of_rank.os, "_exit", ended.append)
+        thread = threading.Thread(target=of_rank.or_end, args=(reports.say_alive, reports))
+        thread.start()
+        assert core.poll(patient(5) * 1000)
+        failed = msgspec.msgpack.decode(core.recv(), type=orders.Report)
+        thread.join(patient(5))
+        reports._socket.close(0)
+    assert isinstance(failed, orders.Failed) and "illegal memory access" in str(failed.error.exception())
+    assert ended == [1] and "illegal memory access" in capsys.readouterr().err
 
 
 class Silent:

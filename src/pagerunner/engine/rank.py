@@ -96,6 +96,16 @@ class Reports:
         self.send(orders.Failed(self._rank, WireError.of(error), isinstance(error, CommError)))
 
 
+def or_end(act: Callable[[], None], reports: Reports) -> None:
+    """In a thread: `act` for ever. What it raises ends the process, after the core has been told."""
+    try:
+        act()
+    except BaseException as error:
+        reports.fail(error)
+        time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
+        os._exit(1)
+
+
 class Results:
     """Rank 0's way to give the core the results of its steps, in a thread that waits for them."""
 
@@ -103,24 +113,18 @@ class Results:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
-        self._reports = reports
         self._launched: SimpleQueue[tuple[int, Pending]] = SimpleQueue()
-        threading.Thread(target=self._tell, daemon=True).start()
+        threading.Thread(target=or_end, args=(self._tell, reports), daemon=True).start()
 
     def put(self, number: int, pending: Pending) -> None:
         """Tell what this step computes, as soon as it is known."""
         self._launched.put((number, pending))
 
     def _tell(self) -> None:
-        try:
-            while True:
-                number, pending = self._launched.get()
-                stepped = orders.Stepped(number, pending.in_graph, pending.result())
-                self._socket.send(msgspec.msgpack.encode(stepped))
-        except BaseException as error:
-            self._reports.fail(error)
-            time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
-            os._exit(1)
+        while True:
+            number, pending = self._launched.get()
+            stepped = orders.Stepped(number, pending.in_graph, pending.result())
+            self._socket.send(msgspec.msgpack.encode(stepped))
 
 
 class Rank:
@@ -224,7 +228,7 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     reports = Reports(context, f"ipc://{launch.directory}/{orders.REPORTS}", launch.rank)
     results = None if launch.rank else Results(context, f"ipc://{launch.directory}/{orders.RESULTS}", reports)
-    threading.Thread(target=reports.say_alive, daemon=True).start()
+    threading.Thread(target=or_end, args=(reports.say_alive, reports), daemon=True).start()
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(f"ipc://{launch.directory}/{orders.ORDERS.format(launch.rank)}")
