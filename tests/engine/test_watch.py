@@ -170,6 +170,28 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
     assert ended == [1] and "illegal memory access" in capsys.readouterr().err
 
 
+def test_ranks_may_load_in_unequal_times(tmp_path: Path) -> None:
+    """One that waits in its first sum for another that still reads its weights is not a sign of a fault for so long."""
+    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 2.0)
+    hung: list[str] = []
+    one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
+
+    def said(now: float) -> list[str]:
+        for number, begun in enumerate((2, 1)):
+            one._known[number].heard_at = now
+            one._known[number].take(orders.Alive(number, begun), now)
+        one._why_late(now)
+        return hung
+
+    now = time.monotonic()
+    assert said(now) == said(now + 5.9) == []
+    assert "Rank 1 of 2 hangs: it hasn't come further for 6 seconds" in said(now + 6.1)[0]
+    hung.clear()
+    one.loaded |= {number: orders.Loaded(number, []) for number in range(2)}
+    assert "Rank 1 of 2 hangs: it hasn't come further for 2 seconds" in said(now + 2.1)[0]
+    one.close()
+
+
 class Silent:
     """A socket to a core that says nothing."""
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _FoundT = TypeVar("_FoundT")
 _LOOK_MS = 100
+_LOADING = 3  # times as long as later one rank may wait for another that loads; the group waits for 4 times as long
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
 _FOR_EVER = 1e9  # seconds, as a lock can't wait for infinity
@@ -237,6 +238,7 @@ class RankWatch:
     def _why_late(self, now: float) -> PagerunnerError | None:
         """Whether a rank is silent, or is behind the others, or its device stands still, for too long."""
         limit = f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
+        behind = self._seconds * (1 if len(self.loaded) == self._ranks else _LOADING)
         most = max(one.alive.begun for one in self._known.values())
         for rank, known in self._known.items():
             who, alive = f"Rank {rank} of {self._ranks}", known.alive
@@ -244,10 +246,11 @@ class RankWatch:
                 known.moved_at = now
             if known.heard_at is not None and now - known.heard_at > self._seconds:
                 return self._hung(rank, f"{who} has given no sign of life for {limit}.")
-            if now - known.moved_at > self._seconds:
+            if now - known.moved_at > behind:
                 where = f"it has begun {alive.begun:,} sums and steps, and another rank {most:,}"
+                wait = f"{behind:g} seconds {knob('RANK_SECONDS')}"
                 return self._hung(
-                    rank, f"{who} hangs: it hasn't come further for {limit}, while others wait for it; {where}."
+                    rank, f"{who} hangs: it hasn't come further for {wait}, while others wait for it; {where}."
                 )
         for rank, known in sorted(self._known.items(), key=lambda one: one[1].alive.done):
             if known.alive.done < known.alive.steps and now - known.finished_at > self._seconds:
