@@ -26,6 +26,8 @@ from pagerunner.config import EngineArgs
 from pagerunner.server import http, lingering
 from pagerunner.server.connection import ShortUrls
 
+pytestmark = pytest.mark.days(3)  # each has a server of its own
+
 GOOD = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 

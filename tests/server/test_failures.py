@@ -23,6 +23,8 @@ from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.server.launch import run_server
 
+pytestmark = pytest.mark.days(2)  # each ends a server's process
+
 
 @pytest.mark.parametrize("how", ["crash", "kill"])
 def test_when_the_core_dies_every_client_hears_why_within_a_second(

@@ -22,6 +22,8 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.server.page_routes import FILE_PATHS
 
+pytestmark = pytest.mark.days(2)  # each takes a browser through pages
+
 PACKAGE = Path(pagerunner.__file__).parent
 PAGE = PACKAGE / "server" / "page"
 IDLE = "return pagerunner.model.plan && pagerunner.model.requests.length === 0"

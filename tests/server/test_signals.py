@@ -22,6 +22,8 @@ from helpers.patience import patient, until
 from helpers.server_process import PROGRAM, refuses, server_process, set_options
 from helpers.serving import readers
 
+pytestmark = pytest.mark.days(3)  # each starts a server's process
+
 
 def test_a_server_whose_core_has_died_tells_everybody_and_ends_with_an_exit_status_that_restarts_it(
     text_side: Path, monkeypatch: pytest.MonkeyPatch
