@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,18 @@ def test_ranks_halve_weights_and_pages_until_a_key_value_head_is_left(tmp_path, 
     assert "The model's 151,936 token ids can't be divided among 100,000,000,000,000 ranks." in said
     assert main(["plan", model, "--memory", "80GiB", "-tp", "2"]) == 0
     assert "Divided among 2 ranks. The numbers are those of each rank." in capsys.readouterr().out
+    assert main(["plan", model, "--memory", "80GiB", "-tp", "2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "on a CPU with 80.00 GiB\nDivided among 2 ranks, which share that memory. The numbers" in said
+    assert re.search(r"total +36\.\d\d GiB\n", said), "0.9 of 40 GiB"
 
 
 def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
-    said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80")
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    said = refused(capsys, model, "--memory", "80")
     assert "80 is 80 B" in said and "80GiB" in said
+    said = refused(capsys, model, "--memory", "80KiB")
+    assert "80KiB is 80.00 KiB, in which nothing fits (see" in said
 
 
 @pytest.mark.parametrize("memory", ["17TiB", "99999999999999999999GiB", "9" * 400])

@@ -590,10 +590,10 @@ def test_a_chat_template_that_is_no_file_is_refused_before_anything_is_loaded(mo
     with large.open("wb") as file:
         file.truncate(2**33)
     for option, words in (
-        ("/dev/zero", "no regular file"),
-        (str(tmp_path), "no regular file"),
+        *((place, "no regular file") for place in ("/dev/zero", str(tmp_path))),
         (str(large), "8589934592 bytes"),
         (str(tmp_path / "nope.jinja"), "There is no chat template file"),
+        ("no template and no name " * 20, "There is no chat template file"),
     ):
         args = EngineArgs(model=str(model), chat_template=option)
         with pytest.raises(CheckpointError, match=words):  # the factory isn't reached

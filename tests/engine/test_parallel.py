@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -441,6 +442,12 @@ def test_a_rank_that_refuses_to_sleep_keeps_all_awake_and_one_that_can_not_wake_
     ask(core, 7, 8, 9)
     with pytest.raises(CapacityError, match=r"^Rank 1 of 2: there is no host memory for the weights\.$"):
         core.sleep(1)
+    level: Any
+    for level in (3, "1", None, 1.5):
+        with pytest.raises(ConfigError, match=r"^sleep level must be 0, 1 or 2, got"):
+            core.sleep(level)
+    with pytest.raises(ConfigError, match=r"^wake_up tags must be among weights and kv_cache, got 7\.$"):
+        core.wake_up([7])  # type: ignore[list-item]
     assert core.sleep_level is None
     run(core)
     core._executor.close()
@@ -453,7 +460,11 @@ def test_a_rank_that_refuses_to_sleep_keeps_all_awake_and_one_that_can_not_wake_
     core.wake_up()
     ask(core, 7, 8, 9)
     run(core)
-    core._executor.close()
+    core.sleep(1)
+    os.kill(pid_of(core, 0), signal.SIGKILL)
+    select.select([core.failure_fd], [], [], patient(5))
+    with pytest.raises(EngineDeadError, match=r"^Rank 0 of 2 was ended by SIGKILL"):
+        core.check_awake()
 
 
 def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
     )
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
     if config.tensor_parallel_size > 1:
-        shared = ", which share this machine's memory" if namespace.memory is None and config.device == "cpu" else ""
+        shared = ", which share that memory" if config.device == "cpu" else ""
         lines.append(f"Divided among {config.tensor_parallel_size} ranks{shared}. The numbers are those of each rank.")
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
@@ -128,9 +128,8 @@ def _memory(text: str) -> int:
     if size > _MOST_MEMORY:
         raise UnreadableError(f"{text} is more than any device has ({human_bytes(_MOST_MEMORY)} at most)")
     if size < 2**20:
-        raise UnreadableError(
-            f"{text} is {human_bytes(size)}, in which nothing fits; {text.rstrip(' B')}GiB has a unit"
-        )
+        unit = f"; {text}GiB has a unit" if text.isdecimal() else ""
+        raise UnreadableError(f"{text} is {human_bytes(size)}, in which nothing fits{unit}")
     return size
 
 

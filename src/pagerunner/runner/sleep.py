@@ -24,6 +24,13 @@ LEVELS = (0, 1, 2)
 SMALL_TENSOR = 2**20  # bytes; torch's allocator keeps tensors up to this size in segments of twice as much
 
 
+def checked_level(level: int) -> int:
+    """A level to sleep at, as a plain number. Raises ConfigError for another one than 0, 1 or 2."""
+    if level not in LEVELS:
+        raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
+    return int(level)
+
+
 def parse_tags(tags: Sequence[str] | None) -> tuple[Tag, ...]:
     """Region tags from user names ("weights", "kv_cache" or "kv"); None is all of them. Raises ConfigError."""
     if tags is None:
@@ -173,9 +180,7 @@ class Sleeper:
 
         Raises ConfigError for another level than 0, 1 or 2, CapacityError when the weights can't be kept in host memory.
         """
-        if level not in LEVELS:
-            raise ConfigError(f"sleep level must be 0, 1 or 2, got {level!r}.")
-        if level == 1 and self._weights.frees_at_level_1 and "weights" not in self._asleep:
+        if checked_level(level) == 1 and self._weights.frees_at_level_1 and "weights" not in self._asleep:
             self._weights.keep()
 
     def sleep(self, level: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -59,7 +60,7 @@ class ChatTemplate:
         """
         if "{" in option or "\n" in option:
             return cls({"default": option}, "chat_template")
-        if not Path(option).exists():
+        if not os.path.exists(option):  # False for what can't be a name at all, too
             raise CheckpointError(f"There is no chat template file {option}.")
         if not Path(option).is_file():
             raise CheckpointError(f"The chat template {option} is no regular file.")

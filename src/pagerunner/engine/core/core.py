@@ -239,6 +239,7 @@ class EngineCore:
         """Raise EngineSleepingError while the engine sleeps or is paused."""
         level = self.sleep_level
         if level is not None:
+            self.check_alive()  # an engine whose ranks have ended in its sleep doesn't sleep
             raise EngineSleepingError(
                 f"The engine sleeps (level {level}); call wake_up first."
                 if level

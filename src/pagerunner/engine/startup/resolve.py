@@ -116,6 +116,8 @@ def resolve(
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    if memory_bytes is not None and device == "cpu":
+        memory_bytes //= args.tensor_parallel_size  # ranks on CPUs share it
     of_ranks = _of_ranks(model, dtype, device, args.tensor_parallel_size, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
@@ -128,7 +130,7 @@ def resolve(
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
-        available = available_memory() // args.tensor_parallel_size  # ranks on CPUs share it
+        available = available_memory() // args.tensor_parallel_size  # this too
     available = None if isinstance(available, DeviceMemory) else available
     wish = _Wish(args, model, of_ranks, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available)
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)

@@ -30,6 +30,7 @@ from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.build import Progress
 from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
 from pagerunner.types import StepPlan, StepResult
 
@@ -306,15 +307,17 @@ class ProcessExecutor:
 
     def prepare_sleep(self, level: int) -> None:
         """See Executor.prepare_sleep. All ranks prepare; one that can't refuses for all."""
-        self._all(lambda call_id: orders.PrepareSleep(call_id, level))
+        known = checked_level(level)  # ranks end with an order that they can't read
+        self._all(lambda call_id: orders.PrepareSleep(call_id, known))
 
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""
-        self._all(lambda call_id: orders.Sleep(call_id, level))
+        known = checked_level(level)
+        self._all(lambda call_id: orders.Sleep(call_id, known))
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """See Executor.wake_up."""
-        names = None if tags is None else list(tags)
+        names = None if tags is None else list(parse_tags(tags))
         self._all(lambda call_id: orders.WakeUp(call_id, names))
 
     def _all(self, make: Callable[[int], orders.Order]) -> None:
