@@ -1,1 +1,1 @@
-"""Executors run step plans: in this process, or (later) one process a rank."""
+"""Executors run step plans: in this process, or in one process for each rank."""

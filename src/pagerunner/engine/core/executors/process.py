@@ -317,7 +317,7 @@ class ProcessExecutor:
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """See Executor.wake_up."""
-        names = None if tags is None else list(parse_tags(tags))
+        names: list[str] | None = None if tags is None else [*parse_tags(tags)]
         self._all(lambda call_id: orders.WakeUp(call_id, names))
 
     def _all(self, make: Callable[[int], orders.Order]) -> None:
