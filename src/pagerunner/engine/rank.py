@@ -43,7 +43,7 @@ from pagerunner.logs import set_up_logging
 
 ALIVE_SECONDS = 0.1
 _LINGER_MS = 2_000
-_LAST_WORDS_SECONDS = 0.5
+_LAST_WORDS_SECONDS = 2.0  # for a report on its way; the core kills this process as soon as it has it
 _OrderT = TypeVar("_OrderT")
 
 
@@ -102,7 +102,7 @@ def or_end(act: Callable[[], None], reports: Reports) -> None:
         act()
     except BaseException as error:
         reports.fail(error)
-        time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
+        time.sleep(_LAST_WORDS_SECONDS)
         os._exit(1)
 
 
@@ -241,7 +241,7 @@ def main() -> None:
         reports.fail(error)
     logging.shutdown()
     sys.stderr.flush()
-    time.sleep(_LAST_WORDS_SECONDS)  # the report is on its way
+    time.sleep(_LAST_WORDS_SECONDS)
     os._exit(1)
 
 
