@@ -5,6 +5,7 @@ Torch-free. Known for dense decoders: config.json says which operations count, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Ceilings(msgspec.Struct, frozen=True):
             copy, matmul = (float(part) for part in text.split(","))
         except ValueError:
             raise ConfigError(f"--ceilings takes TB/s and TFLOP/s, such as 4.3,760; got {text!r}.") from None
-        if min(copy, matmul) <= 0:
+        if not (0 < copy < math.inf and 0 < matmul < math.inf):
             raise ConfigError(f"--ceilings must be positive, got {text!r}.")
         return cls(copy * 1e12, matmul * 1e12)
 

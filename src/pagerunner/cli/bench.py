@@ -65,10 +65,8 @@ def build_parser() -> Parser:
     what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
     parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
     parser.add_argument("--model", help="model directory, hub name or a demo's (default: random weights of --shape)")
-    shape_help = (
-        f"{', '.join(SHAPES)} (default: %(default)s); --quantization {' or '.join(QUANTIZED)} stores its weights so"
-    )
-    parser.add_argument("--shape", default="tiny", help=shape_help)
+    shape_help = f"{', '.join(SHAPES)} (default: tiny); --quantization {' or '.join(QUANTIZED)} stores its weights so"
+    parser.add_argument("--shape", help=shape_help)
     names = "; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
     parser.add_argument("--workload", metavar="NAME", help=names)
     parser.add_argument("--num-prompts", type=positive, metavar="N", help="throughput: requests (default: 32)")
@@ -94,6 +92,11 @@ def run(namespace: argparse.Namespace) -> int:
     for name, measures in _REQUEST_FLAGS.items():
         if getattr(namespace, name) is not None and namespace.what not in measures:
             raise ConfigError(_wrong_flag(name, namespace.what))
+    if namespace.model and namespace.shape:
+        raise ConfigError(f"--model {namespace.model} and --shape {namespace.shape} name two models; give one of them.")
+    namespace.shape = namespace.shape or "tiny"
+    if namespace.ceilings is not None:  # before anything is measured
+        namespace.ceilings = Ceilings.parse(namespace.ceilings)
     with tempfile.TemporaryDirectory(prefix="pagerunner-bench-") as directory:
         args = _engine_args(namespace, Path(directory))
         report: Report
@@ -208,7 +211,7 @@ def _with_limits(
         return report
     ceilings = None
     if bounded:
-        ceilings = measure_ceilings() if namespace.ceilings is None else Ceilings.parse(namespace.ceilings)
+        ceilings = namespace.ceilings or measure_ceilings()
     if mixture is not None:
         cached = report.cached_tokens
         experts = experts_read(mixture, touched, calls, ceilings, specs, requests, cached)
