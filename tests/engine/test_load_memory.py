@@ -85,7 +85,8 @@ def test_a_quantised_checkpoint_takes_what_floats_take(
     assert weights == weights_of(checkpoints(family)) > 20 << 20
     (floats, most_floats), (taken, most) = in_floats(checkpoints(family)), grown(path)
     said = f"{taken:,} bytes, {most:,} at most, with {weights:,} of weights; {floats:,} and {most_floats:,} in floats"
-    assert weights < taken < floats + weights // 2, said  # malloc keeps some of what was freed
+    # malloc keeps some of what the loading threads have freed: 3 to 15 MB; a second copy would be all of the weights
+    assert weights < taken < floats + 3 * weights // 4, said
     # while matrices are being unpacked each loading thread has one; a second copy of all would be the weights once more
     assert most < most_floats + weights, said
 
