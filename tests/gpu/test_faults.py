@@ -187,8 +187,9 @@ def test_a_start_that_runs_out_of_memory_says_where_and_the_next_one_is_sound() 
     for phase, sentence in zip(("warm-up", "capture"), heard, strict=True):
         assert sentence.startswith(f"Out of device memory in the start-up phase {phase!r}")
         if ON_CUDA:
+            # by use or "nothing": processes of other tests take memory and give it back meanwhile
             assert re.search(
-                r": \d+\.\d\d GiB of the device's \d+\.\d\d GiB are free, and .* taken .*weights", sentence
+                r": \d+\.\d\d GiB of the device's \d+\.\d\d GiB are free, and this engine has taken .+ before", sentence
             )
         assert "max_num_batched_tokens or max_num_seqs" in sentence
     llm = LLM(str(demo_path()), use_tqdm=False, **settings | {"device": "cpu"})
