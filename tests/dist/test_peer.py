@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist import peer
 from pagerunner.dist.base import sum_in_order
+from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.staged import StagedComm
 
 pytest.importorskip("triton")
 from pagerunner.ops import peer_sums
@@ -70,7 +74,8 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
 
     done: list[tuple[str, int]] = []
     named = lambda name: SimpleNamespace(  # noqa: E731
-        rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes))
+        rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
+        gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
     )
 
     def sums(peers: torch.Tensor, rank: int) -> Any:
@@ -99,6 +104,49 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
         comm.all_reduce_(x, residual)
     names = ["peers", "nccl", "nccl", "nccl", "nccl", "nccl", "peers"]
     assert [name for name, _ in done] == names and host.calls == names.count("peers")
+    assert comm.all_gather(torch.empty(4, 4).T).shape == (2, 4, 4) and done.pop() == ("peers", 128)
+    comm.all_gather(torch.empty(most + 1, dtype=torch.uint8))
+    assert done.pop() == ("nccl", most + 1) and host.calls == names.count("peers") + 1
     looking[0] = True
+    host.calls = names.count("peers")
     comm.all_reduce_(torch.empty(4, 4))
     assert len(done) == len(names) + 1 and host.calls == names.count("peers"), "another rank may have nothing to compile"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between sums, as rooms are the same. NaNs keep their bits."""
+    monkeypatch.setattr(peer_sums, "_PROGRAMS", 2)
+    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+    peers = torch.tensor([room.data_ptr() for room in rooms])
+    ends = [PeerSums(peers, rank) for rank in range(ranks)]
+    for shape, dtype in (((3, 700), torch.float32), ((5,), torch.bfloat16), ((2000,), torch.int64), ((2, 3), torch.int8)):
+        num_bytes = torch.empty(shape, dtype=dtype).nbytes
+        x = torch.randint(256, (ranks, num_bytes), dtype=torch.uint8).view(dtype).view(ranks, *shape)
+        found = [torch.empty_like(x) for _ in range(ranks)]
+        for phase in ({"take": False}, {"send": False}):
+            for end, own, out in zip(ends, x, found, strict=True):
+                end.gather(own, out, **phase)
+        for out in found:
+            assert torch.equal(out.view(torch.uint8), x.view(torch.uint8)), (shape, dtype)
+        ones = torch.ones(ranks, 40)
+        for phase in ({"take": False}, {"send": False}):
+            for end, own in zip(ends, ones, strict=True):
+                end.add_(own, **phase)
+        assert (ones == ranks).all()
+
+
+def test_ranks_that_share_a_device_send_through_the_host(tmp_path: Path) -> None:
+    def act(host: GlooComm) -> tuple[Any, ...]:
+        looking = [False]
+        comm = StagedComm(host, lambda: looking[0])
+        x = torch.tensor([256.0, 1.0], dtype=torch.bfloat16) * (host.rank + 1)
+        gathered, residual = comm.all_gather(x), torch.ones_like(x)
+        comm.all_reduce_(x.clone(), residual)
+        comm.all_reduce_(x)
+        looking[0] = True
+        shape = comm.all_gather(x).shape if host.rank else (2, 2)  # nothing is sent: another rank may have nothing to compile
+        return gathered.tolist(), x.tolist(), residual.tolist(), comm.broadcast_bytes(b"ab" if host.rank else None, 1), tuple(shape)
+
+    one, other = in_ranks(2, tmp_path / "meeting", act)
+    assert one == other == ([[256, 1], [512, 2]], [768, 3], [768, 4], b"ab", (2, 2))

@@ -390,5 +390,7 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, tokens):
     for _ in range(20):
         graph.replay()
         assert torch.equal(out, want)
-    assert all((one.tiles is None) == (tokens == 1) for one in routes)  # a single token's experts are read from its routes
+    assert all(
+        (one.tiles is None) == (tokens == 1) for one in routes
+    )  # a single token's experts are read from its routes
     assert not any(one.tiles.counts.any() for one in routes if one.tiles)

@@ -1,4 +1,4 @@
-"""PeerComm: small sums of ranks by a kernel of our own, over memory that all devices of a machine can write; the rest by NCCL.
+"""PeerComm: small sums and gathers of ranks by a kernel of our own, over memory that all devices of a machine can write; the rest by NCCL.
 
 The memory is one room of fixed size for each rank, taken once before the warm-up, outside the arena. So it stays through sleep, and graphs never
 refer to memory of another rank that moves.
@@ -13,8 +13,8 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import PrefixStore
 
+from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm
-from pagerunner.dist.nccl import NcclComm
 
 MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**18}
 """Largest sums by number of ranks that the kernel makes: each rank sends all of its numbers to each other one. Others are NCCL's."""
@@ -29,45 +29,65 @@ class Sums(Protocol):
         """See Comm.all_reduce_."""
         ...
 
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See Comm.all_gather."""
+        ...
+
+
+class Large(Comm, Protocol):
+    """Who makes what the kernel doesn't."""
+
+    rehearsing: Callable[[], bool]
+
 
 class PeerComm:
-    """See Comm. What the kernel can't do is done by `nccl`."""
+    """See Comm. What the kernel can't do is done by `large`."""
 
     def __init__(
         self,
         host: GlooComm,
-        nccl: NcclComm,
+        large: Large,
         device: torch.device,
         room_bytes: Callable[[int], int],
         make_sums: Callable[[torch.Tensor, int], Sums],
+        most_bytes: int | None = None,
     ) -> None:
-        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, int64 [ranks], and this rank.
+        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, int64 [ranks], and this rank. The kernel makes
+        what has up to `most_bytes`; None is as `MOST_BYTES` says.
 
         Raises RuntimeError if a device can't reach another one's memory.
         """
-        self.rank, self.size, self._host, self._nccl = nccl.rank, nccl.size, host, nccl
+        self.rank, self.size, self._host, self._large = large.rank, large.size, host, large
         _SymmetricMemory.set_group_info(_GROUP, self.rank, self.size, PrefixStore("peers", host.store))
         self._room = _SymmetricMemory.empty_strided_p2p((room_bytes(self.size),), (1,), torch.uint8, device, _GROUP)
         self._room.zero_()
         torch.cuda.synchronize(device)
         self._handle = _SymmetricMemory.rendezvous(self._room, _GROUP)
         self._sums = make_sums(torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device), self.rank)
-        self._most = MOST_BYTES.get(self.size, 2**17)
+        self._most = MOST_BYTES.get(self.size, 2**17) if most_bytes is None else most_bytes
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
         dense = x.is_contiguous() and (residual is None or residual.is_contiguous())
         if not 0 < x.nbytes <= self._most or x.dtype not in _DTYPES or not dense:
-            self._nccl.all_reduce_(x, residual)
+            self._large.all_reduce_(x, residual)
             return
-        if not self._nccl.rehearsing():  # else another rank may not have this call, and would seem to be behind
-            self._host.calls += 1
+        self._count()
         self._sums.add_(x, residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
-        return self._nccl.all_gather(x)
+        if not 0 < x.nbytes <= self._most:
+            return self._large.all_gather(x)
+        self._count()
+        found = x.new_empty((self.size, *x.shape))
+        self._sums.gather(x.contiguous(), found)
+        return found
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""
-        return self._nccl.broadcast_bytes(data, root)
+        return self._large.broadcast_bytes(data, root)
+
+    def _count(self) -> None:
+        if not self._large.rehearsing():  # else another rank may not have this call, and would seem to be behind
+            self._host.calls += 1

@@ -34,7 +34,7 @@ from pagerunner.dist.gloo import GlooComm
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
-from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory
+from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory, device_of_rank
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
@@ -143,8 +143,8 @@ class Rank:
         """Come up together with the other ranks."""
         launch, send = self._launch, self._reports.send
         if isinstance(launch.available, DeviceMemory):
-            self._reports.device = launch.rank
-            torch.cuda.set_device(launch.rank)  # all ranks see all devices, under the same numbers
+            self._reports.device = device = device_of_rank(launch.rank)
+            torch.cuda.set_device(device)
         resolved = resolve(launch.args, available=launch.available)
         send(orders.Here(launch.rank, what_it_runs(resolved)))
         self._next(orders.Join)

@@ -33,11 +33,19 @@ class PeerSums:
 
         Tests of one process first `send` of all ranks and then `take` of all.
         """
+        self._run(x, x if residual is None else residual, ADD=residual is not None, GATHER=False, SEND=send, TAKE=take)
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
+        """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
+        words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
+        x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
+        self._run(x, out, ADD=False, GATHER=True, SEND=send, TAKE=take)
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:
         num = x.numel()
         chunk = 1024 if num <= 64 * 1024 else 4096
         self._kernel[(min(_PROGRAMS, -(-num // chunk)),)](
-            x, x if residual is None else residual, self._peers, self._epochs, num, self._rank,
+            x, out, self._peers, self._epochs, num, self._rank,
             N=self._size, PADDED=1 << (self._size - 1).bit_length(), CHUNK=chunk, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
-            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, ADD=residual is not None,
-            SEND=send, TAKE=take, WAIT=x.is_cuda, num_warps=4 if chunk == 1024 else 16,
+            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=4 if chunk == 1024 else 16, **kind,
         )  # fmt: skip

@@ -26,7 +26,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
 """A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "1": with NCCL's sums, "peer": with
-those of `PeerComm`."""
+those of `PeerComm`. "shared": ranks may share devices, as tests on a machine with one device do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,21 @@ def device_kind(device: str) -> str:
 
 def check_devices(ranks: int) -> None:
     """Raise ConfigError if there aren't as many CUDA devices as ranks, or if they can't divide a model yet."""
-    if os.environ.get(TRY_CUDA_RANKS) not in ("1", "peer"):
+    how = os.environ.get(TRY_CUDA_RANKS)
+    if how not in ("1", "peer", "shared"):
         raise ConfigError(
             f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
             'or take device="cpu".'
         )
-    if ranks > (count := torch.cuda.device_count()):
+    if how != "shared" and ranks > (count := torch.cuda.device_count()):
         raise ConfigError(
             f"tensor_parallel_size={ranks} takes as many CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones)."
         )
+
+
+def device_of_rank(rank: int) -> int:
+    """The number of a rank's CUDA device. All ranks see all devices, under the same numbers."""
+    return rank % int(torch.cuda.device_count())
 
 
 def device_memory() -> DeviceMemory:

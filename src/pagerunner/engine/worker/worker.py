@@ -24,8 +24,9 @@ from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.nccl import NcclComm
 from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import PeerComm
+from pagerunner.dist.staged import StagedComm
 from pagerunner.engine.core.executors.base import Started
-from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
+from pagerunner.engine.startup.machine import TRY_CUDA_RANKS, device_of_rank
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
@@ -131,6 +132,17 @@ class LoadedWorker:
         """See LoadedRanks.close."""
 
 
+def _joined(host: GlooComm, device: torch.device) -> Comm:
+    """The ranks of `host` with ways between their devices."""
+    match os.environ.get(TRY_CUDA_RANKS):
+        case "peer":
+            return PeerComm(host, NcclComm(host, device, rehearsing), device, room_bytes, PeerSums)
+        case "shared":  # graphs can't record what goes through the host, so the kernel makes all sums
+            return PeerComm(host, StagedComm(host, rehearsing), device, room_bytes, PeerSums, most_bytes=2**31)
+        case _:
+            return NcclComm(host, device, rehearsing)
+
+
 def load_worker(
     resolved: Resolved, progress: Progress | None = None, card: Card | None = None, comm: Comm | None = None
 ) -> LoadedWorker:
@@ -144,20 +156,18 @@ def load_worker(
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
     comm = comm or NullComm()
-    device = torch.device("cuda", comm.rank) if config.device == "cuda" else torch.device(config.device)
+    device = torch.device("cuda", device_of_rank(comm.rank)) if config.device == "cuda" else torch.device(config.device)
     if memory is None:
         card = None
     elif card is None:
-        card = Card.of(comm.rank, memory)
+        card = Card.of(device_of_rank(comm.rank), memory)
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     loading = load_libraries(device)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
-            host, comm = comm, NcclComm(comm, device, rehearsing)
-            if os.environ.get(TRY_CUDA_RANKS) == "peer":
-                comm = PeerComm(host, comm, device, room_bytes, PeerSums)
+            comm = _joined(comm, device)
     model, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)

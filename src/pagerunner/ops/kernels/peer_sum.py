@@ -1,4 +1,4 @@
-"""A sum of ranks in one launch: each rank writes its numbers into all ranks' memory, and adds up what has come into its own."""
+"""A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into all ranks' memory, and reads what has come into its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _wait(flag_ptr, epoch):
 
 @triton.jit(do_not_specialize=["rank"])
 def peer_sum(
-    x_ptr, residual_ptr, peers_ptr, epochs_ptr, num, rank,
+    x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, FLAGS: tl.constexpr,
-    ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
+    GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. Program p of a rank speaks with programs p of the others alone.
 
@@ -55,13 +55,15 @@ def peer_sum(
                 part = tl.load(
                     tl.multiple_of(own.to(element), 16) + room + peer * SLOT + at, mask=mask, cache_modifier=".cg"
                 )
-                total += part.to(tl.float32)
-            total = total.to(x_ptr.dtype.element_ty)
-            if ADD:
-                residual = tl.load(residual_ptr + first + at, mask=mask).to(tl.float32) + total.to(tl.float32)
-                tl.store(residual_ptr + first + at, residual.to(residual_ptr.dtype.element_ty), mask=mask)
-            else:
-                tl.store(x_ptr + first + at, total, mask=mask)
+                if GATHER:
+                    tl.store(out_ptr + peer * num + first + at, part, mask=mask)
+                else:
+                    total += part.to(tl.float32)
+            if not GATHER:
+                total = total.to(x_ptr.dtype.element_ty)
+                if ADD:
+                    total = tl.load(out_ptr + first + at, mask=mask).to(tl.float32) + total.to(tl.float32)
+                tl.store(out_ptr + first + at, total.to(out_ptr.dtype.element_ty), mask=mask)
         first += PROGRAMS * CHUNK
     if TAKE:
         tl.store(epochs_ptr + program, epoch)

@@ -1,0 +1,36 @@
+"""StagedComm: ranks that share one CUDA device. What they send goes through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pagerunner.dist.gloo import GlooComm
+
+
+class StagedComm:
+    """See Comm. Each call waits for the device, so no graph can record one. NCCL has no ranks that share a device."""
+
+    def __init__(self, host: GlooComm, rehearsing: Callable[[], bool]) -> None:
+        """What is sent goes by `host`. Nothing is sent while `rehearsing`; see NcclComm."""
+        self.rank, self.size, self._host = host.rank, host.size, host
+        self.rehearsing = rehearsing
+
+    def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """See Comm."""
+        if self.rehearsing():
+            return
+        total = x.cpu()
+        self._host.all_reduce_(total)
+        (x.copy_ if residual is None else residual.add_)(total.to(x.device))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        if self.rehearsing():
+            return x.new_empty((self.size, *x.shape))
+        return self._host.all_gather(x.cpu()).to(x.device)
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """See Comm."""
+        return self._host.broadcast_bytes(data, root)
