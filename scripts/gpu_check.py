@@ -182,7 +182,7 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
     from pagerunner.bench.floors import Ceilings
     from pagerunner.bench.shapes import QUANTIZED, SHAPES
     from pagerunner.bench.workloads import workload, write_model
-    from pagerunner.engine.startup.mixture import Mixture, counting, touched_so_far
+    from pagerunner.engine.startup.mixture import StepWeights, counting, touched_so_far
 
     # Experts are counted by graphs if they are captured in `counting`, and by other steps if they run in it.
     with tempfile.TemporaryDirectory() as directory, counting():
@@ -192,7 +192,7 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
         settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
         settings["quantization"] = quantization
         llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
-        mixture = Mixture.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
+        mixture = StepWeights.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
         print(llm.startup.text(), flush=True)
         for name in names:
             make = functools.partial(workload, name, SHAPES[shape].get("vocab_size", 151_936))

@@ -9,7 +9,7 @@ from pagerunner.bench.floors import Ceilings
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import BenchRequest
 from pagerunner.cli.main import main
-from pagerunner.engine.startup.mixture import Mixture
+from pagerunner.engine.startup.mixture import StepWeights
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, WindowKV
 
 LAYERS, EXPERTS, ACTIVE = 3, 8, 2
@@ -36,7 +36,7 @@ def request(prompt: int, output: int) -> BenchRequest:
 
 
 def test_the_floor_counts_touched_experts_and_what_every_step_reads():
-    mixture = Mixture(expert_bytes=100, other_bytes=1000, layers=2, experts=8)
+    mixture = StepWeights(expert_bytes=100, other_bytes=1000, layers=2, experts=8)
     read = experts_read(mixture, 24, 8, CARD)
     assert (read.touched, read.experts, read.bytes, read.seconds) == (3.0, 8, 24 * 100 + 4 * 1000, 1.0)
     assert "touched 3.0 of a layer's 8 (37.5%)" in read.text() and "floor 1.0000 s" in read.text()
@@ -45,7 +45,7 @@ def test_the_floor_counts_touched_experts_and_what_every_step_reads():
 
 def test_the_floor_counts_keys_and_values_and_operations():
     """A prompt of 3 tokens and an answer of 3: its second and third token read 4 and 5 tokens' keys and values."""
-    mixture = Mixture(100, 1000, 2, 8, token_weights=7, head_weights=5, operation_rate=2)
+    mixture = StepWeights(100, 1000, 2, 8, token_weights=7, head_weights=5, operation_rate=2)
     whole = FullKV(num_kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token
     window = WindowKV(num_kv_heads=1, head_dim=8, dtype="bfloat16", window=4)
     chunk = ChunkedKV(num_kv_heads=1, head_dim=8, dtype="bfloat16", chunk=4)

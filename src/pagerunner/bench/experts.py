@@ -16,7 +16,7 @@ from pagerunner.bench.workloads import BenchRequest
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec
 
 if TYPE_CHECKING:
-    from pagerunner.engine.startup.mixture import Mixture
+    from pagerunner.engine.startup.mixture import StepWeights
 
 _TOKENS = 1024  # of a page by which a token's share is told: a page's scales are little beside them
 
@@ -53,7 +53,7 @@ class ExpertsRead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def experts_read(
-    mixture: Mixture,
+    mixture: StepWeights,
     touched: int,
     calls: int,
     ceilings: Ceilings | None,

@@ -196,12 +196,12 @@ def _with_limits(
 
     That is the share of experts that a mixture's steps touched; and what the card allows, if there is a card, or ceilings are given.
     """
-    from pagerunner.engine.startup.mixture import Mixture, step_bytes
+    from pagerunner.engine.startup.mixture import StepWeights, step_bytes
 
     bounded = namespace.ceilings is not None or llm.device == "cuda"
     specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
     touched, calls = report.touched
-    mixture = Mixture.read(args, llm.dtype, llm.device) if calls else None
+    mixture = StepWeights.read(args, llm.dtype, llm.device) if calls else None
     config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
     dense = None
     if bounded:

@@ -18,7 +18,7 @@ from pagerunner.ops.stored import Stored8
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class StepWeights:
     """Bytes of a mixture's weights as they are stored: of an expert, and of all that every step reads; layers and their experts.
 
     `token_weights` are multiplied with each token, `head_weights` with each that is sampled from. Products whose input is rounded to 8
@@ -34,7 +34,7 @@ class Mixture:
     operation_rate: int = 1
 
     @classmethod
-    def read(cls, args: EngineArgs, dtype: str, device: str) -> Mixture | None:
+    def read(cls, args: EngineArgs, dtype: str, device: str) -> StepWeights | None:
         """Of the model that `args` name; None if it isn't a mixture."""
         model, size = _model(args, dtype, device)
         modules = list(model.modules())
