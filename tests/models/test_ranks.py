@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.divided import of_rank, tokens_and_scores, work
+from helpers.divided import of_rank, of_ranks, tokens_and_scores, work
 from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.forward import load
@@ -56,8 +56,7 @@ def check(path: Path, size: int, directory: Path, chunk: int = 7, **stored: Any)
 
     @torch.inference_mode()
     def act(comm: GlooComm) -> Any:
-        model, config, _ = of_rank(path, comm, **stored)
-        return tokens_and_scores(model, config, chunk)
+        return of_ranks(path, comm, chunk, **stored)
 
     found = in_ranks(size, directory, act)
     for got, same in found:

@@ -155,15 +155,15 @@ def invert(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
         rest_N1 = weights_NV[:, whole * _BLOCK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
         masses_NB = torch.cat((masses_NB, rest_N1), dim=1)
     blocks_NB = masses_NB.cumsum(dim=-1)
-    block_N1, left_N1 = _first_above(blocks_NB, uniform_N[:, None] * blocks_NB[:, -1:])
+    block_N1, left_N1 = first_above(blocks_NB, uniform_N[:, None] * blocks_NB[:, -1:])
     ids_NK = block_N1 * _BLOCK + torch.arange(_BLOCK, device=weights_NV.device)
     inside_NK = weights_NV.gather(1, ids_NK.clamp(max=vocab_size - 1)).to(torch.float64)
     inside_NK.masked_fill_(ids_NK >= vocab_size, 0.0)
-    place_N1, _ = _first_above(inside_NK.cumsum(dim=-1), left_N1)
+    place_N1, _ = first_above(inside_NK.cumsum(dim=-1), left_N1)
     return (block_N1 * _BLOCK + place_N1).squeeze(-1).clamp_(max=vocab_size - 1)
 
 
-def _first_above(cumulative_NK: torch.Tensor, target_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def first_above(cumulative_NK: torch.Tensor, target_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first entry at which the running sum exceeds the target, and the part of the target that lies inside it.
 
     An entry of mass 0 doesn't raise the sum, so it is never the first. If rounding has lifted the target to the total, no entry

@@ -5,10 +5,9 @@ Shape letters: T tokens, I input features, O output features, V token ids of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch.nn.functional import pad
 
 from pagerunner.dist.base import Comm
 from pagerunner.ops.moe import Shared, add_shared_
@@ -112,24 +111,20 @@ class SummedExperts(ExpertMethod):
 
 
 class OfVocabulary(Ranked):
-    """Rows of token ids: of an embedding, of output weights, or of both. `ids` are those of each rank."""
+    """Rows of token ids: of an embedding, of output weights, or of both. `ids` are this rank's. Its scores are those of its ids alone."""
 
-    def __init__(self, own: WeightMethod, comm: Comm, ids: Sequence[range]) -> None:
+    def __init__(self, own: WeightMethod, comm: Comm, ids: range) -> None:
         super().__init__(own, comm)
         self._ids = ids
-        self._widest = max(map(len, ids))
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Rows of any token ids, [T, D]. Each is one rank's, and others add zeros."""
-        own = self._ids[self.comm.rank]
-        places_T = numbers_T - own.start
-        rows_TD = self.own.rows(places_T.clamp(0, len(own) - 1), weights)
-        rows_TD = rows_TD.masked_fill(((places_T < 0) | (places_T >= len(own))).unsqueeze(1), 0.0)
+        places_T, most = numbers_T - self._ids.start, len(self._ids) - 1
+        rows_TD = self.own.rows(places_T.clamp(0, most), weights)
+        rows_TD = rows_TD.masked_fill(((places_T < 0) | (places_T > most)).unsqueeze(1), 0.0)
         self.comm.all_reduce_(rows_TD)
         return rows_TD
 
     def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Scores of all token ids, [T, V]."""
-        own_TO = self.own.apply(x_TI, weights)
-        all_RTO = self.comm.all_gather(pad(own_TO, (0, self._widest - own_TO.shape[1])))
-        return torch.cat([part_TO[:, : len(ids)] for part_TO, ids in zip(all_RTO, self._ids, strict=True)], 1)
+        """Scores of this rank's token ids."""
+        return self.own.apply(x_TI, weights)

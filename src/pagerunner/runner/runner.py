@@ -13,7 +13,6 @@ import torch
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost
-from pagerunner.ops.sample import sample
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
@@ -50,7 +49,7 @@ class RunnableModel(Protocol):
         """
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of hidden states, in the dtype of the weights."""
+        """Logits [S, V] of hidden states, in the dtype of the weights; of one of several ranks, those of its token ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +164,9 @@ class ModelRunner:
             alone = len(step.sampled_rows) < step.where.tokens and not needs_hidden
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves, last_alone=alone))
         found = self._sample(hidden_TD, step, plan.masks)
-        scores = self._scorer.score(hidden_TD, step, scored, self._model.compute_logits)
+        scores = self._scorer.score(
+            hidden_TD, step, scored, lambda hidden_SD: self._sampler.whole(self._model.compute_logits(hidden_SD))
+        )
         vectors = self._pooler.pool(hidden_TD, step, pooled)
         return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
 
@@ -188,12 +189,14 @@ class ModelRunner:
         self._graphs.warm_up(self._work, extremes=True)
 
     def _init_slots(self) -> None:
-        """Slots that want all that a sampler does."""
+        """Slots that want all that a sampler does. Of several ranks, the last one wants what these do otherwise: draw without filters."""
         everything = SamplingParams(
             temperature=1.0, top_k=20, top_p=0.9, presence_penalty=1.0, logprobs=1, max_tokens=1
         )
-        for slot in range(self._builder.max_rows):
-            self._sampler.init_slot(SlotInit(slot, _first_request(everything), []))
+        free, last = SamplingParams(temperature=1.0, max_tokens=1), self._builder.max_rows - 1
+        for slot in range(last + 1):
+            params = free if self._sampler.is_divided and 0 < slot == last else everything
+            self._sampler.init_slot(SlotInit(slot, _first_request(params), []))
 
     def _first_runs(
         self, more: tuple[list[int], ...], progress: Progress | None = None, *, rehearsal: bool = False
@@ -306,7 +309,7 @@ class ModelRunner:
             return (hidden_TD,)
         logits_SV = self._model.compute_logits(hidden_TD)
         slots_S = self._builder.tensors.sample_slots_R[: batch.rows.num_rows]
-        tokens_S, best_S = sample(logits_SV, slots_S, batch.rows.positions_T, self._sampler.settings)
+        tokens_S, best_S = self._sampler.pick(logits_SV, slots_S, batch.rows.positions_T)
         self._last_tokens.store(slots_S, tokens_S)
         return logits_SV, tokens_S, best_S
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
-from pagerunner.ops.sample import _first_above, invert
+from pagerunner.ops.sample import first_above, invert
 from pagerunner.types import SamplingParams
 from runner.sampling.support import assert_follows, draw_many, one_sampler, reference_probabilities, sample
 
@@ -112,5 +112,5 @@ def test_inverse_is_the_running_sum_and_never_a_token_of_weight_zero(weights: li
 
 def test_a_target_rounded_up_to_the_total_still_finds_a_token_with_weight() -> None:
     cumulative = torch.tensor([[0.0, 1.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
-    index, _ = _first_above(cumulative, torch.tensor([[2.0]], dtype=torch.float64))
+    index, _ = first_above(cumulative, torch.tensor([[2.0]], dtype=torch.float64))
     assert index.item() == 2

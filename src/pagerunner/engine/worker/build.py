@@ -33,7 +33,7 @@ from pagerunner.models.checkpoint.loader import (
     weights_bytes,
 )
 from pagerunner.models.checkpoint.panels import store_in_panels
-from pagerunner.models.checkpoint.ranks import build_share, join_ranks
+from pagerunner.models.checkpoint.ranks import build_share, join_ranks, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.unpacked import MANY_TOKENS
@@ -45,6 +45,7 @@ from pagerunner.runner.pages import Pages
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
+from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.step_threads import StepThreads
@@ -61,8 +62,8 @@ def graph_engine(device: torch.device) -> GraphEngine | None:
 
 def load_model(
     resolved: Resolved, device: torch.device, arena: Arena, meter: StartMeter, progress: Progress | None, comm: Comm
-) -> tuple[Model, torch.Tensor, Callable[[], None]]:
-    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the part of this one."""
+) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None]]:
+    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the share of this one."""
     config = resolved.config
     share: Share | None = None
     with meter.phase("model", "constants"):
@@ -90,11 +91,11 @@ def load_model(
         materialize(model, weights)
         fill_weights()
     meter.loaded_bytes = 0 if config.load_format == "dummy" else weights.nbytes
-    return model, weights, fill_weights
+    return model, share, weights, fill_weights
 
 
 def make_runner(
-    resolved: Resolved, device: torch.device, model: Model, kv_bytes: torch.Tensor, comm: Comm
+    resolved: Resolved, device: torch.device, model: Model, share: Share | None, kv_bytes: torch.Tensor, comm: Comm
 ) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped."""
     config, plan = resolved.config, resolved.plan
@@ -114,7 +115,12 @@ def make_runner(
         tables=tables,
         last_tokens=last_tokens,
         builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
-        sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device),
+        sampler=Sampler(
+            config.max_num_seqs,
+            resolved.model.vocab_size,
+            device,
+            None if share is None else DividedVocabulary(comm, token_ids(share)),
+        ),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
             engine=None if config.enforce_eager else graph_engine(device),

@@ -168,11 +168,11 @@ def load_worker(
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
             comm = _joined(comm, device)
-    model, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
+    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
-        runner = make_runner(resolved, device, model, kv_bytes, comm)
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels_name(resolved))

@@ -1,7 +1,7 @@
 """The model of one of several ranks: it has the sizes of the rank's share, and computes the whole model's output together with the others.
 
 A rank's model is built from a narrower config. Its files know nothing of ranks: where columns of a matrix, or token ids, are divided, the
-layer's form is put into another one that sums up or gathers (quant/ranked.py).
+layer's form is put into another one that sums up (quant/ranked.py). Logits are those of the rank's own token ids.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
         if isinstance(layer, Experts):
             _check_divided(tensors)
             layer.store(SummedExperts(layer.method, comm))
-        elif isinstance(layer, Linear | Embedding) and (ids := _token_ids(tensors, share)):
-            layer.store(OfVocabulary(layer.method, comm, ids))
+        elif isinstance(layer, Linear | Embedding) and _has_token_ids(tensors):
+            layer.store(OfVocabulary(layer.method, comm, token_ids(share)[comm.rank]))
         elif isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":
             _check_divided(tensors)
             layer.store(Summed(layer.method, comm))
@@ -77,14 +77,16 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
             layer.comm = comm
 
 
-def _token_ids(tensors: Sequence[CheckpointTensor], share: Share) -> list[range]:
-    """Each rank's token ids if the tensors have a row for each; else none."""
-    name = vocabulary(1).name
-    cuts = [tensor.cut for tensor in tensors if tensor.cut is not None]
-    if not any(section.features.name == name for cut in cuts for section in cut.sections):
-        return []
-    (ids,) = (features for features in share.parts if features.name == name)
+def token_ids(share: Share) -> list[range]:
+    """The token ids that each rank embeds, and whose logits it computes."""
+    (ids,) = (features for features in share.parts if features.name == vocabulary(1).name)
     return [parts[ids] for parts in share.ranks]
+
+
+def _has_token_ids(tensors: Sequence[CheckpointTensor]) -> bool:
+    """Whether the tensors have a row for each token id."""
+    cuts = [tensor.cut for tensor in tensors if tensor.cut is not None]
+    return any(section.features.name == vocabulary(1).name for cut in cuts for section in cut.sections)
 
 
 def _check_divided(tensors: Sequence[CheckpointTensor]) -> None:

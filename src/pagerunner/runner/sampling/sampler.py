@@ -7,6 +7,9 @@ Some rows ask for more. They are called odd rows. Their logits are processed in 
 logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties. Then odd rows are sampled again. All other
 rows keep their token.
 
+Of several ranks each computes the logits of its own token ids (`vocabulary.py`). Their graphs end with the most likely tokens. Rows that draw
+are sampled after it: without filters from weights that ranks gather, and like odd rows, from gathered logits, with filters.
+
 Shape letters: S sampled rows, N odd rows among them, V vocabulary.
 """
 
@@ -29,7 +32,8 @@ from pagerunner.ops.tables import write_entries
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
-from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
+from pagerunner.runner.sampling.slots import NEVER, AllowedIds, SlotParams, broken_slot, compile_slot
+from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -59,7 +63,7 @@ class SampledRows(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Sampled:
     """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host.
-    With `again` some tokens differ from what the settings alone would have given.
+    With `again` some tokens differ from what a graph has found.
     """
 
     token_ids: torch.Tensor
@@ -108,12 +112,20 @@ class Sampler:
     holds its slot.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        vocabulary: DividedVocabulary | None = None,
+    ) -> None:
+        """`vocabulary`: logits are those of one of several ranks."""
+        self._device, self._vocabulary = torch.device(device), vocabulary
         self._vocab_size = vocab_size
         self._allowed_ids = AllowedIds(vocab_size, self._device)
         self._params: list[SlotParams | None] = [None] * max_num_seqs
         self._plain_from = [0] * max_num_seqs
+        self._free = [False] * max_num_seqs  # slots whose rows ranks draw without filters
         self.settings = SlotSettings.empty(max_num_seqs, self._device)
         self._new_settings: dict[int, int] = {}
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
@@ -122,6 +134,11 @@ class Sampler:
         self._recent = torch.full((max_num_seqs, _recent_width()), -1, dtype=torch.int32, device=self._device)
         self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._best_copies = BestCopies(max_num_seqs, self._device)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether logits are those of one of several ranks."""
+        return self._vocabulary is not None
 
     @staticmethod
     def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -153,7 +170,9 @@ class Sampler:
             logger.exception("The sampling parameters of request %s can't be used.", init.request.request_id)
             params = broken_slot(init.request, f"Its sampling parameters can't be used: {error!r}.")
         self._params[slot] = params
-        self._plain_from[slot] = params.plain_from
+        divided = self._vocabulary is not None and params.draws
+        self._plain_from[slot] = NEVER if divided and params.filters else params.plain_from
+        self._free[slot] = divided and not params.filters
         self._new_settings.update(zip(range(slot * WORDS, (slot + 1) * WORDS), params.settings, strict=True))
 
     def new_settings(self) -> dict[int, int]:
@@ -164,6 +183,18 @@ class Sampler:
     def write_settings(self, places_N: torch.Tensor, words_N: torch.Tensor) -> None:
         """Put `new_settings` where the step finds them; int64, on the device."""
         write_entries(self.settings.words.view(-1), places_N, words_N)
+
+    def pick(
+        self, logits_SV: torch.Tensor, slots_S: torch.Tensor, positions_S: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph finds: see `ops.sample.sample`. Of several ranks, the most likely token of every row."""
+        if self._vocabulary is not None:
+            return self._vocabulary.best(logits_SV)
+        return sample(logits_SV, slots_S, positions_S, self.settings)
+
+    def whole(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """The logits of all token ids."""
+        return logits_SV if self._vocabulary is None else self._vocabulary.whole(logits_SV)
 
     def sample(
         self,
@@ -178,18 +209,19 @@ class Sampler:
             logits_SV: [S, V] of any floating dtype. They are not changed.
             rows: whose they are, row by row.
             masks: by row, which tokens a grammar allows; see ops/mask.py.
-            drawn: tokens int64 [S] and largest logits [S] of `ops.sample.sample`, if a graph has found them already. They
-                are changed in place where a row asks for more than its settings say.
+            drawn: tokens int64 [S] and largest logits [S] of `pick`, if a graph has found them already. They
+                are changed in place where a row asks for more.
         """
         masks = masks or {}
         odd = self._odd_rows(rows, masks)
-        tokens_S, best_S = drawn or sample(logits_SV, rows.slots_S, rows.positions_S, self.settings)
+        tokens_S, best_S = drawn or self.pick(logits_SV, rows.slots_S, rows.positions_S)
+        free = self._draw_free(logits_SV, rows, odd, (tokens_S, best_S))
         if not odd:
-            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {})
+            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {}, again=free)
         reports: list[torch.Tensor] = []
         logprob_rows: list[LogprobRows] = []
         errors: dict[int, str] = {}
-        again = False
+        again = free or self._vocabulary is not None
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
             layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows.slots)
             theirs = {index: masks[row] for index, row in enumerate(layout.row_numbers) if row in masks}
@@ -210,6 +242,27 @@ class Sampler:
             for row, (length, plain) in enumerate(zip(rows.lengths, plain_from, strict=True))
             if length < plain or row in masks
         ]
+
+    def _draw_free(
+        self,
+        logits_SV: torch.Tensor,
+        rows: SampledRows,
+        odd: Sequence[int],
+        found: tuple[torch.Tensor, torch.Tensor],
+    ) -> bool:
+        """Draw for the rows that ranks draw together, and write their tokens into `found`. Whether there are any."""
+        others = set(odd)
+        free = [row for row, slot in enumerate(rows.slots) if self._free[slot] and row not in others]
+        if not free or self._vocabulary is None:
+            return False
+        own = (logits_SV, found[1], rows.slots_S, rows.positions_S)
+        if len(free) == len(rows.slots):
+            found[0].copy_(self._vocabulary.draw(*own, self.settings))
+        else:
+            index_N = self._layout(free, rows.slots).index
+            tokens_N = self._vocabulary.draw(*(one.index_select(0, index_N) for one in own), self.settings)
+            found[0].index_copy_(0, index_N, tokens_N)
+        return True
 
     def _layout(self, odd: Sequence[int], slots: Sequence[int]) -> Layout:
         key = (tuple(odd), tuple(slots[row] for row in odd))
@@ -234,9 +287,11 @@ class Sampler:
         """Sample a layout's rows again, and write their tokens and logits into `found`. Returns what the rows report.
 
         `masks` are by the layout's rows."""
-        logits_NV = logits_SV.index_select(0, layout.index).float()
+        logits_NV = self.whole(logits_SV.index_select(0, layout.index))
         wanted = layout.logprobs
         changes = layout.changes_logits or bool(masks)
+        if changes or wanted is not None:
+            logits_NV = logits_NV.float()
         raw_LV = None
         if wanted is not None:  # of the raw logits, safe from what processors do
             every = len(wanted.row_numbers) == len(layout.row_numbers)
@@ -246,6 +301,7 @@ class Sampler:
                 masked_M = to_device(list(masks), torch.int64, self._device)
                 allow_bits(logits_NV, masked_M, bits_to_device(list(masks.values()), self._device))
             self._process(logits_NV, layout, [rows.lengths[row] for row in layout.row_numbers])
+        if changes or self._vocabulary is not None:
             slots_N = rows.slots_S.index_select(0, layout.index)
             sampled_N = sample(logits_NV, slots_N, rows.positions_S.index_select(0, layout.index), self.settings)
             for all_S, again_N in zip(found, sampled_N, strict=True):

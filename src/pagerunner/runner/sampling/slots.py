@@ -57,7 +57,7 @@ class SlotParams:
     """One request's sampling parameters in the form that the step needs; None or 0 is a feature not in use.
 
     `settings` are the slot's words of `ops.sample.SlotSettings`. `held_ids` are masked until `min_tokens` tokens are
-    generated. `error` says why the row can't be sampled at all.
+    generated. `error` says why the row can't be sampled at all. `draws`: the temperature isn't 0; `filters`: min-p, top-k or top-p is on.
     """
 
     settings: tuple[int, int, int, int]
@@ -70,6 +70,8 @@ class SlotParams:
     allowed: torch.Tensor | None = None
     bad_words: BadWords | None = None
     error: str | None = None
+    draws: bool = False
+    filters: bool = False
 
     @property
     def plain_from(self) -> int:
@@ -140,11 +142,12 @@ def compile_slot(
         )
     if params.allowed_token_ids is not None:
         allowed = (allowed_ids or AllowedIds(vocab_size, device)).tensor(params.allowed_token_ids)
+    draws, top_k = params.temperature >= GREEDY_TEMPERATURE, params.top_k if params.top_k < vocab_size else 0
     settings = SlotSettings.pack(
         seed=request.seed,
-        temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _MAX_TEMPERATURE),
+        temperature=min(params.temperature, _MAX_TEMPERATURE) if draws else 0.0,
         min_p=params.min_p,
-        top_k=params.top_k if params.top_k < vocab_size else 0,
+        top_k=top_k,
         top_p=params.top_p,
     )
     return SlotParams(
@@ -157,6 +160,8 @@ def compile_slot(
         bias=bias,
         allowed=allowed,
         bad_words=_compile_bad_words(request.bad_words_ids, vocab_size, device),
+        draws=draws,
+        filters=params.min_p > 0.0 or top_k > 0 or params.top_p < 1.0,
     )
 
 

@@ -1,7 +1,7 @@
 """ProcessExecutor: each rank runs in a process of its own (engine/rank.py), and none in the core's.
 
 A plan is encoded once and sent to all ranks. Rank 0 answers with what its device has computed. That is what every rank has, because all of
-them choose tokens from the same gathered logits.
+them choose tokens from the same gathered bytes.
 """
 
 from __future__ import annotations
