@@ -77,6 +77,7 @@ MAX_CONNECTIONS = _limit("MAX_CONNECTIONS", 16_384, "connections at once; the li
 HEADER_SECONDS = _limit(
     "HEADER_SECONDS", 30, "seconds that a client may take to send headers, or a body that is answered already"
 )
+KEEP_ALIVE_SECONDS = _limit("KEEP_ALIVE_SECONDS", 75, "seconds that a connection stays open between two requests")
 BODY_SECONDS = _limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete")
 BODY_TOTAL_SECONDS = _limit("BODY_TOTAL_SECONDS", 300, "seconds that a client may take to send a body, in all")
 TEMPLATE_SECONDS = _limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation")

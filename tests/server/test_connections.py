@@ -24,7 +24,7 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.server import http, lingering
-from pagerunner.server.connection import ShortUrls
+from pagerunner.server.connection import Connection, ShortUrls
 
 pytestmark = pytest.mark.days(3)  # each has a server of its own
 
@@ -85,6 +85,40 @@ def test_half_open_sockets_are_closed_in_time(server: RunningServer, monkeypatch
         client.sendall(b"GET /health HTT")
         assert read_to_end(client).startswith(b"HTTP/1.1 200")
     assert answer(server) == before
+
+
+def test_an_idle_connection_has_its_own_time(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "KEEP_ALIVE_SECONDS", 1)
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        began = time.monotonic()
+        assert read_to_end(client).startswith(b"HTTP/1.1 200")
+        assert 0.9 < time.monotonic() - began < patient(3)
+
+
+def test_a_request_that_comes_as_an_idle_connection_ends_is_answered(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop has looked for bytes, runs other streams, and then the timer. The request comes in between."""
+    closing, sent = threading.Event(), threading.Event()
+    handler = Connection.timeout_keep_alive_handler
+
+    def behind_others(connection: Connection) -> None:
+        closing.set()
+        assert sent.wait(10)
+        handler(connection)
+
+    monkeypatch.setattr(limits, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(Connection, "timeout_keep_alive_handler", behind_others)
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(server) as client:
+        client.sendall(ask)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert closing.wait(10)
+        client.sendall(ask)
+        sent.set()
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 NOT_WAITED_FOR = {

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import resource
+import select
 from typing import Any
 
 import h11
@@ -77,6 +78,7 @@ class Connection(H11Protocol):
         self._strict = self.conn = StrictConnection(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
         self._unreadable = False
+        self.timeout_keep_alive = limits.KEEP_ALIVE_SECONDS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there; its first request is due."""
@@ -104,6 +106,13 @@ class Connection(H11Protocol):
         """An answer is given; the next request is due, or the rest of this one."""
         super().on_response_complete()
         self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless bytes have come since the loop looked: with many streams that is long ago."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        if not poll.poll(0):  # else they are read next
+            super().timeout_keep_alive_handler()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
@@ -167,7 +176,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        due = self.conn.their_state is h11.IDLE or self._more_comes()
+        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]  # which has a timer of its own
+        due = self.conn.their_state is h11.IDLE and not idle or self._more_comes()
         waiting = due and not self.transport.is_closing()
         if waiting and self._deadline is None:
             self._deadline = self.loop.call_later(limits.HEADER_SECONDS, self.transport.close)
