@@ -200,6 +200,19 @@ def test_figures_are_those_of_the_server(demo: RunningServer, backend: str, tmp_
     assert re.search(r"Successful requests: +12 ", printed) and re.search(r"P99 E2EL \(ms\): +\d", printed)
 
 
+def test_several_clients_send_what_one_sends(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
+    words = ["--num-prompts", "9", *LENGTHS, "--random-range-ratio", "0.5", "--ignore-eos", "--save-detailed"]
+    for clients in ("1", "3"):
+        file = ["--result-dir", str(tmp_path), "--result-filename", clients, "--num-clients", clients, "--ceilings"]
+        assert bench(demo, *words, *file) == 0
+    one, three = (json.loads((tmp_path / clients).read_text()) for clients in ("1", "3"))
+    assert one["input_lens"] == three["input_lens"] and one["output_lens"] == three["output_lens"]
+    assert one["generated_texts"] == three["generated_texts"] and three["num_clients"] == 3
+    assert three["failed"] == three["retried"] == 0 and three["client_ceiling"] > three["request_throughput"] > 0
+    printed = capsys.readouterr().out
+    assert re.search(r"Load generator's ceiling \(req/s\): +\d", printed) and re.search(r"busy \(%\): +\d", printed)
+
+
 def test_requests_go_at_their_rate(demo: RunningServer, tmp_path: Path) -> None:
     words = ["--num-prompts", "10", "--request-rate", "20", *LENGTHS, "--save-detailed", "--result-filename", "r.json"]
     assert bench(demo, *words, "--result-dir", str(tmp_path), "--num-warmups", "1") == 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
+from pagerunner.bench.http_client import HttpClient, HttpFaultError
 from pagerunner.bench.serve_data import ServeRequest
-from pagerunner.errors import ConfigError
 
 METRICS = {
     "ttft": ("Time to First Token", "TTFT"),
@@ -38,6 +37,7 @@ class Sample(msgspec.Struct, kw_only=True):
     latency: float = 0.0
     text: str = ""
     error: str = ""
+    retries: int = 0
 
     @property
     def tpot(self) -> float:
@@ -45,13 +45,13 @@ class Sample(msgspec.Struct, kw_only=True):
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
-class _Delta(msgspec.Struct):
+class _Delta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Delta | None = None
 
@@ -61,12 +61,12 @@ class _Choice(msgspec.Struct):
         return self.delta.content or self.delta.reasoning or self.delta.reasoning_content or ""
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class _Chunk(msgspec.Struct):
+class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
@@ -87,63 +87,91 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     extra: dict[str, Any]
 
-    def body(self, request: ServeRequest) -> dict[str, Any]:
+    def body(self, request: ServeRequest) -> bytes:
         """The JSON of one request."""
         what = {"messages": request.prompt} if self.chat else {"prompt": request.prompt}
         limit = {"max_completion_tokens" if self.chat else "max_tokens": request.output_len}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"model": self.model, **what, **limit, **stream, **self.extra}
+        return msgspec.json.encode({"model": self.model, **what, **limit, **stream, **self.extra})
 
 
-async def send(client: httpx.AsyncClient, target: Target, request: ServeRequest, begin: float) -> Sample:
-    """Send one request and time its answer. An error of any kind becomes the sample's `error`."""
-    started = last = time.perf_counter()
-    sample = Sample(prompt_len=request.prompt_len, start=started - begin)
-    pieces: list[str] = []
-    done = False
-    try:
-        async with client.stream("POST", target.url, json=target.body(request)) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise _FailedError(f"HTTP {response.status_code}: {text[:_ERROR_CHARS]}")
-            async for event in _events(response):
-                if event == b"[DONE]":
-                    done = True
-                    continue
-                chunk = _decode(event)
-                if chunk.error is not None:
-                    raise _FailedError(str(chunk.error)[:_ERROR_CHARS])
-                words = "".join(choice.words() for choice in chunk.choices)
-                if words:
-                    now = time.perf_counter()
-                    if pieces:
-                        sample.itl.append(now - last)
-                    else:
-                        sample.ttft = now - started
-                    last = now
-                    pieces.append(words)
-                if chunk.usage is not None:
-                    sample.prompt_len, sample.output_len = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-        if not done:
-            raise _FailedError("The stream ended early.")
-    except (httpx.HTTPError, msgspec.MsgspecError, _FailedError) as error:
-        sample.error = str(error) or type(error).__name__
-    if not pieces:  # tokens without text still take their time
-        last = time.perf_counter()
-        sample.ttft = last - started
-    sample.text = "".join(pieces)
-    sample.latency = last - started
-    sample.output_len = sample.output_len or len(pieces)
-    return sample
+class Planned(msgspec.Struct, frozen=True):
+    """A request as it is sent, `at` seconds after the run's begin."""
+
+    at: float
+    prompt_len: int
+    body: msgspec.Raw
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    rest = b""
-    async for data in response.aiter_bytes():
-        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+class _Stream:
+    """Reads one answer into its sample."""
+
+    def __init__(self, sample: Sample, started: float) -> None:
+        self._sample, self._started, self._last = sample, started, started
+        self._status, self._rest = 0, b""
+        self._pieces: list[str] = []
+        self._done = False
+
+    def __call__(self, status: int, data: bytes, now: float) -> None:
+        """Take a piece of the body that came at `now`."""
+        self._status = status
+        self._rest += data
+        if status != 200:
+            return
+        if b"\r" in self._rest:
+            self._rest = self._rest.replace(b"\r\n", b"\n")
+        *events, self._rest = self._rest.split(b"\n\n")
         for event in events:
             if event.startswith(b"data:"):
-                yield event[5:].strip()
+                self._event(event[5:].strip(), now)
+
+    def _event(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self._done = True
+            return
+        chunk, sample = _decode(event), self._sample
+        if chunk.error is not None:
+            raise _FailedError(str(chunk.error)[:_ERROR_CHARS])
+        if words := "".join([choice.words() for choice in chunk.choices]):
+            if self._pieces:
+                sample.itl.append(now - self._last)
+            else:
+                sample.ttft = now - self._started
+            self._last = now
+            self._pieces.append(words)
+        if chunk.usage is not None:
+            sample.prompt_len, sample.output_len = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+
+    def check(self) -> None:
+        """Raise _FailedError for an answer that isn't what was asked for."""
+        if self._status != 200:
+            raise _FailedError(f"HTTP {self._status}: {self._rest.decode(errors='replace')[:_ERROR_CHARS]}")
+        if not self._done:
+            raise _FailedError("The stream ended early.")
+
+    def settle(self) -> None:
+        """What the sample says of the whole answer, or of what there is of it."""
+        sample = self._sample
+        if not self._pieces:  # tokens without text still take their time
+            self._last = time.perf_counter()
+            sample.ttft = self._last - self._started
+        sample.text = "".join(self._pieces)
+        sample.latency = self._last - self._started
+        sample.output_len = sample.output_len or len(self._pieces)
+
+
+async def send(client: HttpClient, request: Planned, begin: float) -> Sample:
+    """Send one request and time its answer. An error of any kind becomes the sample's `error`."""
+    started = time.perf_counter()
+    sample = Sample(prompt_len=request.prompt_len, start=started - begin)
+    stream = _Stream(sample, started)
+    try:
+        sample.retries = await client.post(bytes(request.body), stream)
+        stream.check()
+    except (OSError, HttpFaultError, msgspec.MsgspecError, _FailedError) as error:
+        sample.error = str(error) or type(error).__name__
+    stream.settle()
+    return sample
 
 
 def arrivals(
@@ -174,40 +202,34 @@ def arrivals(
 
 
 async def load(
-    target: Target,
-    requests: Sequence[ServeRequest],
-    times: Iterable[float],
-    *,
+    url: str,
     headers: Mapping[str, str],
+    requests: Sequence[Planned],
+    *,
+    begin: float,
     max_concurrency: int | None,
-    num_warmups: int,
-    progress: Callable[[Sample], object],
-) -> tuple[list[Sample], float]:
-    """Send the requests at their times, at most `max_concurrency` of them at once; all samples, and the seconds it took."""
+    progress: Callable[[int, Sample], object],
+) -> None:
+    """Send the requests at their times after `begin` (time.perf_counter), at most `max_concurrency` of them at once.
+
+    `progress` gets each request's index and sample as it ends.
+    """
     gate: AbstractAsyncContextManager[Any] = (
         nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     )
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(headers=dict(headers), limits=limits, timeout=None) as client:
-        if num_warmups:
-            warm = await asyncio.gather(*(send(client, target, one, 0.0) for one in requests[:num_warmups]))
-            if warm[0].error:
-                raise ConfigError(f"The warm-up failed: {warm[0].error}")
-        begin = time.perf_counter()
+    client = HttpClient(url, headers)
 
-        async def one(request: ServeRequest) -> Sample:
-            async with gate:
-                sample = await send(client, target, request, begin)
-            progress(sample)
-            return sample
+    async def one(index: int, request: Planned) -> None:
+        async with gate:
+            sample = await send(client, request, begin)
+        progress(index, sample)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for at, request in zip(times, requests, strict=True):
-                if (wait := begin + at - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                tasks.append(group.create_task(one(request)))
-        return [task.result() for task in tasks], time.perf_counter() - begin
+    async with asyncio.TaskGroup() as group:
+        for index, request in enumerate(requests):
+            if (wait := begin + request.at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            group.create_task(one(index, request))
+    client.close()
 
 
 def summarize(
@@ -225,6 +247,7 @@ def summarize(
         "duration": seconds,
         "completed": len(good),
         "failed": len(samples) - len(good),
+        "retried": sum(one.retries for one in samples),
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(good) / seconds,
@@ -283,6 +306,7 @@ def report(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Seque
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),
+        ("Retried requests:", result["retried"]),
         ("Benchmark duration (s):", result["duration"]),
         ("Total input tokens:", result["total_input_tokens"]),
         ("Total generated tokens:", result["total_output_tokens"]),
@@ -293,7 +317,10 @@ def report(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Seque
         ("Total token throughput (tok/s):", result["total_token_throughput"]),
     ]
     if result["request_goodput"] is not None:
-        rows.insert(6, ("Request goodput (req/s):", result["request_goodput"]))
+        rows.insert(7, ("Request goodput (req/s):", result["request_goodput"]))
+    rows.append(("Load generator's core, busy (%):", 100 * result["client_busy"]))
+    if result["client_ceiling"] is not None:
+        rows.append(("Load generator's ceiling (req/s):", result["client_ceiling"]))
     lines = [" Serving Benchmark Result ".center(50, "="), *(_row(*row) for row in rows)]
     for name in metrics:
         title, short = METRICS[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -12,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
+from pagerunner.bench.clients import Outcome, Share, ceiling, measure
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
-from pagerunner.bench.serving import DETAILS, METRICS, Sample, Target, arrivals, load, report, series, summarize
+from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
 from pagerunner.cli.options import Parser, add_common_options, not_negative, positive
 from pagerunner.cli.session import note, show_progress
 from pagerunner.demo import find_model
@@ -24,6 +25,7 @@ from pagerunner.errors import ConfigError
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _RAMPS = ("linear", "exponential")
 _GOODPUT = ("ttft", "tpot", "e2el")
+_BUSY = 0.8
 
 
 def build_parser() -> Parser:
@@ -59,9 +61,11 @@ def build_parser() -> Parser:
     when("--ramp-up-strategy", choices=_RAMPS, help="let the rate grow over the run")
     when("--ramp-up-start-rps", type=float, metavar="X", help="the rate at first")
     when("--ramp-up-end-rps", type=float, metavar="X", help="the rate at last")
+    when("--num-clients", type=positive, default=1, metavar="N", help="processes that send them (default: 1)")
     when("--num-warmups", type=not_negative, default=0, metavar="N", help="requests before (default: 0)")
     out = parser.add_argument_group("results").add_argument
     out("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"limits of {', '.join(_GOODPUT)} to count under")
+    out("--ceilings", action="store_true", help="say what the clients reach with a server that answers at once")
     out("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="(default: %(default)s)")
     out("--metric-percentiles", default="99", metavar="N,N,...", help="(default: %(default)s)")
     out("--save-result", action="store_true", help="write a JSON file with vLLM's keys")
@@ -94,27 +98,39 @@ def run(namespace: argparse.Namespace) -> int:
         chat=namespace.backend == "openai-chat",
         extra=extra,
     )
-    shown = show_progress(namespace) and not namespace.disable_tqdm
-    with tqdm(total=len(requests), desc="Requests", unit="req", disable=not shown) as bar:
-        samples, seconds = asyncio.run(
-            load(
-                target,
-                requests,
-                times,
-                headers=headers,
-                max_concurrency=namespace.max_concurrency,
-                num_warmups=namespace.num_warmups,
-                progress=lambda sample: bar.update(),
-            )
-        )
-    result = summarize(samples, seconds, metrics=metrics, percentiles=percentiles, goodput=goodput)
+    planned = [
+        Planned(at, request.prompt_len, msgspec.Raw(target.body(request)))
+        for at, request in zip(times, requests, strict=True)
+    ]
+    share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=namespace.max_concurrency)
+    outcome = _measured(namespace, share)
+    samples = outcome.samples
+    result = summarize(samples, outcome.seconds, metrics=metrics, percentiles=percentiles, goodput=goodput)
+    result["client_busy"] = outcome.busy
+    result["client_ceiling"] = ceiling(share, namespace.num_clients) if namespace.ceilings else None
     print(report(result, metrics, percentiles))
+    if outcome.busy > _BUSY:
+        note(
+            namespace,
+            f"The load generator computed {outcome.busy:.0%} of the time; more --num-clients may measure more.",
+        )
     _write(namespace, model, result, [sample for sample in samples if not sample.error])
     if not result["completed"]:
         raise ConfigError(f"No request was answered; the first failed with: {samples[0].error}")
     if result["failed"]:
         note(namespace, f"The first failure: {next(sample.error for sample in samples if sample.error)}")
     return 0
+
+
+def _measured(namespace: argparse.Namespace, share: Share) -> Outcome:
+    if namespace.num_warmups:
+        first = [msgspec.structs.replace(one, at=0.0) for one in share.requests[: namespace.num_warmups]]
+        warm = measure(msgspec.structs.replace(share, requests=first), 1, lambda: None)
+        if warm.samples[0].error:
+            raise ConfigError(f"The warm-up failed: {warm.samples[0].error}")
+    shown = show_progress(namespace) and not namespace.disable_tqdm
+    with tqdm(total=len(share.requests), desc="Requests", unit="req", disable=not shown) as bar:
+        return measure(share, namespace.num_clients, lambda: bar.update())
 
 
 def _measures(namespace: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
@@ -217,6 +233,7 @@ def _write(namespace: argparse.Namespace, model: str, result: dict[str, Any], sa
         "request_rate": rate,
         "burstiness": namespace.burstiness,
         "max_concurrency": namespace.max_concurrency,
+        "num_clients": namespace.num_clients,
     }
     kept = {name: value for name, value in result.items() if namespace.save_detailed or name not in DETAILS}
     limit = f"-concurrency{namespace.max_concurrency}" if namespace.max_concurrency else ""

@@ -176,7 +176,9 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]  # which has a timer of its own
+        idle = (
+            self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        )  # which has a timer of its own
         due = self.conn.their_state is h11.IDLE and not idle or self._more_comes()
         waiting = due and not self.transport.is_closing()
         if waiting and self._deadline is None:
