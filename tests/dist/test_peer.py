@@ -55,22 +55,16 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(ranks: int, calls: int, monkeypa
     assert ends[0]._epochs[0] > calls, "a program has had several rounds"
 
 
-def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
     made: dict[str, Any] = {}
 
     class Memory:
-        @staticmethod
-        def set_group_info(name: str, rank: int, size: int, store: object) -> None:
-            made["group"] = (name, rank, size)
+        def share(self, size: int) -> tuple[int, bytes]:
+            made["size"] = size
+            return 8192, b"mine"
 
-        @staticmethod
-        def empty_strided_p2p(size: tuple[int], stride: tuple[int], dtype: Any, device: Any, group: str) -> torch.Tensor:
-            return torch.ones(size, dtype=dtype)
-
-        @staticmethod
-        def rendezvous(room: torch.Tensor, group: str) -> Any:
-            assert not room.any(), "rooms are zero before others may write"
-            return SimpleNamespace(buffer_ptrs=[4096, 8192])
+        def open_shared(self, handle: bytes) -> int:
+            return {b"theirs": 4096}[handle]
 
     done: list[tuple[str, int]] = []
     named = lambda name: SimpleNamespace(  # noqa: E731
@@ -78,19 +72,16 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
         gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
     )
 
-    def sums(peers: torch.Tensor, rank: int) -> Any:
-        assert (peers.tolist(), rank) == ([4096, 8192], 1)
+    def sums(rooms: list[int], rank: int) -> Any:
+        assert (rooms, rank) == ([4096, 8192], 1)
         return named("peers")
 
-    monkeypatch.setattr(peer, "_SymmetricMemory", Memory)
-    monkeypatch.setattr(peer, "PrefixStore", lambda name, store: store)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    host: Any = SimpleNamespace(store=None, calls=0)
+    host: Any = SimpleNamespace(calls=0, broadcast_bytes=lambda data, root: b"theirs" if root == 0 else data)
     looking = [False]
     nccl: Any = named("nccl")
     nccl.rehearsing = lambda: looking[0]
-    comm = peer.PeerComm(host, nccl, torch.device("cpu"), lambda ranks: 64 * ranks, sums)
-    assert made["group"] == ("pagerunner-ranks", 1, 2)
+    comm = peer.PeerComm(host, nccl, Memory(), lambda ranks: 64 * ranks, sums)
+    assert made["size"] == 128
     most = peer.MOST_BYTES[2]
     for x, residual in (
         (torch.empty(most // 2, dtype=torch.bfloat16), None),

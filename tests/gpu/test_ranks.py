@@ -35,9 +35,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 def opened(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = "1" if torch.cuda.device_count() > 1 else "shared"
     monkeypatch.setenv(TRY_CUDA_RANKS, os.environ.get(TRY_CUDA_RANKS, usual))
-    monkeypatch.setenv(
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"
-    )  # torch refuses ranks that share a device otherwise
 
 
 def engine(path: Path, ranks: int, **options: Any) -> LLM:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import _SymmetricMemory
-from torch.distributed import PrefixStore
 
 from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm
@@ -19,7 +17,6 @@ from pagerunner.dist.gloo import GlooComm
 MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**18}
 """Largest sums by number of ranks that the kernel makes: each rank sends all of its numbers to each other one. Others are NCCL's."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_GROUP = "pagerunner-ranks"
 
 
 class Sums(Protocol):
@@ -40,6 +37,18 @@ class Large(Comm, Protocol):
     rehearsing: Callable[[], bool]
 
 
+class SharedMemory(Protocol):
+    """Device memory that other processes can write; see CudaDriver."""
+
+    def share(self, size: int) -> tuple[int, bytes]:
+        """Take `size` bytes of zeros: their address, and the handle that opens them elsewhere."""
+        ...
+
+    def open_shared(self, handle: bytes) -> int:
+        """The address of another process's memory here."""
+        ...
+
+
 class PeerComm:
     """See Comm. What the kernel can't do is done by `large`."""
 
@@ -47,23 +56,21 @@ class PeerComm:
         self,
         host: GlooComm,
         large: Large,
-        device: torch.device,
+        memory: SharedMemory,
         room_bytes: Callable[[int], int],
-        make_sums: Callable[[torch.Tensor, int], Sums],
+        make_sums: Callable[[list[int], int], Sums],
         most_bytes: int | None = None,
     ) -> None:
-        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, int64 [ranks], and this rank. The kernel makes
-        what has up to `most_bytes`; None is as `MOST_BYTES` says.
+        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, in the order of the ranks, and this rank. The kernel
+        makes what has up to `most_bytes`; None is as `MOST_BYTES` says.
 
         Raises RuntimeError if a device can't reach another one's memory.
         """
         self.rank, self.size, self._host, self._large = large.rank, large.size, host, large
-        _SymmetricMemory.set_group_info(_GROUP, self.rank, self.size, PrefixStore("peers", host.store))
-        self._room = _SymmetricMemory.empty_strided_p2p((room_bytes(self.size),), (1,), torch.uint8, device, _GROUP)
-        self._room.zero_()
-        torch.cuda.synchronize(device)
-        self._handle = _SymmetricMemory.rendezvous(self._room, _GROUP)
-        self._sums = make_sums(torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device), self.rank)
+        own, handle = memory.share(room_bytes(self.size))
+        handles = [host.broadcast_bytes(handle if rank == self.rank else None, rank) for rank in range(self.size)]
+        rooms = [own if rank == self.rank else memory.open_shared(handle) for rank, handle in enumerate(handles)]
+        self._sums = make_sums(rooms, self.rank)
         self._most = MOST_BYTES.get(self.size, 2**17) if most_bytes is None else most_bytes
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:

@@ -140,3 +140,16 @@ class CudaDriver:
         held = _Range(address, size)
         weakref.finalize(held, on_free).atexit = False  # at exit the driver takes everything back by itself
         return torch.as_tensor(held, device=self._torch_device)
+
+    def share(self, size: int) -> tuple[int, bytes]:
+        """Take `size` bytes of zeros for ever: their address, and the handle by which other processes of the machine open them."""
+        address = self._call("cuMemAlloc", size)
+        self._call("cuMemsetD8", address, 0, size)
+        self.synchronize()
+        return int(address), bytes(self._call("cuIpcGetMemHandle", address).reserved)
+
+    def open_shared(self, handle: bytes) -> int:
+        """The address of another process's memory, which may be another device's. Raises DriverError if this device can't reach it."""
+        opened = self._cu.CUipcMemHandle()
+        opened.reserved = handle
+        return int(self._call("cuIpcOpenMemHandle", opened, 1))  # 1: access between the devices is switched on

@@ -35,6 +35,7 @@ from pagerunner.ops.ahead import load_libraries, rehearsing
 from pagerunner.ops.peer_sums import PeerSums, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
+from pagerunner.runner.cuda_driver import CudaDriver
 from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
@@ -134,11 +135,17 @@ class LoadedWorker:
 
 def _joined(host: GlooComm, device: torch.device) -> Comm:
     """The ranks of `host` with ways between their devices."""
+
+    def sums(rooms: list[int], rank: int) -> PeerSums:
+        return PeerSums(torch.tensor(rooms, device=device), rank)
+
     match os.environ.get(TRY_CUDA_RANKS):
         case "peer":
-            return PeerComm(host, NcclComm(host, device, rehearsing), device, room_bytes, PeerSums)
+            return PeerComm(host, NcclComm(host, device, rehearsing), CudaDriver(device.index), room_bytes, sums)
         case "shared":  # graphs can't record what goes through the host, so the kernel makes all sums
-            return PeerComm(host, StagedComm(host, rehearsing), device, room_bytes, PeerSums, most_bytes=2**31)
+            return PeerComm(
+                host, StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums, most_bytes=2**31
+            )
         case _:
             return NcclComm(host, device, rehearsing)
 
