@@ -10,6 +10,7 @@ from helpers.effort import share_of_the_day
 from helpers.families import MAKERS
 from helpers.graphs import RecordedGraphs
 from pagerunner.config import EngineArgs
+from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.resolve import resolve
@@ -173,3 +174,13 @@ def test_first_runs_meet_the_kernels_of_every_number_of_tokens_sampled_tokens_an
     assert {n.bit_length() for n in tokens} == set(range(1, most.bit_length() + 1))
     assert {n.bit_length() for n in logits} == set(range(1, max(rows, scored).bit_length() + 1))
     assert max(logits) <= max(rows, scored)
+
+
+def test_what_layers_add_up_by_is_the_same_in_all_of_them(deep: str) -> None:
+    """It may refer to anything, itself included."""
+    core = build(deep)
+    comm = NullComm()
+    comm.itself = comm
+    for layer in core._executor._runner._model.model.layers:
+        layer.mixer.comm = comm
+    assert kept(core) == [0, 1]

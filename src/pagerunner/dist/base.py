@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -15,6 +15,7 @@ class CommError(PagerunnerError):
     """Another rank is gone or too late. Its group is of no use afterwards."""
 
 
+@runtime_checkable
 class Comm(Protocol):
     """A group of ranks, as one of them sees it.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pagerunner.batch import LayerMemory
+from pagerunner.dist.base import Comm
 
 _WEIGHTS_ALIGNMENT = 256  # bytes; what libraries look at most
 _PAGES_ALIGNMENT = 16  # only our kernels read pages, and Triton asks for no more
@@ -71,7 +72,9 @@ def _kind(value: Any, alignment: int, memory: Sequence[LayerMemory], before: Cou
         return type(value), _kind(fields, alignment, memory, before)
     if isinstance(value, dict):
         return tuple((key, _kind(item, alignment, memory, before)) for key, item in value.items())
-    if not hasattr(value, "__dict__"):
+    if not hasattr(value, "__dict__") or isinstance(
+        value, Comm
+    ):  # layers share their Comm, which may refer to anything
         return id(value)
     own = dict(vars(value))
     index = own.pop("layer_index", None)
