@@ -30,6 +30,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     """Arguments that an engine takes as they are given; see EngineArgs."""
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -41,6 +42,11 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     poison_fresh_pages: bool = False
     attention_backend: str = "auto"
     kv_cache_metrics_sample: float = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks an engine has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +60,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
     `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
     products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
-    `tensor_parallel_size` is the number of ranks that every layer is divided among.
+    `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
+    the layers are divided among; each has so many ranks.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
@@ -112,6 +119,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             "max_num_batched_tokens",
             "max_in_flight",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -69,6 +69,27 @@ def test_ranks_halve_weights_and_pages_until_a_key_value_head_is_left(tmp_path, 
     assert re.search(r"total +36\.\d\d GiB\n", said), "0.9 of 40 GiB"
 
 
+def test_stages_have_pages_and_weights_of_the_largest_one(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    one, two, five, both = (
+        planned(capsys, model, "--memory", "80GiB", "-tp", ranks, "-pp", stages)
+        for ranks, stages in (("1", "1"), ("1", "2"), ("1", "5"), ("2", "2"))
+    )
+    assert [plan["pipeline_parallel_size"] for plan in (one, two, five, both)] == [1, 2, 5, 2]
+    layers = zip((one, two, five, both), (36, 18, 8, 9), strict=True)
+    assert len({plan["request_bytes"] / own for plan, own in layers}) == 1, (
+        "with two ranks a layer's half is a half layer"
+    )
+    assert [two["waste"], five["waste"]] == [0, pytest.approx(1 - 36 / 5 / 8, abs=1e-5)]
+    embedding = 151_936 * 4_096 * 2
+    assert weights(one) - 2 * embedding == pytest.approx(2 * (weights(two) - embedding), rel=1e-5)
+    assert main(["plan", model, "--memory", "80GiB", "-pp", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "Stages have the layers 0 to 6, 7 to 13, 14 to 20, 21 to 28, 29 to 35. Pages and weights are planned" in said
+    said = refused(capsys, model, "--memory", "80GiB", "-pp", "1" + 14 * "0")
+    assert "pipeline_parallel_size=100000000000000: the model has 36 layers, of which each stage needs one." in said
+
+
 def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B")
     said = refused(capsys, model, "--memory", "80")

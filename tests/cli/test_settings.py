@@ -110,7 +110,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(parse):
         ("enforce-eager: perhaps", "serve.yaml: enforce-eager must be true or false, got 'perhaps'"),
         ("api-key: [[a]]", "serve.yaml: api-key must be a list of plain values"),
         ("config: other.yaml", "serve.yaml: unknown key config"),
-        ("pipeline-parallel-size: 8", "serve.yaml: --pipeline-parallel-size is vLLM's flag for several devices"),
+        ("nnodes: 8", "serve.yaml: --nnodes is vLLM's flag for several devices"),
         ("port: 1\nport: 2", "port is given twice"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs is given twice"),
         ("[port]", "must hold keys and values, got a list"),
@@ -148,15 +148,15 @@ def test_bad_variables(parse, name, value, sentence):
 
 def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
     words = ("-tp", "1", "--enable-prompt-tokens-details", "dir", "--data_parallel_size=1", "--swap-space", "0")
-    namespace = parse(*words, text="pipeline-parallel-size: 1\nasync-scheduling: true")
+    namespace = parse(*words, text="data-parallel-size-local: 1\nasync-scheduling: true")
     assert namespace.model_tag == "dir"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("-pp", "2"), "-pp is vLLM's flag for several devices"),
-        (("--pipeline_parallel_size=2",), "--pipeline-parallel-size is vLLM's flag for several devices"),
+        (("-dcp", "2"), "-dcp is vLLM's flag for several devices"),
+        (("--master_port=2",), "--master-port is vLLM's flag for several devices"),
         (("--enable-lora",), "for LoRA, which pagerunner doesn't have; leave it out."),
         (("--cpu-offload-gb",), "offloading"),
         (("--max-model-length", "5"), "did you mean --max-model-len?"),
@@ -188,9 +188,17 @@ def test_vllms_switch_for_sampling_pages_has_vllms_default(parse, words, text, s
     assert engine_args(parse("dir", *words, text=text), "dir").kv_cache_metrics_sample == share
 
 
-@pytest.mark.parametrize("words", [("-tp", "2"), ("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-tp", "2", "-pp", "3"),
+        ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3"),
+        ("--tensor_parallel_size=2", "--pipeline_parallel_size=3"),
+    ],
+)
 def test_ranks_are_asked_for_as_in_vllm(parse, words):
-    assert engine_args(parse("dir", *words), "dir").tensor_parallel_size == 2
+    args = engine_args(parse("dir", *words), "dir")
+    assert (args.tensor_parallel_size, args.pipeline_parallel_size, args.num_ranks) == (2, 3, 6)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -1,4 +1,7 @@
-"""An engine whose layers are divided among ranks in processes: its tokens are those of one rank, and one rank's end is the engine's."""
+"""An engine that is divided among ranks in processes: its tokens are those of one rank, and one rank's end is the engine's.
+
+Where it makes no difference to a test, ranks divide every layer on one day, and are stages of a pipeline on another one.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,13 @@ from pagerunner.engine.startup import resolve as resolving
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
+from pagerunner.models.checkpoint.ranks import layers_of_stages
 from pagerunner.types import EngineRequest
 
 pytestmark = pytest.mark.days(6)  # most of them start processes
 
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
+WAY = ("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY // 6 % 2]
 SIX: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
 
 
@@ -97,21 +102,45 @@ def outputs(llm: LLM) -> list[Any]:
 def checkpoint(family: str, path: Path) -> Path:
     if family == "qwen3_moe":
         return Path(make_window_checkpoint(path, family))
-    return make_checkpoint(
-        path, family, **{"llama": SIX, "qwen3": {"num_attention_heads": 8, "vocab_size": 513}}[family]
-    )
+    fields: dict[str, dict[str, Any]] = {
+        "llama": SIX,
+        "qwen3": {"num_attention_heads": 8, "vocab_size": 513},
+        "qwen2": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    }
+    return make_checkpoint(path, family, **fields[family])
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("qwen3_moe", 2), ("llama", 3), ("qwen3", 4)])
-def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -> None:
-    """Four ranks have two key/value heads, so two of them keep the same one. Vocabularies and inner features aren't multiples."""
+@pytest.mark.parametrize(
+    ("family", "ranks", "stages"),
+    [
+        ("qwen3_moe", 2, 1),
+        ("llama", 3, 1),
+        ("qwen3", 4, 1),
+        ("qwen3_moe", 1, 2),
+        ("qwen2", 1, 3),
+        ("qwen2", 2, 2),
+    ],
+)
+def test_tokens_are_those_of_one_rank(family: str, ranks: int, stages: int, tmp_path: Path) -> None:
+    """Four ranks have two key/value heads, so two of them keep the same one. Vocabularies and inner features aren't multiples.
+
+    With stages four steps are in flight, and tied embeddings are on two stages.
+    """
     settings = {
         "model": str(checkpoint(family, tmp_path)),
         "skip_tokenizer_init": True,
         "num_gpu_blocks_override": 9,
     } | LIMITS
     alone = outputs(LLM(**settings, use_tqdm=False))
-    llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=ranks, enable_sleep_mode=True, poison_fresh_pages=True)
+    llm = LLM(
+        **settings,
+        use_tqdm=False,
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        enable_sleep_mode=True,
+        poison_fresh_pages=True,
+    )
+    ranks *= stages
     assert len(rank_pids()) == ranks
     assert list(llm.startup.seconds)[:2] == ["ranks' processes and imports", "config"] and llm.startup.loaded_bytes
     found = outputs(llm)
@@ -129,7 +158,7 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -
 
 
 def test_a_chat_with_a_grammar_and_text_is_that_of_one_rank() -> None:
-    settings = {"model": str(demo_path()), "use_tqdm": False} | LIMITS | {"max_model_len": 128}
+    settings: dict[str, Any] = {"model": str(demo_path()), "use_tqdm": False} | LIMITS | {"max_model_len": 128}
     params = [
         SamplingParams(temperature=0, max_tokens=24),
         SamplingParams(
@@ -138,28 +167,25 @@ def test_a_chat_with_a_grammar_and_text_is_that_of_one_rank() -> None:
     ]
     prompts = ["Once upon a time", "A number: "]
     one, two = (
-        [
-            output.outputs[0].text
-            for output in LLM(**settings, tensor_parallel_size=ranks).generate(prompts, params, use_tqdm=False)
-        ]
+        [output.outputs[0].text for output in LLM(**settings | {WAY: ranks}).generate(prompts, params, use_tqdm=False)]
         for ranks in (1, 2)
     )
     assert one == two and one[1].isdigit() and len(one[1]) == 4
 
 
 def test_embeddings_are_those_of_one_rank(tmp_path: Path) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(make_checkpoint(tmp_path, "qwen3")),
         "use_tqdm": False,
         "pooler_config": {"pooling_type": "MEAN"},
     } | LIMITS
-    one, two = (LLM(**settings, tensor_parallel_size=ranks).embed(["some words", "others"]) for ranks in (1, 2))
+    one, two = (LLM(**settings | {WAY: ranks}).embed(["some words", "others"]) for ranks in (1, 2))
     assert two == [pytest.approx(vector, abs=1e-4) for vector in one]
 
 
 def test_dummy_weights_are_a_model_too(tmp_path: Path) -> None:
-    settings = {"model": str(make_checkpoint(tmp_path, "qwen3")), "load_format": "dummy"} | LIMITS
-    llm = LLM(**settings, use_tqdm=False, tensor_parallel_size=2)
+    settings: dict[str, Any] = {"model": str(make_checkpoint(tmp_path, "qwen3")), "load_format": "dummy"} | LIMITS
+    llm = LLM(**settings | {WAY: 2}, use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     first, second = (llm.generate("some words", params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
     assert first == second and len(first) == 5
@@ -168,15 +194,47 @@ def test_dummy_weights_are_a_model_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (3, r"tensor_parallel_size=3: The model's 4 heads can't be divided among 3 ranks\. .*: 1, 2, 4\.$"),
-        (0, "tensor_parallel_size must be a whole number of at least 1, got 0"),
-        ("two", "tensor_parallel_size must be a whole number, got 'two'"),
+        ((3, 1), r"tensor_parallel_size=3: The model's 4 heads can't be divided among 3 ranks\. .*: 1, 2, 4\.$"),
+        ((0, 1), "tensor_parallel_size must be a whole number of at least 1, got 0"),
+        (("two", 1), "tensor_parallel_size must be a whole number, got 'two'"),
+        (
+            (1, 3),
+            r"pipeline_parallel_size=3: the model has 2 layers, of which each stage needs one\. Lower it to 2 or less\.",
+        ),
+        ((1, 0), "pipeline_parallel_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_sizes_that_can_not_be_cut_are_refused_with_those_that_can(asked: Any, message: str, tmp_path: Path) -> None:
+    ranks, stages = asked
     with pytest.raises(ConfigError, match=message):
-        LLM(model=str(make_checkpoint(tmp_path, "qwen3")), tensor_parallel_size=asked, use_tqdm=False, **LIMITS)
+        LLM(
+            model=str(make_checkpoint(tmp_path, "qwen3")),
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
+            use_tqdm=False,
+            **LIMITS,
+        )
     assert rank_pids() == []
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "asked", "sizes"),
+    [(36, 2, "", [18, 18]), (62, 4, "", [15, 16, 16, 15]), (35, 4, "", [9, 9, 9, 8]), (5, 3, " 3,1, 1", [3, 1, 1])],
+)
+def test_stages_have_equally_many_layers_or_as_many_as_asked_for(
+    count: int, stages: int, asked: str, sizes: list[int]
+) -> None:
+    found = layers_of_stages(count, stages, asked)
+    assert [len(own) for own in found] == sizes
+    assert [layer for own in found for layer in own] == list(range(count))
+
+
+@pytest.mark.parametrize("asked", ["2,2", "5,0", "4", "3,1,1", "3;2", "-1,6"])
+def test_layers_of_stages_that_do_not_add_up_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGERUNNER_PP_LAYER_PARTITION", asked)
+    with pytest.raises(ConfigError, match=rf"^PAGERUNNER_PP_LAYER_PARTITION='{asked}' must be 2 numbers of at least 1"):
+        resolve(EngineArgs(model=str(demo_path()), pipeline_parallel_size=2, device="cpu"))
+    resolve(EngineArgs(model=str(demo_path()), device="cpu"))
 
 
 def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +295,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def faulty(ranks: int = 2, **settings: Any) -> EngineCore:
     asked = {
         "model": str(demo_path()),
-        "tensor_parallel_size": ranks,
+        WAY: ranks,
         "enable_sleep_mode": True,
         "num_gpu_blocks_override": 32,
     }
@@ -290,12 +348,13 @@ def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_own_sentence(token
     assert the_end(core, message) < patient(4)
 
 
-def test_a_rank_that_hangs_is_named_and_ended(short: None) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_ended(rank: int, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two stages the second one waits for the first one's stream, and the first one for the second one's tokens."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "" if rank else "first")
     core = faulty()
     ask(core, 7, faulty_ranks.HANG)
-    message = (
-        r"Rank 1 of 2 hangs: it hasn't come further for 3 seconds \(PAGERUNNER_LIMIT_RANK_SECONDS.*others wait for it"
-    )
+    message = rf"Rank {rank} of 2 hangs: it hasn't come further for 3 seconds \(PAGERUNNER_LIMIT_RANK_SECONDS.*others wait for it"
     assert 2 < the_end(core, message) < patient(8)
 
 

@@ -14,11 +14,11 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_hybrid_directory
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import effort, share_of_the_day
+from helpers.effort import TEST_DAY, effort, share_of_the_day
 from helpers.families import MAKERS
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.startup.build import build_on
@@ -106,19 +106,34 @@ class DividedRanks(Ranks):
     """Workers with a share of the model each. Each has a thread of its own, as they wait for each other in sums."""
 
     def __init__(self, resolved: Resolved, directory: Path) -> None:
-        size = resolved.config.tensor_parallel_size
+        size, together = resolved.config.num_ranks, resolved.config.tensor_parallel_size
         directory.mkdir(mode=0o700)
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
-        comms = self._each(lambda rank: GlooComm(directory, rank, size, seconds=60.0), range(size))
-        super().__init__(self._each(lambda comm: load_worker(resolved, comm=comm), comms))
-        assert [comm.calls for comm in comms] == [1] * size, "the watch would end a rank that loads more slowly"
+        worlds = self._each(lambda rank: GlooComm(directory, rank, size, seconds=60.0), range(size))
+        comms, stages = worlds, [None] * size
+        if size > together:
+            stages = [GlooStage(world, together, resolved.config.max_in_flight + 1) for world in worlds]
+            comms = self._each(
+                lambda stage: GlooComm(directory, stage.world.rank % together, together, 60.0, f"stage {stage.number}"),
+                stages,
+            )
+        super().__init__(
+            self._each(lambda both: load_worker(resolved, comm=both[0], stage=both[1]), zip(comms, stages, strict=True))
+        )
+        self._answering = slice(size - together, size)
+        for found in (worlds, comms):
+            assert [comm.calls for comm in found] == [1] * size, "the watch would end a rank that loads more slowly"
 
     def _each(self, act: Callable[[Any], Any], given: Iterable[Any]) -> list[Any]:
         futures = [thread.submit(act, one) for thread, one in zip(self._threads, given, strict=True)]
         return [future.result() for future in futures]
 
     def run(self, plan: StepPlan) -> SamePending:
-        return SamePending(plan, self._each(lambda worker: worker.run(plan), self._workers))
+        return SamePending(plan, self._each(lambda worker: worker.run(plan), self._workers)[self._answering])
+
+    def digests(self) -> set[str]:
+        """One, if all ranks have the same page tables and last tokens."""
+        return set(self._each(lambda worker: worker.state_digest(), self._workers))
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +227,41 @@ def test_ranks_with_a_share_each_have_the_tokens_of_the_whole_model(family: str,
     divided = resolve(msgspec.structs.replace(args, tensor_parallel_size=2))
     core = build_on(divided, DividedRanks(divided, tmp_path / "ranks"))
     assert run(core, requests(3, 5)) == wanted
+
+
+FAMILIES = sorted({*MAKERS} - {"qwen3_5", "qwen3_5_moe", "llama4", "kimi_k2", "kimi_k25", "mistral3"})
+"""Others are the same models with other configs."""
+
+
+@pytest.mark.parametrize("family", [FAMILIES[number] for number in share_of_the_day(len(FAMILIES), 6)])
+def test_stages_have_the_tokens_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    """On one day each stage has as many layers as possible, on another one each has one. Ranks of a stage may divide its layers."""
+    limits = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
+    made = str(MAKERS[family](tmp_path))
+    args = EngineArgs(model=made, poison_fresh_pages=True, device="cpu", **limits)  # type: ignore[arg-type]
+    alone = resolve(args)
+    wanted = run(build_on(alone, load_worker(alone)), requests(4, 5))
+    ranks, stages = [(1, 2), (1, alone.model.num_layers), (2 if family != "bamba" else 1, 2)][TEST_DAY // 6 % 3]
+    divided = resolve(msgspec.structs.replace(args, tensor_parallel_size=ranks, pipeline_parallel_size=stages))
+    assert divided.config.max_in_flight == stages + 1
+    workers = DividedRanks(divided, tmp_path / "ranks")
+    assert run(build_on(divided, workers), requests(4, 5)) == wanted
+    assert len(workers.digests()) == 1
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype", [("bfloat16", "fp8", "fp8_e5m2")[number] for number in share_of_the_day(3, 3)]
+)
+def test_stages_have_pages_of_every_dtype(kv_cache_dtype: str, tmp_path: Path) -> None:
+    args = EngineArgs(
+        model=str(demo_path()), kv_cache_dtype=kv_cache_dtype, device="cpu", max_model_len=96, max_num_seqs=4
+    )
+    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, pipeline_parallel_size=2))
+    assert [group.page_bytes for group in divided.plan.groups] == [
+        3 * group.page_bytes // 5 for group in alone.plan.groups
+    ]
+    wanted = run(build_on(alone, load_worker(alone)), requests(5, 4))
+    assert run(build_on(divided, DividedRanks(divided, tmp_path / "ranks")), requests(5, 4)) == wanted
 
 
 @pytest.mark.parametrize(

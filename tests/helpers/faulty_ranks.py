@@ -1,4 +1,4 @@
-"""Ranks other than the first whose workers fail where a prompt has one of these tokens, or as PAGERUNNER_TEST_FAULT says."""
+"""Ranks of which the last one's worker fails where a prompt has one of these tokens, or as PAGERUNNER_TEST_FAULT says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagerunner.config import EngineArgs
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, Stage
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.startup.build import build_on
@@ -21,11 +21,11 @@ from pagerunner.types import StepPlan
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
 RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
 VARIABLE = "PAGERUNNER_TEST_FAULT"
-"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once"."""
+"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once"; "first": rank 0's worker is the one that fails."""
 
 
 class FaultyWorker:
-    """The last rank's worker."""
+    """The worker that fails."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -75,10 +75,11 @@ class FaultyLoaded:
         return FaultyWorker(self._loaded.map_pages(num_bytes))
 
 
-def load(resolved: Resolved, progress: Any, *, comm: Comm) -> Any:
+def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None) -> Any:
     """As `load_worker`."""
-    loaded = load_worker(resolved, progress, comm=comm)
-    if comm.rank + 1 < comm.size:
+    loaded = load_worker(resolved, progress, comm=comm, stage=stage)
+    faulty = 0 if os.environ.get(VARIABLE) == "first" else resolved.config.num_ranks - 1
+    if loaded.rank != faulty:
         return loaded
     match os.environ.get(VARIABLE):
         case "load raises":

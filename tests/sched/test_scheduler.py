@@ -483,3 +483,50 @@ def test_stats_count() -> None:
     stats = bench.scheduler.stats()
     assert (stats.prompt_tokens_total, stats.generation_tokens_total, stats.steps_total) == (50, 6, 3)
     assert bench.scheduler.reset_prefix_cache() is True
+
+
+# -- stages
+
+
+def rows_of(plans: list[StepPlan]) -> list[list[int]]:
+    return [[row.slot for row in plan.rows] for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("requests", "stages", "slots"),
+    [
+        (1, 2, [[0]] * 6),
+        (2, 2, [[0], [1]] * 3),
+        (5, 2, [[0, 1, 2], [3, 4]] * 3),
+        (2, 4, [[0], [1]] * 3),
+        (4, 1, [[0, 1, 2, 3]] * 6),
+    ],
+)
+def test_sequences_take_turns_so_that_stages_work_at_the_same_time(
+    requests: int, stages: int, slots: list[list[int]]
+) -> None:
+    """A step goes on with sequences whose last tokens were sampled as many steps ago as there are stages, if there are enough of them."""
+    bench = Bench(stages=stages, max_in_flight=stages + 1)
+    asked = [request(f"r{number}", 20, 32) for number in range(requests)]
+    bench.add(*asked)
+    first = bench.plan_step()
+    assert rows_of([first]) == [list(range(requests))], "prompts run as soon as they can"
+    plans = []
+    for _ in range(6):
+        plans.append(bench.plan_step())
+        bench.commit(first)
+        first = plans[-1]
+    assert rows_of(plans) == slots
+    bench.commit(first)
+    bench.drain()
+    assert bench.output == {one.request_id: expected_output(one, bench.plan.max_model_len)[0] for one in asked}
+
+
+def test_prompts_do_not_wait_for_a_turn() -> None:
+    bench = Bench(stages=3, max_in_flight=4, max_num_batched_tokens=32)
+    bench.add(request("long", 128, 4))
+    plans = [bench.plan_step() for _ in range(4)]
+    assert [shape(plan) for plan in plans] == [[(0, 32 * n, 32, n == 3)] for n in range(4)]
+    for plan in plans:
+        bench.commit(plan)
+    bench.drain()

@@ -59,6 +59,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
     "execution": {
         "device": "auto, cpu or cuda",
         "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
+        "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
         "enforce_eager": "don't capture CUDA graphs",
@@ -76,11 +77,15 @@ TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode"}
 BENCH_EXCLUDED = _SERVER_ONLY | {"tokenizer", "tokenizer_revision", "generation_config", "chat_template"}
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
-    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size revision
+    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size revision
     download_dir""".split()
 )
 # vLLM's
-_SHORT: dict[str, tuple[str, ...]] = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",)}
+_SHORT: dict[str, tuple[str, ...]] = {
+    "quantization": ("-q",),
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+}
 _UNITS = {"": 1}
 for _power, _unit in enumerate("kmgt", 1):
     _UNITS |= {_unit: 1000**_power, _unit.upper(): 1024**_power}

@@ -77,6 +77,7 @@ def run(namespace: argparse.Namespace) -> int:
         planned = {
             "device": config.device,
             "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": config.pipeline_parallel_size,
             "dtype": config.dtype,
             "quantization": quantization,
             "refused": refusal,
@@ -97,9 +98,12 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
         f"{where} with {human_bytes(namespace.memory)}" if namespace.memory is not None else f"{where}, this machine's"
     )
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         shared = ", which share that memory" if config.device == "cpu" else ""
-        lines.append(f"Divided among {config.tensor_parallel_size} ranks{shared}. The numbers are those of each rank.")
+        lines.append(f"Divided among {config.num_ranks} ranks{shared}. The numbers are those of each rank.")
+    if len(resolved.stages) > 1:
+        layers = ", ".join(f"{own.start} to {own.stop - 1}" for own in resolved.stages)
+        lines.append(f"Stages have the layers {layers}. Pages and weights are planned for the largest stage.")
     if config.device == "cuda":
         lines.append("Kernels, activations and graphs are measured at start and come out of the pages' memory.")
     if resolved.offline_tokens != config.max_num_batched_tokens:

@@ -13,7 +13,7 @@ from pagerunner.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _REFUSED: dict[str, str] = {
-    "several devices": """pipeline-parallel-size -pp data-parallel-size -dp data-parallel-rank
+    "several devices": """data-parallel-size -dp data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
         data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel -ep expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
@@ -58,7 +58,7 @@ _ONE = {"1"}
 _NOTHING = {"0", "0.0"}
 _EMPTY = {"{}"}
 NEUTRAL: dict[str, set[str]] = {
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--api-server-count"), _ONE),
+    **dict.fromkeys(("--api-server-count",), _ONE),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),

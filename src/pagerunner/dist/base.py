@@ -38,6 +38,45 @@ class Comm(Protocol):
         """What rank `root` calls with, on all ranks. Others pass None."""
 
 
+class Stage(Protocol):
+    """Some of an engine's ranks, which run consecutive layers, as one of them sees its ways to the other stages.
+
+    A rank speaks to those that have the same place in other stages. Example: of four ranks in two stages, 0 speaks to 2, and 1 to 3.
+
+    Calls raise CommError when a rank is gone.
+    """
+
+    number: int
+    count: int
+
+    @property
+    def world(self) -> Comm:
+        """The ranks of all stages."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the output weights, and samples."""
+
+    def begin_layer(self) -> None:
+        """Count a layer, by which others see that this rank moves."""
+
+    def send(self, x: torch.Tensor) -> None:
+        """Give `x` to the next stage, without waiting for it. Nobody changes `x` afterwards."""
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Fill `x` with what the stage before has sent."""
+
+    def tell(self, tokens: torch.Tensor) -> None:
+        """Give the last stage's tokens to all others, as `send`."""
+
+    def hear(self, tokens: torch.Tensor) -> None:
+        """Fill `tokens` with what the last stage has told next."""
+
+
 def union(comm: Comm, numbers: Iterable[int]) -> list[int]:
     """All ranks' numbers, on all of them."""
     own = json.dumps(sorted(numbers)).encode()

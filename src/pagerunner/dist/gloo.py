@@ -9,9 +9,11 @@ Ranks that call with different shapes are a bug of ours. Gloo ends the process t
 from __future__ import annotations
 
 import datetime
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
@@ -19,14 +21,15 @@ from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
 from pagerunner.dist.base import CommError, sum_in_order
 
 _LOOPBACK = "127.0.0.1"
-_FILE = "ranks"
+_FOR_EVER = datetime.timedelta(days=1)
+STREAM, TOKENS = 0, 1  # tags
 
 
 class GlooComm:
     """See Comm."""
 
-    def __init__(self, directory: Path, rank: int, size: int, seconds: float) -> None:
-        """Meet the other ranks in `directory`, which is made for one group and is empty before. No call waits longer than `seconds`.
+    def __init__(self, directory: Path, rank: int, size: int, seconds: float, name: str = "ranks") -> None:
+        """Meet the other ranks in `directory`, which was empty before its groups, each with a `name`. No sum waits longer than `seconds`.
 
         Raises:
             CommError: not all of the `size` ranks have come in time.
@@ -40,7 +43,9 @@ class GlooComm:
         self.calls = 0
         """How many calls this rank has begun. A rank that has begun fewer than the others is the one that they wait for."""
         limit = datetime.timedelta(seconds=seconds)
-        self.store = FileStore(str(directory / _FILE), size)
+        self.waits = False
+        """Whether this rank is in a call, and so may wait for others."""
+        self.store = FileStore(str(directory / name), size)
         self.store.set_timeout(limit)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
@@ -70,6 +75,21 @@ class GlooComm:
             self._broadcast(held, root)
         return data if data is not None else held.numpy().tobytes()
 
+    def send(self, x: torch.Tensor, to: int, tag: int) -> Any:
+        """Begin to give `x` to a rank. What is returned is kept, with `x`, until `finish` is called with it."""
+        with self._told("send"):
+            return self._group.send([_bytes(x)], to, tag)
+
+    def finish(self, sent: Any) -> None:
+        """Wait until what was sent has been received."""
+        with self._told("send"):
+            sent.wait()
+
+    def receive(self, x: torch.Tensor, source: int, tag: int) -> None:
+        """Fill `x` with what a rank has sent with this tag. Waits for as long as that rank is there."""
+        with self._told("receive"):
+            self._group.recv([_bytes(x)], source, tag).wait(_FOR_EVER)
+
     def _gathered(self, x: torch.Tensor, name: str) -> torch.Tensor:
         found = x.new_empty((self.size, *x.shape))
         if x.numel():
@@ -89,6 +109,7 @@ class GlooComm:
     def _told(self, what: str) -> Iterator[None]:
         """Errors of gloo as sentences with the rank, the call and the limit."""
         self.calls += 1
+        self.waits = True
         try:
             yield
         except RuntimeError as error:
@@ -96,3 +117,59 @@ class GlooComm:
             why = f"waited {self.seconds:g} seconds for another rank" if late else "lost another rank"
             reason = str(error).splitlines()[0].rpartition("] ")[2]
             raise CommError(f"Rank {self.rank} of {self.size} has {why} in {what} ({reason}).") from error
+        finally:
+            self.waits = False
+
+
+class GlooStage:
+    """See Stage. What has been sent is kept until `depth` more steps have been."""
+
+    def __init__(self, world: GlooComm, ranks: int, depth: int) -> None:
+        """Each stage has so many `ranks`. `depth` is more than the number of steps that the first stage may be ahead of the last."""
+        self.world, self.ranks, self.depth = world, ranks, depth
+        self.number, self.count = world.rank // ranks, world.size // ranks
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        """See Stage."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """See Stage."""
+        return self.number == self.count - 1
+
+    def begin_layer(self) -> None:
+        """See Stage."""
+        self.world.calls += 1
+
+    def send(self, x: torch.Tensor) -> None:
+        """See Stage."""
+        self._give(x, self.world.rank + self.ranks, STREAM)
+
+    def receive(self, x: torch.Tensor) -> None:
+        """See Stage."""
+        self._take(x, self.world.rank - self.ranks, STREAM)
+
+    def tell(self, tokens: torch.Tensor) -> None:
+        """See Stage."""
+        for rank in range(self.world.rank % self.ranks, self.world.rank, self.ranks):
+            self._give(tokens, rank, TOKENS)
+
+    def hear(self, tokens: torch.Tensor) -> None:
+        """See Stage."""
+        self._take(tokens, self.world.size - self.ranks + self.world.rank % self.ranks, TOKENS)
+
+    def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
+        self._sent.append((self.world.send(x, to, tag), x))
+        if len(self._sent) > self.depth * self.count:
+            self.world.finish(self._sent.popleft()[0])
+
+    def _take(self, x: torch.Tensor, source: int, tag: int) -> None:
+        self.world.receive(x, source, tag)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Gloo doesn't know all dtypes."""
+    return x.view(-1).view(torch.uint8)

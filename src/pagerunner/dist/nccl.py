@@ -7,6 +7,7 @@ Nothing is taken down at the end: the end of a communicator waits for the other 
 from __future__ import annotations
 
 import datetime
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import PrefixStore
 
-from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.gloo import STREAM, GlooComm, GlooStage
 
 _WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
 """NCCL takes memory when it first uses an algorithm, which it chooses by size."""
@@ -34,10 +35,7 @@ class NcclComm:
         """
         self.rank, self.size, self._host = host.rank, host.size, host
         self.rehearsing = rehearsing
-        nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
-        options = nccl.Options()
-        options._timeout = datetime.timedelta(seconds=host.seconds)
-        self._group = nccl(PrefixStore("nccl", host.store), self.rank, self.size, options)
+        self._group = _group(host, "nccl")
         self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
         self._sum.asyncOp = self._gather.asyncOp = False  # on the current stream
         for num_bytes in _WARM_UP_BYTES:
@@ -70,3 +68,39 @@ class NcclComm:
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm. From host to host."""
         return self._host.broadcast_bytes(data, root)
+
+
+class NcclStage(GlooStage):
+    """See Stage. Tokens go through a group of their own, as they go the other way: in one group a send would wait for the other's receive.
+
+    While kernels are compiled ahead nothing is sent; see NcclComm.
+    """
+
+    def __init__(self, host: GlooStage, rehearsing: Callable[[], bool]) -> None:
+        """The stage of `host`, by which bytes go."""
+        super().__init__(host.world, host.ranks, host.depth)
+        self._rehearsing = rehearsing
+        self._groups = [_group(host.world, name) for name in ("stream", "tokens")]
+        self._kept: deque[tuple[Any, torch.Tensor]] = deque(maxlen=host.depth * host.count)
+
+    def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
+        if self._rehearsing():
+            return
+        self.world.calls += 1
+        work = self._groups[tag].send([x.view(-1).view(torch.uint8)], to, tag)
+        if tag == STREAM:
+            work.wait()  # of the current stream, not of the host: a graph must have it behind it
+        else:
+            self._kept.append((work, x))
+
+    def _take(self, x: torch.Tensor, source: int, tag: int) -> None:
+        if not self._rehearsing():
+            self.world.calls += 1
+            self._groups[tag].recv([x.view(-1).view(torch.uint8)], source, tag).wait()
+
+
+def _group(host: GlooComm, name: str) -> Any:
+    nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
+    options = nccl.Options()
+    options._timeout = datetime.timedelta(seconds=host.seconds)
+    return nccl(PrefixStore(name, host.store), host.rank, host.size, options)

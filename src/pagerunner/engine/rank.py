@@ -1,7 +1,7 @@
 """A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py.
 
 It resolves the same arguments as the core, loads its share of the model, and carries out the core's plans in their order. It decides
-nothing. Rank 0 sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
+nothing. The first rank of the last stage sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
 standard input closes, because then the core is gone. It always leaves by `os._exit`: the ends of libraries may wait for other ranks.
 """
 
@@ -29,8 +29,10 @@ import torch
 import zmq
 
 from pagerunner.children import read_first_line, wait_for_parents_end
-from pagerunner.dist.base import CommError
-from pagerunner.dist.gloo import GlooComm
+from pagerunner.config import EngineConfig
+from pagerunner.dist.base import Comm, CommError, Stage
+from pagerunner.dist.gloo import GlooComm, GlooStage
+from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
@@ -68,8 +70,8 @@ class Reports:
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
         self._lock = threading.Lock()
-        self.steps = 0
-        self.comm: GlooComm | None = None
+        self.given = self.steps = 0
+        self.comms: list[GlooComm] = []
         self.worker: Worker | None = None
         self.device: int | None = None
 
@@ -84,9 +86,10 @@ class Reports:
         while True:
             if self.device is not None:
                 torch.cuda.set_device(self.device)  # a thread begins with device 0, which is another rank's
-            steps, sums = self.steps, 0 if self.comm is None else self.comm.calls
+            steps, begun = self.steps, self.steps + sum(comm.calls for comm in self.comms)
+            waits = any(comm.waits for comm in self.comms)
             done, busy = (0, 0.0) if self.worker is None else (self.worker.steps_done, self.worker.busy_seconds)
-            self.send(orders.Alive(self._rank, sums + steps, steps, done, busy))
+            self.send(orders.Alive(self._rank, begun, steps, done, busy, self.given, waits))
             time.sleep(ALIVE_SECONDS)
 
     def fail(self, error: BaseException) -> None:
@@ -107,7 +110,7 @@ def or_end(act: Callable[[], None], reports: Reports) -> None:
 
 
 class Results:
-    """Rank 0's way to give the core the results of its steps, in a thread that waits for them."""
+    """The way of the last stage's first rank to give the core the results of its steps, in a thread that waits for them."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, reports: Reports) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -133,7 +136,7 @@ class Rank:
     def __init__(
         self, launch: orders.RankLaunch, socket: zmq.Socket[bytes], reports: Reports, results: Results | None
     ) -> None:
-        """`results` are rank 0's."""
+        """`results` are those of the last stage's first rank."""
         self._launch = launch
         self._socket = socket
         self._reports, self._results = reports, results
@@ -148,17 +151,32 @@ class Rank:
         resolved = resolve(launch.args, available=launch.available)
         send(orders.Here(launch.rank, what_it_runs(resolved)))
         self._next(orders.Join)
-        comm = GlooComm(Path(launch.directory) / orders.MEETING, launch.rank, launch.ranks, launch.seconds)
-        self._reports.comm = comm
+        comm, stage = self._meet(resolved.config)
         if resolved.card is not None:
             resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
         progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
-        loaded = _loader(launch.loader)(resolved, progress, comm=comm)
+        loaded = _loader(launch.loader)(resolved, progress, comm=comm, stage=stage)
         send(orders.Loaded(launch.rank, list(loaded.facts)))
         order = self._next(orders.TakePages)
         self._reports.worker = worker = loaded.map_pages(order.num_bytes)
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
+
+    def _meet(self, config: EngineConfig) -> tuple[Comm, Stage | None]:
+        """Meet the other ranks: those of the stage, and those of other stages if there are any."""
+        launch, together = self._launch, config.tensor_parallel_size
+        directory = Path(launch.directory) / orders.MEETING
+        world = GlooComm(directory, launch.rank, launch.ranks, launch.seconds)
+        self._reports.comms.append(world)
+        if together == launch.ranks:
+            return world, None
+        stage = GlooStage(world, together, config.max_in_flight + 1)
+        if together == 1:
+            return NullComm(), stage
+        name = f"stage {stage.number}"
+        comm = GlooComm(directory, launch.rank % together, together, launch.seconds, name)
+        self._reports.comms.append(comm)
+        return comm, stage
 
     def serve(self, worker: Worker) -> None:
         """Run steps and make calls, until the process is ended."""
@@ -166,6 +184,7 @@ class Rank:
             order = self._decoder.decode(self._socket.recv())
             match order:
                 case orders.Run(plan):
+                    self._reports.given += 1
                     pending = worker.run(plan)
                     self._reports.steps += 1
                     if self._results is not None:
@@ -227,7 +246,8 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     reports = Reports(context, f"ipc://{launch.directory}/{orders.REPORTS}", launch.rank)
-    results = None if launch.rank else Results(context, f"ipc://{launch.directory}/{orders.RESULTS}", reports)
+    answers = launch.rank == launch.ranks - launch.args.tensor_parallel_size
+    results = Results(context, f"ipc://{launch.directory}/{orders.RESULTS}", reports) if answers else None
     threading.Thread(target=or_end, args=(reports.say_alive, reports), daemon=True).start()
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)

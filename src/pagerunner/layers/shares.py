@@ -8,7 +8,7 @@ of the checkpoint's tensor [9216, 4096] it reads rows 4,608 to 9,215.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -107,7 +107,7 @@ class Declares(Protocol):
 class Share:
     """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory.
 
-    `ranks` are the features of each of the ranks.
+    `ranks` are the features of each of the ranks. A rank's model may also have a part of the whole model's layers.
     """
 
     whole: Declares
@@ -134,6 +134,10 @@ class Share:
         declared = {tensor.name: tensor for tensor in self.whole.checkpoint(prefix)}
         for tensor in own.checkpoint(prefix):
             yield replace(tensor, sink=PartSink(declared[tensor.name], tensor.sink, self))
+
+    def elsewhere(self, own: Collection[str]) -> set[str]:
+        """Names of the whole model's tensors that aren't among a stage's `own`."""
+        return {tensor.name for tensor in self.whole.checkpoint()}.difference(own)
 
 
 class PartSink(Sink):

@@ -14,7 +14,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.ops.pair_sums import PairSums
+from pagerunner.ops.pair_sums import PairSums, add_pairs_
 
 
 class ResidualStream:
@@ -55,6 +55,15 @@ class ResidualStream:
         if self.pending_TD is None:
             return linear.of_norm(self.x_TD, norm)
         return linear(self.normed(norm))
+
+    def whole(self) -> torch.Tensor:
+        """The stream with what was pending added to it."""
+        if self.pairs is not None:
+            add_pairs_(self.x_TD, self.pairs)
+        elif self.pending_TD is not None:
+            self.x_TD.add_(self.pending_TD)
+        self.pending_TD = self.pairs = None
+        return self.x_TD
 
     def keep(self, tokens_S: torch.Tensor) -> None:
         """Drop all tokens but these, given by their places in T. Nothing may be pending."""

@@ -30,7 +30,8 @@ class GroupPlan:
     """The pages of all layers of one lifetime.
 
     A page table entry is the page's byte offset // `unit`; `unit` divides the slab and the page. `table_width` is the
-    entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out.
+    entries of a request of max_model_len. With `zero_fresh` a page must be zeroed in the step that hands it out. Each of several `stages` has pages with its own
+    layers only; the others' layers lie at the same places in theirs.
     """
 
     name: str
@@ -43,6 +44,7 @@ class GroupPlan:
     table_width: int
     zero_fresh: bool
     rule: GroupRule
+    stages: int = 1
 
     def pages_needed(self, tokens: int) -> int:
         """The most pages that a request holds at once on its way to `tokens` tokens."""
@@ -54,8 +56,8 @@ class GroupPlan:
 
     @property
     def useful_page_bytes(self) -> int:
-        """Bytes of a page that hold state; the rest is alignment."""
-        return sum(part.spec.page_bytes(self.page_tokens) for part in self.layers)
+        """Bytes of a page that hold state, on average over stages; the rest is alignment, and what a stage with more layers needs."""
+        return sum(part.spec.page_bytes(self.page_tokens) for part in self.layers) // self.stages
 
 
 @dataclass(frozen=True, slots=True)

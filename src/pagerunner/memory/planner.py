@@ -36,6 +36,7 @@ def plan_memory(
     max_in_flight: int = 1,
     chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
+    stages: Sequence[int] = (),
 ) -> MemoryPlan:
     """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
 
@@ -43,7 +44,8 @@ def plan_memory(
     `budget_bytes` is what pages may take; `num_pages_override` replaces it by exactly that many pages of the group whose
     pages are largest. `max_model_len` None takes the model's length, "auto" or -1 the longest that one request can have.
     Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, and windows are promised the pages of such a
-    step. `max_in_flight` costs no pages: steps run in order, so a step may take the pages that the step before gave back.
+    step. `stages` says by which stage of a pipeline each of the layers is run, if there are several; each stage has pages of its own, of the
+    same sizes, at the same places. `max_in_flight` costs no pages: steps run in order, so a step may take the pages that the step before gave back.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
@@ -55,7 +57,7 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, not chunked_prefill)
+    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, not chunked_prefill, stages or (0,) * len(specs))
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -122,6 +124,7 @@ def _form_groups(
     page_tokens: int | Mapping[Hashable, int],
     step_tokens: int,
     whole_steps: bool,
+    stages: Sequence[int],
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
@@ -137,7 +140,7 @@ def _form_groups(
             raise ConfigError(f"block_size must be 1, 2, 4, 8 or a multiple of {UNIT_TOKENS}, got {size}.")
         if isinstance(page_tokens, int):
             size = _page_tokens(size, [spec for _, spec in layers], cell)
-        slices, end = _slices(layers, size)
+        slices, end = _slices(layers, size, stages)
         first = layers[0][1]
         groups.append(
             GroupPlan(
@@ -146,6 +149,7 @@ def _form_groups(
                 layers=slices,
                 page_tokens=size,
                 page_bytes=end,
+                stages=max(stages) + 1,
                 pages_per_slab=1,
                 unit=end,
                 table_width=1,
@@ -183,13 +187,15 @@ def _least_page(block_size: int, specs: Sequence[Spec]) -> int:
     return size if size in (1, 2, 4, 8) else lcm(size, UNIT_TOKENS)
 
 
-def _slices(layers: Sequence[tuple[int, Spec]], page_tokens: int) -> tuple[tuple[LayerSlice, ...], int]:
-    """The layers' places in a page, and the page's bytes."""
-    slices, end = [], 0
+def _slices(
+    layers: Sequence[tuple[int, Spec]], page_tokens: int, stages: Sequence[int]
+) -> tuple[tuple[LayerSlice, ...], int]:
+    """The layers' places in a page, and the page's bytes: those of the stage with most."""
+    slices, ends = [], dict.fromkeys(stages, 0)
     for layer, spec in layers:
-        slices.append(LayerSlice(layer, spec, end))
-        end += _align(spec.page_bytes(page_tokens))
-    return tuple(slices), end
+        slices.append(LayerSlice(layer, spec, ends[stages[layer]]))
+        ends[stages[layer]] += _align(spec.page_bytes(page_tokens))
+    return tuple(slices), max(ends.values())
 
 
 def _name(lifetime: Hashable) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.dist.base import Stage
 from pagerunner.layers.cuts import by_outputs
 from pagerunner.layers.embedding import Embedding, vocabulary
 from pagerunner.layers.linear import Linear
@@ -33,6 +34,10 @@ class Layer(Protocol):
 
     def __call__(self, stream: ResidualStream, context: StepContext) -> None:
         """Add the layer's output to the stream; the last sublayer's may be pending afterwards. Only wanted tokens stay."""
+
+
+def elsewhere(stream: ResidualStream, context: StepContext) -> None:
+    """A layer that another stage runs."""
 
 
 class DecoderLayer(Module):
@@ -68,8 +73,10 @@ class DecoderLayer(Module):
 class Decoder(Module):
     """Embedding, layers, and final norm.
 
-    `names` are the parts' names in the checkpoint where they differ from the attributes'.
+    `names` are the parts' names in the checkpoint where they differ from the attributes'. `stage` is None if all layers are here.
     """
+
+    stage: Stage | None = None
 
     def __init__(
         self,
@@ -85,19 +92,35 @@ class Decoder(Module):
         self.names = dict(names or {})
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = layers
+        self.stream_shape: tuple[int, ...] = (config.hidden_size,)
+        self.dtype = dtype
         self.norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary = rotary
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """The normed hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
-        context, stream = StepContext(self.angles(batch), batch), self.embed(batch)
+        """The normed hidden states, [T, D]; [S, D] if the batch is `last_alone`. A stage that isn't the last returns what it has sent."""
+        context, stage = StepContext(self.angles(batch), batch), self.stage
+        stream = self.embed(batch) if stage is None or stage.is_first else self._received(stage, batch)
         *others, last = self.layers
         for layer in others:
+            if stage is not None:
+                stage.begin_layer()
             layer(stream, context)
+        if stage is not None and not stage.is_last:
+            last(stream, context)
+            stage.send(stream.whole())
+            return stream.x_TD
         last(stream, context._replace(wanted_S=batch.logits_index) if batch.last_alone else context)
         if not stream.x_TD.shape[0]:
             return stream.x_TD.new_empty(0, stream.x_TD.shape[-1])
         return self.finish(stream)
+
+    def _received(self, stage: Stage, batch: ForwardBatch) -> ResidualStream:
+        """The stream behind the layers of the stage before."""
+        tokens = batch.positions.shape[0]
+        x_TD = torch.empty(tokens, *self.stream_shape, dtype=self.dtype, device=batch.positions.device)
+        stage.receive(x_TD)
+        return ResidualStream(x_TD, batch.rows.row_T)
 
     def angles(self, batch: ForwardBatch) -> Any:
         """The rotary angles of the step's positions."""
@@ -126,6 +149,24 @@ class CausalLM(Module):
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
         return self.model(batch)
+
+    def keep(self, own: range) -> None:
+        """Drop all layers but these, before they have memory: the embedding stays with the first one, norm and output weights with the last.
+
+        Tied output weights are the embedding, which stays with both.
+        """
+        model = self.model
+        first, last = own.start == 0, own.stop == len(model.layers)
+        model.layers = tuple(layer if number in own else elsewhere for number, layer in enumerate(model.layers))
+        for name, part in [*vars(model).items()]:
+            if isinstance(part, Embedding):
+                kept = first or (last and self.tied)
+            else:
+                kept = last or not isinstance(part, Module)
+            if not kept:
+                delattr(model, name)
+        if not last and not self.tied:
+            del self.lm_head
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""

@@ -326,6 +326,7 @@ class StreamsDecoder(Decoder):
         layers = tuple(HyperConnectedLayer(config, layer, dtype) for layer in config.layers)
         super().__init__(config, layers, Rotary(config.slot_rope, config.rope_dim, dtype, device), dtype)
         self.streams = config.streams
+        self.stream_shape = (config.streams, config.hidden_size)
         self.hc_head = Collapse(config)
         self.window_rotary = Rotary(config.window_rope, config.rope_dim, dtype, device)
 

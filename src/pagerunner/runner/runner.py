@@ -23,6 +23,7 @@ from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
+from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
@@ -105,11 +106,14 @@ class ModelRunner:
         kernels: Sequence[KernelsOf] = (),
         agree: Callable[[Sequence[int]], list[int]] = list,
         recorded: RecordedSteps | None = None,
+        stage: StageTokens | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
         the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
-        all ranks run the same steps.
+        all ranks run the same steps. `stage`: the model is that of one of several stages.
         """
+        self._stage = stage
+        self._samples = stage is None or stage.samples
         self._unpacks, self._kernels, self._agree = unpacks, kernels, agree
         self._model = model
         self._threads = threads  # a CPU's
@@ -138,6 +142,8 @@ class ModelRunner:
             self._scorer.init_slot(init)
             self._pooler.init_slot(init)
             self._sampler.init_slot(init)
+        if self._stage is not None:
+            self._stage.begin(plan.rows)
         pages, tables, sampler = self._pages, self._tables, self._sampler
         entries, copies, fills = tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
         step = self._staging.stage(plan.rows, entries, copies, fills, sampler.new_settings())
@@ -149,9 +155,16 @@ class ModelRunner:
         scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)
         needs_hidden = bool(scored or pooled)
         captured = self._graphs.find(step, needs_hidden=needs_hidden) if step.stores_all else None
+        if not self._samples:
+            if captured is not None:
+                self._graphs.replay(captured, step, plan.state_saves)
+            else:
+                self._model(self._builder.eager(step, plan.state_saves))
+            return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
         if captured is not None and captured.key.decode:
             outputs = self._graphs.replay(captured, step, plan.state_saves)
             sampled = self._sample_decoded(*outputs, step, plan.masks)
+            self._tell(step, sampled)
             return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
         if self._recorded is not None and not needs_hidden:
             threads = torch.get_num_threads() if self._threads is None else self._threads.usual
@@ -164,11 +177,17 @@ class ModelRunner:
             alone = len(step.sampled_rows) < step.where.tokens and not needs_hidden
             hidden_TD = self._model(self._builder.eager(step, plan.state_saves, last_alone=alone))
         found = self._sample(hidden_TD, step, plan.masks)
+        self._tell(step, found)
         scores = self._scorer.score(
             hidden_TD, step, scored, lambda hidden_SD: self._sampler.whole(self._model.compute_logits(hidden_SD))
         )
         vectors = self._pooler.pool(hidden_TD, step, pooled)
         return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
+
+    def _tell(self, step: StagedStep, sampled: Sampled | None) -> None:
+        """Give the tokens to the other stages, if there are any."""
+        if self._stage is not None and sampled is not None:
+            self._stage.end(step.sampled_slots_S, sampled.token_ids)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
@@ -232,6 +251,8 @@ class ModelRunner:
 
     def state_digest(self) -> str:
         """A digest of all page tables and of all slots' last tokens, which runners with the same plans share. Waits for the device."""
+        if self._stage is not None:
+            self._stage.catch_up()
         digest = hashlib.sha256()
         for state in (self._tables.all.entries, self._last_tokens.tokens):
             digest.update(state.cpu().numpy().tobytes())
@@ -302,10 +323,10 @@ class ModelRunner:
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What a graph computes.
 
-        Mixed step: hidden states. Decode step: logits, sampled tokens, and the largest logits.
+        Mixed step: hidden states. Decode step: logits, sampled tokens, and the largest logits; of a stage that isn't the last: the stream.
         """
         hidden_TD = self._model(batch)
-        if not decode:
+        if not decode or not self._samples:
             return (hidden_TD,)
         logits_SV = self._model.compute_logits(hidden_TD)
         slots_S = self._builder.tensors.sample_slots_R[: batch.rows.num_rows]

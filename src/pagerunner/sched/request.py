@@ -21,7 +21,7 @@ class Sequence:
         "admitted_time", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "max_total",
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
-        "retry_version", "scheduled",
+        "retry_version", "sampled_in", "scheduled",
         "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
     )  # fmt: skip
 
@@ -49,6 +49,7 @@ class Sequence:
         self.blocked = False
         self.scheduled = 0
         self.pending = 0
+        self.sampled_in = -1  # the number of the last step that samples for it
         self.in_flight = 0
         self.refill = 0
         self.cached_tokens = -1  # unknown before the first admission

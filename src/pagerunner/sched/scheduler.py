@@ -40,6 +40,7 @@ class Scheduler:
             longer than max_num_batched_tokens.
         max_in_flight: plans that may be scheduled and not committed.
         make_guide: starts to follow the grammar of a request that has one.
+        stages: how many steps the device works on at the same time, one behind the other.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         max_in_flight: int = 1,
         make_guide: MakeGuide | None = None,
+        stages: int = 1,
     ) -> None:
         self.manager = manager
         self.max_model_len = max_model_len
@@ -62,6 +64,7 @@ class Scheduler:
             self._state,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
+            stages=stages,
         )
 
     # -- requests

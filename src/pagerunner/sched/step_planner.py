@@ -15,13 +15,20 @@ _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the devic
 
 
 class StepPlanner:
-    """Running sequences come first, in order. Then waiting ones are admitted while slots, tokens and pages last."""
+    """Running sequences come first, in order. Then waiting ones are admitted while slots, tokens and pages last.
 
-    def __init__(self, state: SchedulerState, *, max_num_batched_tokens: int, enable_chunked_prefill: bool) -> None:
+    With several `stages`, sequences that generate take turns, so that stages work on steps that don't wait for each other's tokens. Example: of
+    5 sequences and 2 stages 3 are in one step, 2 in the next, and then the 3 again.
+    """
+
+    def __init__(
+        self, state: SchedulerState, *, max_num_batched_tokens: int, enable_chunked_prefill: bool, stages: int = 1
+    ) -> None:
         self._state = state
         self._manager = state.manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
+        self._stages = stages
 
     def next_plan(self) -> StepPlan | None:
         """Choose the rows of a step and take their pages; None if there is nothing to run."""
@@ -35,6 +42,9 @@ class StepPlanner:
         may_admit = preempted == state.counts.preemptions and not manager.moves_unfinished
         if may_admit and state.waiting and state.free_slots:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
+        for steps in range(self._stages - 1, 0, -1):  # if nobody else can run, a step may wait for another one's tokens
+            if not rows:
+                budget = self._schedule_running(budget, rows, sequences, steps)
         if not rows:
             return None
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
@@ -58,8 +68,13 @@ class StepPlanner:
         state.in_flight.append((plan, sequences))
         return plan
 
-    def _schedule_running(self, budget: int, rows: list[StepRow], sequences: list[Sequence]) -> int:
+    def _schedule_running(
+        self, budget: int, rows: list[StepRow], sequences: list[Sequence], turn: int | None = None
+    ) -> int:
+        """What is left of the budget. It is a sequence's turn to generate so many steps after its last one (default: as many as there are stages)."""
         running = self._state.running
+        step, turn = self._state.counts.steps, turn or self._stages
+        generating = -(-len(running) // self._stages)
         for sequence in running:  # preemption may take the last ones away meanwhile
             if not budget:
                 break
@@ -69,6 +84,10 @@ class StepPlanner:
             ):  # all its tokens are in flight, or its next mask isn't known yet
                 continue
             start = sequence.scheduled
+            if self._stages > 1 and start >= sequence.refill:
+                if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
+                    continue
+                generating -= 1
             end = total if total - start <= budget else start + budget
             grant = sequence.grant
             assert grant is not None
@@ -81,6 +100,7 @@ class StepPlanner:
                 sequence.scheduled = end
                 sequence.in_flight += 1
                 sequence.pending += 1
+                sequence.sampled_in = step
                 rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
             else:
                 rows.append(self._row(sequence, grant, start, end))
@@ -110,9 +130,12 @@ class StepPlanner:
         sequence.blocked = sequence.guide is not None and end >= sequence.refill
         if start >= sequence.refill:
             sequence.pending += 1
+            sequence.sampled_in = self._state.counts.steps
             return StepRow(grant.slot, start, end - start, _ON_DEVICE, True)
         samples = end == sequence.refill
         sequence.pending += samples
+        if samples:
+            sequence.sampled_in = self._state.counts.steps
         if end >= grant.next_publish:
             self._manager.publish(grant, tokens, end)
         if samples and sequence.parent_id:

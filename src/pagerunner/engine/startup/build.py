@@ -57,7 +57,7 @@ def build_from(resolved: Resolved, progress: Progress | None = None, card: Card 
         CapacityError, CheckpointError, ConfigError: of several ranks it names the one that can't come up.
         EngineDeadError: another rank has ended, or hangs.
     """
-    if resolved.config.tensor_parallel_size > 1:
+    if resolved.config.num_ranks > 1:
         return build_on(resolved, load_ranks(resolved, progress))
     return build_on(resolved, load_worker(resolved, progress, card))
 
@@ -125,4 +125,5 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
         enable_chunked_prefill=config.enable_chunked_prefill,
         max_in_flight=config.max_in_flight,
         make_guide=make_guide,
+        stages=config.pipeline_parallel_size,
     )

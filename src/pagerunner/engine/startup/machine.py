@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from pagerunner.attention.capability import OLDEST_DEVICE
+from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
@@ -107,17 +108,19 @@ def device_kind(device: str) -> str:
     return repr((properties.name, properties.major, properties.minor, properties.multi_processor_count, version))
 
 
-def check_devices(ranks: int) -> None:
+def check_devices(args: EngineArgs) -> None:
     """Raise ConfigError if there aren't as many CUDA devices as ranks, or if they can't divide a model yet."""
-    how = os.environ.get(TRY_CUDA_RANKS)
+    how, asked = os.environ.get(TRY_CUDA_RANKS), f"tensor_parallel_size={args.tensor_parallel_size}"
+    if args.pipeline_parallel_size > 1:
+        asked = f"{asked} times pipeline_parallel_size={args.pipeline_parallel_size}"
     if how not in ("1", "peer", "shared"):
         raise ConfigError(
-            f"tensor_parallel_size={ranks} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
+            f"{asked} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
             'or take device="cpu".'
         )
-    if how != "shared" and ranks > (count := torch.cuda.device_count()):
+    if how != "shared" and args.num_ranks > (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"tensor_parallel_size={ranks} takes as many CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones)."
+            f"{asked} takes as many CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones)."
         )
 
 

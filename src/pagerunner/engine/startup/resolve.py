@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.checkpoint.loader import checkpoint_files
-from pagerunner.models.checkpoint.ranks import configs_of_ranks
+from pagerunner.models.checkpoint.ranks import LAYERS_OF_STAGES, configs_of_ranks, layers_of_stages
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
@@ -62,13 +63,14 @@ class Resolved:
     With a `card` the plan comes from an upper bound. The final plan is made when everything except the pages has been
     allocated. It stays within `gpu_memory_utilization` of the card, or has exactly these pages if they are `fixed`.
     `auto_length`: max_model_len follows from the memory. `seconds`: what resolving took. `offline_tokens`: the max_num_batched_tokens that
-    an engine without a server has, where this is one or a plan.
+    an engine without a server has, where this is one or a plan. `stages` are the layers of each stage.
     """
 
     args: EngineArgs
     config: EngineConfig
     model: ModelConfig
     plan: MemoryPlan
+    stages: Sequence[range]
     card: DeviceMemory | None = None
     gpu_memory_utilization: float = 1.0
     fixed_pages: bool = False
@@ -117,8 +119,9 @@ def resolve(
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if memory_bytes is not None and device == "cpu":
-        memory_bytes //= args.tensor_parallel_size  # ranks on CPUs share it
-    of_ranks = _of_ranks(model, dtype, device, args.tensor_parallel_size, plan_only)
+        memory_bytes //= args.num_ranks  # ranks on CPUs share it
+    stages = layers_of_stages(model.num_layers, args.pipeline_parallel_size, _asked_layers(args))
+    of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
         card = device_memory()
@@ -130,15 +133,18 @@ def resolve(
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
-        available = available_memory() // args.tensor_parallel_size  # this too
+        available = available_memory() // args.num_ranks  # this too
     available = None if isinstance(available, DeviceMemory) else available
-    wish = _Wish(args, model, of_ranks, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available)
+    wish = _Wish(
+        args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available
+    )
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)
     return Resolved(
         args,
         _engine_config(wish, plan, kv_dtype),
         model,
         plan,
+        stages,
         card,
         args.gpu_memory_utilization,
         fixed_pages=args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None,
@@ -150,10 +156,15 @@ def resolve(
     )
 
 
-def _of_ranks(model: ModelConfig, dtype: Dtype, device: str, ranks: int, plan_only: bool) -> list[ModelConfig]:
-    """The configs of the ranks' models, equal ones once. Raises ConfigError for what can't be divided."""
-    if ranks > 1 and device == "cuda" and not plan_only:
-        check_devices(ranks)
+def _asked_layers(args: EngineArgs) -> str:
+    return os.environ.get(LAYERS_OF_STAGES, "") if args.pipeline_parallel_size > 1 else ""
+
+
+def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, plan_only: bool) -> list[ModelConfig]:
+    """The configs of the models that a stage's ranks would have of all layers, equal ones once. Raises ConfigError for what can't be divided."""
+    if args.num_ranks > 1 and device == "cuda" and not plan_only:
+        check_devices(args)
+    ranks = args.tensor_parallel_size
     try:
         return configs_of_ranks(model, dtype, device, ranks)
     except ConfigError as error:
@@ -174,7 +185,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         max_num_batched_tokens=wish.batched_tokens,
         scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
         load_format="dummy" if args.load_format == "dummy" else "auto",
-        max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
+        max_in_flight=wish.in_flight,
     )
 
 
@@ -262,12 +273,13 @@ def _batched_tokens(args: EngineArgs, max_model_len: int, default: int) -> int:
 class _Wish:
     """What a plan is made for. `of_ranks` are the configs of the ranks' models, equal ones once.
 
-    `available` is a CPU's memory for each rank, where no other memory is given.
+    `stages` are the layers of each stage. `available` is a CPU's memory for each rank, where no other memory is given.
     """
 
     args: EngineArgs
     model: ModelConfig
     of_ranks: list[ModelConfig]
+    stages: Sequence[range]
     dtype: Dtype
     specs: tuple[Spec, ...]
     length: int | str
@@ -275,6 +287,12 @@ class _Wish:
     batched_tokens: int
     device: Literal["cpu", "cuda"]
     available: int | None
+
+    @property
+    def in_flight(self) -> int:
+        """How many steps may be under way: one in each stage, and one more that waits for the first."""
+        stages = len(self.stages)
+        return self.args.max_in_flight or (stages + 1 if stages > 1 else DEFAULT_IN_FLIGHT[self.device])
 
     def memory(self, given: int | None) -> int:
         """Bytes of the memory that is planned for."""
@@ -287,9 +305,13 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
-    ranks = args.tensor_parallel_size
+    stages: list[range | None] = [*wish.stages] if len(wish.stages) > 1 else [None]
     counted = max(
-        (count_weights(own, wish.dtype, wish.device, wish.batched_tokens) for own in wish.of_ranks),
+        (
+            count_weights(own, wish.dtype, wish.device, wish.batched_tokens, layers)
+            for own in wish.of_ranks
+            for layers in stages
+        ),
         key=lambda weights: weights.size,
     )
     weights = counted.name, counted.size
@@ -318,9 +340,9 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             tokens=wish.batched_tokens,
             heads=getattr(wish.of_ranks[0], "num_heads", 0),
             work_space=counted.work_space,
-            eager=args.enforce_eager or ranks > 1,
+            eager=args.enforce_eager or args.num_ranks > 1,
         )
-        return (*always, ("activations", counted.activations), *steps, *(_sums_of_ranks(wish) if ranks > 1 else ()))
+        return (*always, ("activations", counted.activations), *steps, *_told_by_ranks(wish))
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(
@@ -332,7 +354,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             model_max_len=model.max_position_embeddings,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=wish.batched_tokens,
-            max_in_flight=args.max_in_flight or DEFAULT_IN_FLIGHT[wish.device],
+            max_in_flight=wish.in_flight,
+            stages=[stage for layer in model.spec_layers for stage, own in enumerate(wish.stages) if layer in own],
             chunked_prefill=args.enable_chunked_prefill,
         )
 
@@ -352,13 +375,19 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     return replace(made, other=other(made.max_model_len, width))
 
 
-def _sums_of_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:
-    """What a rank on a CPU takes to add up the others' parts of a step's outputs, and to gather their logits."""
+def _told_by_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:
+    """What a rank on a CPU takes to add up the others' parts of a step's outputs, to gather their logits, and for what it has sent to the next
+    stage, which may be steps behind.
+    """
     ranks, tokens = wish.args.tensor_parallel_size, max(wish.batched_tokens, wish.max_num_seqs)
-    return (
-        ("sums of all ranks", (ranks + 1) * tokens * wish.model.hidden_size * 4),
-        ("logits of all ranks", 2 * 4 * wish.max_num_seqs * wish.model.vocab_size),
-    )
+    stream = tokens * wish.model.hidden_size * getattr(wish.model, "streams", 1) * 4
+    found: list[tuple[str, int]] = []
+    if ranks > 1:
+        found.append(("sums of all ranks", (ranks + 1) * tokens * wish.model.hidden_size * 4))
+        found.append(("logits of all ranks", 2 * 4 * wish.max_num_seqs * wish.model.vocab_size))
+    if len(wish.stages) > 1:
+        found.append(("streams to the next stage", wish.in_flight * stream))
+    return tuple(found)
 
 
 def _check_fixed(plan: MemoryPlan, name: str, asked: int, weights: int, total: int) -> None:
@@ -399,7 +428,7 @@ def _plan_in(
             f"{human_bytes(total)} there are{free} is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
             "lower max_num_seqs, max_num_batched_tokens or max_model_len, or take a machine with more memory."
         )
-    usual = DEFAULT_CPU_KV_BYTES // wish.args.tensor_parallel_size
+    usual = DEFAULT_CPU_KV_BYTES // wish.args.num_ranks
     if memory_bytes is not None or room <= usual:
         return plan(room)
     try:

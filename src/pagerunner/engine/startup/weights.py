@@ -54,8 +54,8 @@ class Weights(NamedTuple):
     activations: int = 0
 
 
-def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) -> Weights:
-    """The weights of `model`, computing in `dtype` on `device` in steps of up to so many tokens.
+def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, layers: range | None = None) -> Weights:
+    """The weights of `model`, computing in `dtype` on `device` in steps of up to so many tokens; of a stage with these `layers` alone.
 
     Weights whose format isn't known count as the checkpoint's files if they are there, else as if they were in `dtype`; the name says so.
     """
@@ -64,7 +64,7 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         online = model.format.writer == "online"
         name = next(iter(model.format.schemes_said)).number if online else model.format.writer
         as_stored = "made while loading" if online else "as stored"
-        made = build_model(model, dtype, keep_forms=keep)
+        made = build_model(model, dtype, keep_forms=keep, layers=layers)
         work_space = 0 if keep else _put_in_panels(made, tokens)
         kept = as_stored if keep else f"unpacked to {dtype}"
         if keep and (dense := loaded_unpacked_bytes(made.modules())):
@@ -73,7 +73,7 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         activations = _activations(made, model.hidden_size, tokens)
         return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, work_space, activations)
     if model.quantization is None:
-        made = build_model(model, dtype)
+        made = build_model(model, dtype, layers=layers)
         work_space = 0 if keep else _put_in_panels(made, tokens)  # panels may be larger than matrices
         activations = _activations(made, model.hidden_size, tokens)
         return Weights("weights", weights_bytes(made), work_space=work_space, activations=activations)
@@ -83,7 +83,8 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int) ->
         return Weights(
             f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
         )
-    return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(build_model(model, dtype)))
+    made = build_model(model, dtype, layers=layers)
+    return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(made))
 
 
 def weights_with_unpacked_experts(model: ModelConfig, dtype: Dtype) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineConfig
-from pagerunner.dist.base import Comm, union
+from pagerunner.dist.base import Comm, Stage, union
 from pagerunner.engine.startup.machine import available_memory
 from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
@@ -47,6 +47,7 @@ from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
+from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
@@ -61,22 +62,33 @@ def graph_engine(device: torch.device) -> GraphEngine | None:
 
 
 def load_model(
-    resolved: Resolved, device: torch.device, arena: Arena, meter: StartMeter, progress: Progress | None, comm: Comm
+    resolved: Resolved,
+    device: torch.device,
+    arena: Arena,
+    meter: StartMeter,
+    progress: Progress | None,
+    comm: Comm,
+    stage: Stage | None,
 ) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None]]:
-    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the share of this one."""
+    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the share of this one.
+
+    `comm` joins the ranks of one stage.
+    """
     config = resolved.config
     share: Share | None = None
     with meter.phase("model", "constants"):
-        if comm.size == 1:
+        if comm.size == 1 and stage is None:
             model = build_model(resolved.model, config.dtype, str(device))
         else:
-            model, share = build_share(resolved.model, config.dtype, str(device), comm.rank, comm.size)
+            layers = None if stage is None else resolved.stages[stage.number]
+            model, share = build_share(resolved.model, config.dtype, str(device), comm.rank, comm.size, layers=layers)
+            model.model.stage = stage
         panels = store_in_panels(model) if config.device == "cpu" else 0
         if panels:
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
-        if share is not None:
+        if share is not None and comm.size > 1:
             join_ranks(model, share, comm)
 
     def fill_weights() -> None:
@@ -95,11 +107,18 @@ def load_model(
 
 
 def make_runner(
-    resolved: Resolved, device: torch.device, model: Model, share: Share | None, kv_bytes: torch.Tensor, comm: Comm
+    resolved: Resolved,
+    device: torch.device,
+    model: Model,
+    share: Share | None,
+    kv_bytes: torch.Tensor,
+    comm: Comm,
+    stage: Stage | None,
 ) -> ModelRunner:
-    """The runner with its tables and state, none of which depends on how many slabs get mapped."""
+    """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage."""
     config, plan = resolved.config, resolved.plan
-    ranks = config.tensor_parallel_size
+    everybody = comm if stage is None else stage.world
+    ranks = config.num_ranks
     dtype = getattr(torch, config.dtype)
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
@@ -107,7 +126,7 @@ def make_runner(
     last_tokens = LastTokens(config.max_num_seqs, device)
     unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
-        unpacks = any(union(comm, [unpacks]))
+        unpacks = any(union(everybody, [unpacks]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     return ModelRunner(
         model=model,
@@ -119,7 +138,7 @@ def make_runner(
             config.max_num_seqs,
             resolved.model.vocab_size,
             device,
-            None if share is None else DividedVocabulary(comm, token_ids(share)),
+            None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share)),
         ),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
@@ -131,8 +150,9 @@ def make_runner(
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
-        agree=partial(union, comm),
+        agree=partial(union, everybody),
         recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
+        stage=None if stage is None else StageTokens(stage, last_tokens, config.max_in_flight),
     )
 
 
@@ -142,7 +162,7 @@ def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]])
 
 
 def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
-    layers = sum(len(group.layers) for group in plan.groups)
+    layers = max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
     token_bytes = plan.request_bytes(plan.max_model_len) // plan.max_model_len
     return StepThreads(weights_bytes(model) // layers, token_bytes // layers, ranks)
 
@@ -160,7 +180,17 @@ def kernels_name(resolved: Resolved) -> str:
     model = replace(resolved.model, path="")  # where it lies changes nothing
     held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
     return repr(
-        (model, config.tensor_parallel_size, sorted(held), sizes, choices, graphs, pages, bool(resolved.kv_scales))
+        (
+            model,
+            config.tensor_parallel_size,
+            resolved.stages,
+            sorted(held),
+            sizes,
+            choices,
+            graphs,
+            pages,
+            bool(resolved.kv_scales),
+        )
     )
 
 

@@ -1,7 +1,7 @@
 """What the core and the ranks in other processes say to each other: typed msgspec structs as MessagePack, nothing else.
 
 The core binds a ZeroMQ socket for its orders to each rank, one for the reports of all ranks, and one for the results of steps, in a private
-directory. `RankLaunch` goes to a rank's standard input as one line of JSON. Rank 0 alone answers a step, with its result. All ranks say every
+directory. `RankLaunch` goes to a rank's standard input as one line of JSON. The last stage's first rank alone answers a step, with its result. All ranks say every
 tenth of a second how far they have come, and at once what has failed.
 """
 
@@ -119,7 +119,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """How far the rank has come: `begun` counts the sums and steps that its host has begun, `steps` those that it has launched,
-    `done` those that its device has finished, in `busy_seconds` of work.
+    `done` those that its device has finished, in `busy_seconds` of work. `given` counts the steps that it has got. `waits`: it is in a call
+    in which it may wait for others.
     """
 
     rank: int
@@ -127,6 +128,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     steps: int = 0
     done: int = 0
     busy_seconds: float = 0.0
+    given: int = 0
+    waits: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

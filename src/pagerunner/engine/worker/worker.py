@@ -19,9 +19,9 @@ from functools import partial
 import torch
 
 from pagerunner.config import EngineConfig
-from pagerunner.dist.base import Comm
-from pagerunner.dist.gloo import GlooComm
-from pagerunner.dist.nccl import NcclComm
+from pagerunner.dist.base import Comm, Stage
+from pagerunner.dist.gloo import GlooComm, GlooStage
+from pagerunner.dist.nccl import NcclComm, NcclStage
 from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import PeerComm
 from pagerunner.dist.staged import StagedComm
@@ -125,7 +125,7 @@ class LoadedWorker:
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.config.enable_sleep_mode else None
-        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, self.config.tensor_parallel_size)
+        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, self.config.num_ranks)
         clock = DeviceClock.of(torch.device(self.config.device))
         return Worker(self.runner, sleeper, clock)
 
@@ -151,23 +151,29 @@ def _joined(host: GlooComm, device: torch.device) -> Comm:
 
 
 def load_worker(
-    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, comm: Comm | None = None
+    resolved: Resolved,
+    progress: Progress | None = None,
+    card: Card | None = None,
+    comm: Comm | None = None,
+    stage: Stage | None = None,
 ) -> LoadedWorker:
     """Bring a worker up to the point where only its pages are missing.
 
     `card` is the CUDA device for which the configuration was resolved, if there is one. `progress` is called as by `build_core`.
-    `comm` joins it to the other ranks of its engine, all of which load at the same time.
+    `comm` joins it to the other ranks of its engine, all of which load at the same time. If there are several stages, those of its own, and
+    `stage` joins it to the others.
 
     Raises:
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
     comm = comm or NullComm()
-    device = torch.device("cuda", device_of_rank(comm.rank)) if config.device == "cuda" else torch.device(config.device)
+    rank = comm.rank if stage is None else stage.world.rank
+    device = torch.device("cuda", device_of_rank(rank)) if config.device == "cuda" else torch.device(config.device)
     if memory is None:
         card = None
     elif card is None:
-        card = Card.of(device_of_rank(comm.rank), memory)
+        card = Card.of(device_of_rank(rank), memory)
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     loading = load_libraries(device)
@@ -175,11 +181,14 @@ def load_worker(
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
             comm = _joined(comm, device)
-    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm)
+    if device.type == "cuda" and isinstance(stage, GlooStage):
+        with meter.phase("ranks", "communicators"):
+            stage = NcclStage(stage, rehearsing)
+    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm)
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels_name(resolved))
@@ -188,7 +197,7 @@ def load_worker(
         with meter.phase("capture", "graphs"):
             runner.capture()
     return LoadedWorker(
-        rank=comm.rank,
+        rank=rank,
         config=config,
         card=card,
         arena=arena,

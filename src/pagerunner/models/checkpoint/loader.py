@@ -64,18 +64,26 @@ _IMAGE_NAMES = tuple(
 
 
 def build_model(
-    config: ModelConfig, dtype: Dtype, device: str = "cpu", *, keep_forms: bool | None = None, of_files: bool = True
+    config: ModelConfig,
+    dtype: Dtype,
+    device: str = "cpu",
+    *,
+    keep_forms: bool | None = None,
+    of_files: bool = True,
+    layers: range | None = None,
 ) -> Model:
     """The model of `config`, computing in `dtype`: its weights without memory yet, its few constants on `device`.
 
     `keep_forms`: quantised weights stay in few bits in memory; otherwise they are unpacked to `dtype` while they are loaded. None
     keeps them on a CUDA device alone. `of_files`: what the checkpoint's files hold decides beside the config; not so for a format that the
-    checkpoint isn't in, which a plan only tries.
+    checkpoint isn't in, which a plan only tries. `layers`: the model has these alone, as a stage's (`CausalLM.keep`).
     """
     family = FAMILIES[config.family]
     model: Model = getattr(importlib.import_module(f"pagerunner.models.{family.module}"), family.model)(
         config, getattr(torch, dtype), torch.device(device)
     )
+    if layers is not None:
+        model.keep(layers)
     if config.format is not None:
         held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms
@@ -145,6 +153,10 @@ def load_weights(
     directory = Path(path)
     declared = model.checkpoint() if share is None else share.checkpoint(model)
     known = {tensor.name: tensor for tensor in declared}
+    elsewhere = set() if share is None else share.elsewhere(known)
+    names = known.keys() | elsewhere
+    if share is not None and not any(isinstance(tensor.owner, Embedding) for tensor in known.values()):
+        elsewhere.add("lm_head.weight")  # a copy of a tied embedding, which is looked at where that is
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     started = time.perf_counter()
@@ -158,7 +170,7 @@ def load_weights(
     ) as copies:
         for file in files:
             for given, tensor in _tensors(file, files[file]):
-                name = own_name(given, known)
+                name = own_name(given, names)
                 if name in filled:
                     other, first = filled[name]
                     where = "it" if other == file.name else other
@@ -174,7 +186,7 @@ def load_weights(
                     unused.append(name)
                 elif place_of(name) is not None:
                     scales.append(name)
-                elif not _is_derived(name):
+                elif name not in elsewhere and not _is_derived(name):
                     extra.append((file, name, tensor if name == "lm_head.weight" else None))
                 if sink is None:
                     copies.count(tensor.nbytes)

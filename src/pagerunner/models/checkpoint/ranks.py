@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from pagerunner.config import Dtype
 from pagerunner.dist.base import Comm
@@ -24,9 +25,16 @@ from pagerunner.quant.ranked import OfVocabulary, Summed, SummedExperts
 
 
 def build_share(
-    config: ModelConfig, dtype: Dtype, device: str, rank: int, ranks: int, *, keep_forms: bool | None = None
+    config: ModelConfig,
+    dtype: Dtype,
+    device: str,
+    rank: int,
+    ranks: int,
+    *,
+    layers: range | None = None,
+    keep_forms: bool | None = None,
 ) -> tuple[Model, Share]:
-    """The model of one of `ranks` ranks, as `build_model` makes it, and its share of the whole model `config`.
+    """The model of one of the `ranks` ranks of a stage with these `layers`, as `build_model` makes it, and its share of the whole model `config`.
 
     Until `join_ranks` its products are those of its part alone.
 
@@ -36,7 +44,37 @@ def build_share(
     # where matrices may be cut depends on their forms
     keep = device.startswith("cuda") if keep_forms is None else keep_forms
     share = Share.of(build_model(config, dtype, keep_forms=keep), rank, ranks)
-    return build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep), share
+    return build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep, layers=layers), share
+
+
+LAYERS_OF_STAGES = "PAGERUNNER_PP_LAYER_PARTITION"
+"""A variable of the environment: how many layers each stage has, as "9,10,9"."""
+
+
+def layers_of_stages(count: int, stages: int, asked: str = "") -> list[range]:
+    """The layers of each stage, of `count` in all: equally many, but that those before the last one have one more where that doesn't come out.
+
+    The last stage has the output weights, too. `asked` is how many layers each stage is to have, as LAYERS_OF_STAGES says.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or `asked` says something else.
+    """
+    if stages > count:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: the model has {count} layers, of which each stage needs one. Lower it to {count} or less."
+        )
+    more = range(stages - 1 - count % stages, stages - 1)
+    sizes = [count // stages + (stage in more) for stage in range(stages)]
+    if asked:
+        said = asked.split(",")
+        sizes = [int(size) if size.strip().isdecimal() else 0 for size in said]
+        if len(sizes) != stages or sum(sizes) != count or min(sizes) < 1:
+            raise ConfigError(
+                f"{LAYERS_OF_STAGES}={asked!r} must be {stages} numbers of at least 1, one for each stage of pipeline_parallel_size={stages}, "
+                f"which add up to the model's {count} layers."
+            )
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int) -> list[ModelConfig]:

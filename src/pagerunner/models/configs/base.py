@@ -62,6 +62,11 @@ class ModelConfig(ABC):
         found: dict[str, Any] = {field: own[features] for field, features in counts.items() if features in own}
         return replace(self, **found)
 
+    @property
+    def spec_layers(self) -> tuple[int, ...]:
+        """The layer of each of `layer_specs`."""
+        return tuple(range(self.num_layers))
+
     @abstractmethod
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """The memory of each layer, by layer index."""

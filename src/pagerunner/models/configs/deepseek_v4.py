@@ -78,6 +78,11 @@ class DeepseekV4Config(ModelConfig):
         """A sink per head."""
         return frozenset({"sinks"})
 
+    @property
+    def spec_layers(self) -> tuple[int, ...]:
+        """See ModelConfig."""
+        return tuple(number for number, layer in enumerate(self.layers) for _ in range(1 if layer.ratio == 1 else 3))
+
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
         found: list[Spec] = []

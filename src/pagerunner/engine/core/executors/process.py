@@ -1,7 +1,7 @@
 """ProcessExecutor: each rank runs in a process of its own (engine/rank.py), and none in the core's.
 
-A plan is encoded once and sent to all ranks. Rank 0 answers with what its device has computed. That is what every rank has, because all of
-them choose tokens from the same gathered bytes.
+A plan is encoded once and sent to all ranks. The first rank of the last stage answers with what its device has computed. That is what every rank
+of the stage has, because all of them choose tokens from the same gathered bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SUMS = 4  # the watch knows more than the group, so it comes first
 
 
 class RankSockets:
-    """The ways to the ranks, and the one from rank 0 for results."""
+    """The ways to the ranks, and the one by which results come."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -115,14 +115,15 @@ class Ranks:
 
     def __init__(self, resolved: Resolved, loader: str) -> None:
         """Start them."""
-        ranks = resolved.config.tensor_parallel_size
+        ranks = resolved.config.num_ranks
         self.size, self.seconds = ranks, float(limits.RANK_SECONDS)
         self.directory = private_directory()
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / orders.MEETING).mkdir(mode=0o700)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-            self.watch = RankWatch(context, self.directory, ranks, self.seconds)
+            together = resolved.config.tensor_parallel_size
+            self.watch = RankWatch(context, self.directory, ranks, self.seconds, together)
             undo.callback(self.watch.close)
             self._sockets = RankSockets(context, self.directory, ranks)
             undo.pop_all()
@@ -359,7 +360,9 @@ def load_ranks(resolved: Resolved, progress: Progress | None = None, loader: str
         CapacityError, CheckpointError, ConfigError: a rank can't load; it is named.
         EngineDeadError: a rank can't be started, has ended, or hangs.
     """
-    with starting(f"The ranks of tensor_parallel_size={resolved.config.tensor_parallel_size}"):
+    config = resolved.config
+    stages = f", pipeline_parallel_size={config.pipeline_parallel_size}" if config.pipeline_parallel_size > 1 else ""
+    with starting(f"The ranks of tensor_parallel_size={config.tensor_parallel_size}{stages}"):
         ranks = Ranks(resolved, loader)
     try:
         ranks.meet(resolved)

@@ -63,8 +63,19 @@ class _Known:
 class RankWatch:
     """Knows how the ranks are. Its methods are for the thread that runs the engine."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int, seconds: float) -> None:
-        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        directory: Path,
+        ranks: int,
+        seconds: float,
+        together: int | None = None,
+    ) -> None:
+        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`.
+
+        So many ranks `together` are a stage, and make the same sums; by default all of them.
+        """
+        self._together = together or ranks
         self._ranks, self._directory, self._seconds = ranks, directory, seconds
         self._process = os.getpid()
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -239,15 +250,18 @@ class RankWatch:
         """Whether a rank is silent, or is behind the others, or its device stands still, for too long."""
         limit = f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
         behind = self._seconds * (1 if len(self.loaded) == self._ranks else _LOADING)
-        most = max(one.alive.begun for one in self._known.values())
         for rank, known in self._known.items():
             who, alive = f"Rank {rank} of {self._ranks}", known.alive
-            if alive.begun == most:
+            most = max(self._known[other].alive.begun for other in self._stage_of(rank))
+            waits = self._together == self._ranks or alive.waits or alive.given == alive.steps
+            if alive.begun == most and waits:
                 known.moved_at = now
             if known.heard_at is not None and now - known.heard_at > self._seconds:
                 return self._hung(rank, f"{who} has given no sign of life for {limit}.")
             if now - known.moved_at > behind:
                 where = f"it has begun {alive.begun:,} sums and steps, and another rank {most:,}"
+                if alive.begun == most:
+                    where = f"it is at step {alive.steps + 1:,} of {alive.given:,} that it was given"
                 wait = f"{behind:g} seconds {knob('RANK_SECONDS')}"
                 return self._hung(
                     rank, f"{who} hangs: it hasn't come further for {wait}, while others wait for it; {where}."
@@ -259,6 +273,10 @@ class RankWatch:
                     rank, f"Rank {rank} of {self._ranks}: its device has worked for {limit} on {step}, and hangs."
                 )
         return None
+
+    def _stage_of(self, rank: int) -> range:
+        first = rank - rank % self._together
+        return range(first, first + self._together)
 
     def _hung(self, rank: int, sentence: str) -> PagerunnerError:
         logger.error("%s Its threads say on standard error where they are.", sentence)
