@@ -17,7 +17,7 @@ from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 @pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
 @pytest.mark.parametrize(("tokens", "features", "inner"), [(9, 128, 192), (150, 64, 64)])
 def test_dense_halves(activation, tokens, features, inner, monkeypatch):
-    monkeypatch.setattr(moe, "MOST_FEW", 1)
+    monkeypatch.setattr(moe, "MOST_FEW_PLAIN", 1)
     torch.manual_seed(tokens)
     gate_up, down = torch.randn(5, 2 * inner, features).half() / 8, torch.randn(5, features, inner).half() / 8
     biases = torch.randn(5, 2 * inner).half(), torch.randn(5, features).half()

@@ -17,6 +17,7 @@ from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_joint import (
     MOST_FEW,
+    MOST_FEW_PLAIN,
     MOST_ROWS,
     grouped_product,
     is_full,
@@ -202,7 +203,8 @@ def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Store
 
 def _is_joint(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
     """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own."""
-    few = routes.experts_TA.numel() <= MOST_FEW * gate_up.shape[0]
+    most = MOST_FEW_PLAIN if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) else MOST_FEW
+    few = routes.experts_TA.numel() <= most * gate_up.shape[0]
     return few and not (_of_codes(x_TD, routes, gate_up) and _of_codes(x_TD, routes, down))
 
 
@@ -217,8 +219,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     """See `Op.kernels_for`: everything that products choose by, whatever form the weights have."""
     pairs = tokens * active
     each = pairs / experts
-    few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW
-    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= MOST_FEW else ()
+    few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW, each <= MOST_FEW_PLAIN
+    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= MOST_FEW_PLAIN else ()
     ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))

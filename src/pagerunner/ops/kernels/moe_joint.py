@@ -29,8 +29,8 @@ from pagerunner.ops.routing import TILE_PAIRS, Routes
 from pagerunner.ops.stored import Stored
 
 TILE = tl.constexpr(TILE_PAIRS)
-MOST_FEW = 16
-"""Pairs of an expert, on average, up to which reading the weights takes the time."""
+MOST_FEW, MOST_FEW_PLAIN = 16, 24
+"""Pairs of an expert, on average, up to which reading the weights takes the time: of codes, and of weights that are none."""
 
 
 @triton.jit
@@ -235,6 +235,8 @@ def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
     """The tiles, by measurement (docs/performance.md). `plain`: the weights are no codes."""
     if not plain:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
+    if pairs > MOST_FEW * experts:
+        return JointConfig(4 * TILE_PAIRS, 64, 64, 128, 64, 4, 3)
     if is_full(pairs, experts):
         return JointConfig(2 * TILE_PAIRS, 64, 64, 128, 64, 4, 4)
     return JointConfig(TILE_PAIRS, 64, 128, 64, 128, 4, 3)
