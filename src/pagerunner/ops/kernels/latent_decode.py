@@ -27,10 +27,11 @@ from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, pa
 from pagerunner.ops.kernels.paged_tiles import prefetch_tile, tile_scales
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
-SNAP = 4  # tiles by which a cut may move to a border
+SNAP = 2  # tiles by which a cut may move to a border
 BLOCK = 256  # tokens that the schedule looks at together, at most; and pairs of a token and a slice
 PAIRS = 8192
 FEW_TOKENS = 16  # fewer don't occupy the device, and time is a chain of latencies
+EARLY_TOKENS = 160  # up to which it pays to read the schedule before the wait
 MOST_PARTS = 64  # of one query, because each costs as much to merge as a third of a tile to compute
 
 
@@ -217,7 +218,7 @@ def _slices_kernel(
             row_table = table + slot * table_stride
             first = (tile - first_tile) * BN
             entry = _entries(row_table, first + n, length, PAGE, FEW)
-            if EARLY and COMPILED:
+            if EARLY and COMPILED and FEW:
                 if waiting:
                     prefetch_tile(
                         pages, page_stride, slot_stride, row_table, 1, first, 0, length, C + P, PAGE, BN, False
@@ -372,10 +373,10 @@ def values_config(tokens: int, heads: int) -> ValuesConfig:
     """By measurement (docs/performance.md). Few tokens are divided so that there is about one program a multiprocessor."""
     if tokens <= 8:
         return ValuesConfig(16, 1, 16 if tokens <= 2 else 8, 4)
-    if tokens <= 64:
+    if tokens <= 32:
         divided = (each for each in (4, 8) if 2 * heads * blocks(tokens, each) <= 132)
         return ValuesConfig(64, next(divided, 16), 2, 8)
-    return ValuesConfig(128, 32, 1, 8)
+    return ValuesConfig(128, 16 if tokens <= 96 else 32, 1, 8)
 
 
 class Schedule(NamedTuple):
@@ -475,7 +476,7 @@ def latent_values(
     programs = multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads)
     slices = max(1, min(programs, MOST_PARTS * tokens))
     schedule = scratch.get((slices, tiles))
-    early = schedule is not None and tokens < FEW_TOKENS
+    early = schedule is not None and tokens <= EARLY_TOKENS
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
     partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles, scales_E, early=early)
