@@ -38,6 +38,7 @@ SAME = frozenset(
 DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
+    "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
     "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",

@@ -31,6 +31,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -61,7 +62,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
     products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
     `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
-    the layers are divided among; each has so many ranks.
+    the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
+    expert.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
@@ -124,6 +126,10 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1."
+            )
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")

@@ -90,6 +90,19 @@ def test_stages_have_pages_and_weights_of_the_largest_one(tmp_path, capsys) -> N
     assert "pipeline_parallel_size=100000000000000: the model has 36 layers, of which each stage needs one." in said
 
 
+def test_ranks_with_whole_experts_hold_as_much_as_with_parts_of_each(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-30B-A3B")
+    parts, whole = (planned(capsys, model, "--memory", "80GiB", "-tp", "4", *flag) for flag in ((), ("-ep",)))
+    assert weights(parts) == weights(whole) and not parts["enable_expert_parallel"] and whole["enable_expert_parallel"]
+    assert main(["plan", model, "--memory", "80GiB", "-tp", "4", "-ep"]) == 0
+    assert "Divided among 4 ranks. Each has whole experts. The numbers" in capsys.readouterr().out
+    said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80GiB", "-tp", "2", "-ep")
+    assert (
+        "tensor_parallel_size=2: enable_expert_parallel divides whole experts among ranks, and the model has none."
+        in said
+    )
+
+
 def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B")
     said = refused(capsys, model, "--memory", "80")

@@ -201,6 +201,16 @@ def test_ranks_are_asked_for_as_in_vllm(parse, words):
     assert (args.tensor_parallel_size, args.pipeline_parallel_size, args.num_ranks) == (2, 3, 6)
 
 
+@pytest.mark.parametrize("flag", ["-ep", "--enable-expert-parallel"])
+def test_whole_experts_are_asked_for_as_in_vllm(parse, flag):
+    assert engine_args(parse("dir", "-tp", "2", flag), "dir").enable_expert_parallel
+    with pytest.raises(
+        ConfigError,
+        match="enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1",
+    ):
+        engine_args(parse("dir", flag), "dir")
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_sample_is_a_share(parse, share):
     with pytest.raises(ConfigError, match="kv_cache_metrics_sample must be in"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, load_weights, materialize, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks, token_ids
-from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 
@@ -23,10 +24,10 @@ NEW_TOKENS = 6
 
 
 def of_rank(
-    path: Path, comm: Comm, *, panels: bool = False, keep: bool | None = None
+    path: Path, comm: Comm, *, panels: bool = False, keep: bool | None = None, experts: bool = False
 ) -> tuple[Model, ModelConfig, Share]:
-    """A rank's model, loaded from the whole checkpoint."""
-    config = read_model_config(path)
+    """A rank's model, loaded from the whole checkpoint. `experts`: ranks have whole ones."""
+    config = replace(read_model_config(path), expert_share=ExpertShare() if experts else None)
     model, share = build_share(config, "float32", "cpu", comm.rank, comm.size, keep_forms=keep)
     if panels:
         store_in_panels(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.null import NullComm
 from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, load_weights, materialize, weights_bytes
 from pagerunner.models.checkpoint.ranks import build_share
+from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -88,6 +91,76 @@ def test_ranks_divide_experts_in_few_bits(family: str, kind: str, tmp_path: Path
     path = make_window_checkpoint(tmp_path, family, **{"hidden_size": 64, names[family]: 128})
     quantise(path, kind)
     check(path, 2, tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "llama4_text"])
+def test_ranks_with_whole_experts_compute_the_whole_model(family: str, tmp_path: Path) -> None:
+    """Shared experts are divided by features, beside them. Latents and recurrences: `tests/engine/test_ranks.py`."""
+    check(MAKERS[family](tmp_path), 2, tmp_path / "ranks", experts=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_ranks_may_have_unequal_numbers_of_experts(family: str, tmp_path: Path) -> None:
+    experts = {"gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}[family]
+    path = make_window_checkpoint(tmp_path, family, num_attention_heads=6, num_key_value_heads=3, **{experts: 5})
+    config = replace(read_model_config(path), expert_share=ExpertShare())
+    numbers = [experts.own for experts in all_experts(config, 3)]
+    assert len({*map(len, numbers)}) == 2 and [one for own in numbers for one in own] == [*range(numbers[-1].stop)]
+    check(path, 3, tmp_path / "ranks", experts=True, panels=family == "qwen3_moe")
+    with pytest.raises(ConfigError, match=r"experts can't be divided among 30 ranks"):
+        build_share(replace(config, num_heads=30, num_kv_heads=30), "float32", "cpu", 0, 30)
+
+
+def all_experts(config: ModelConfig, size: int) -> list[Experts]:
+    """Each rank's experts of one layer."""
+    models = (build_share(config, "float32", "cpu", rank, size)[0] for rank in range(size))
+    return [next(one for one in model.modules() if isinstance(one, Experts)) for model in models]
+
+
+def test_whole_experts_are_asked_of_a_mixture(tmp_path: Path) -> None:
+    config = replace(read_model_config(make_checkpoint(tmp_path, "qwen3")), expert_share=ExpertShare())
+    with pytest.raises(
+        ConfigError, match=r"enable_expert_parallel divides whole experts among ranks, and the model has none"
+    ):
+        build_share(config, "float32", "cpu", 0, 2)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rank_reads_its_own_experts_alone(together: bool, tmp_path: Path) -> None:
+    family = "gpt_oss" if together else "qwen3_moe"
+    path = make_window_checkpoint(tmp_path, family)
+    config = replace(read_model_config(path), expert_share=ExpertShare())
+    read: list[int] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        read.append(source.numel())
+        target.copy_(source)
+
+    model, share = build_share(config, "float32", "cpu", 1, 2)
+    materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))
+    load_weights(model, path, copy=copy, share=share)
+    assert sum(read) == sum(tensor.numel() for module in model.modules() for tensor in module.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "nvfp4"),
+        ("qwen3_moe", "gptq"),
+        ("qwen3_moe", "fp8 block"),
+        ("qwen3_moe", "int4"),
+    ],
+)
+def test_ranks_divide_whole_experts_in_few_bits(family: str, kind: str, tmp_path: Path) -> None:
+    """Experts of 96 inner features in blocks of 96 can't be divided otherwise."""
+    names = {"gpt_oss": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+    sizes = {"hidden_size": 64, names[family]: 128}
+    if kind == "fp8 block":
+        sizes = {"hidden_size": 96, "head_dim": 96, names[family]: 96}
+    path = make_window_checkpoint(tmp_path, family, **sizes)
+    quantise(path, kind)
+    check(path, 2, tmp_path / "ranks", experts=True)
 
 
 @pytest.mark.parametrize(

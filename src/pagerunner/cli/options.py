@@ -60,6 +60,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "device": "auto, cpu or cuda",
         "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
         "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
+        "enable_expert_parallel": "give each rank whole experts instead of a part of every expert",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
         "enforce_eager": "don't capture CUDA graphs",
@@ -77,14 +78,15 @@ TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode"}
 BENCH_EXCLUDED = _SERVER_ONLY | {"tokenizer", "tokenizer_revision", "generation_config", "chat_template"}
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
-    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size revision
-    download_dir""".split()
+    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size
+    enable_expert_parallel revision download_dir""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {
     "quantization": ("-q",),
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
+    "enable_expert_parallel": ("-ep",),
 }
 _UNITS = {"": 1}
 for _power, _unit in enumerate("kmgt", 1):
@@ -239,12 +241,11 @@ def _add_engine_option(
     group = named_group(parser, title)
     default = "" if field.default is None else f" (default: {field.default})"
     text = (text + default).replace("%", "%%")
-    flag = flag_of(field.name)
+    flag, short = flag_of(field.name), _SHORT.get(field.name, ())
     if field.type is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        group.add_argument(flag, *short, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     else:
         convert, shown = _converter(field.name, field.type)
-        short = _SHORT.get(field.name, ())
         if field.name == "quantization" and not parser.prog.endswith(" serve"):
             short = ()  # other verbs have no -q, as --quiet would be expected of it
         group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)

@@ -78,6 +78,7 @@ def run(namespace: argparse.Namespace) -> int:
             "device": config.device,
             "tensor_parallel_size": config.tensor_parallel_size,
             "pipeline_parallel_size": config.pipeline_parallel_size,
+            "enable_expert_parallel": config.enable_expert_parallel,
             "dtype": config.dtype,
             "quantization": quantization,
             "refused": refusal,
@@ -100,7 +101,8 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
     if config.num_ranks > 1:
         shared = ", which share that memory" if config.device == "cpu" else ""
-        lines.append(f"Divided among {config.num_ranks} ranks{shared}. The numbers are those of each rank.")
+        experts = " Each has whole experts." if config.enable_expert_parallel else ""
+        lines.append(f"Divided among {config.num_ranks} ranks{shared}.{experts} The numbers are those of each rank.")
     if len(resolved.stages) > 1:
         layers = ", ".join(f"{own.start} to {own.stop - 1}" for own in resolved.stages)
         lines.append(f"Stages have the layers {layers}. Pages and weights are planned for the largest stage.")

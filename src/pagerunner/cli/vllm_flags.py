@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _REFUSED: dict[str, str] = {
     "several devices": """data-parallel-size -dp data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
-        data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel -ep expert-placement-strategy
+        data-parallel-hybrid-lb data-parallel-external-lb expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
         master-port all2all-backend enable-eplb eplb-config enable-dbo max-parallel-loading-workers
         ray-workers-use-nsight worker-cls worker-extension-cls api-server-count headless""",

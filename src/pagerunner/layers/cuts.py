@@ -46,7 +46,9 @@ class Section(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which rows ("outputs") or columns ("inputs") of a matrix devices may divide: all of them, as `sections` one behind another."""
+    """Which rows ("outputs") or columns ("inputs") of a matrix devices may divide, or which matrices ("experts"): all of them, as `sections`
+    one behind another.
+    """
 
     axis: Axis
     sections: tuple[Section, ...]

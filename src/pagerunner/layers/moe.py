@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.layers.cuts import Cut, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
+from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP, inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
@@ -54,7 +54,8 @@ class Experts(Module):
 
     The rows of `gate_up_proj` are all gates, then all ups; for an activation that is `alternating`, gate 0, up 0, gate 1, up 1.
 
-    Devices may divide the experts' inner features, or whole experts.
+    Devices may divide the experts' inner features, or whole experts. With whole ones, `own` are the numbers of those that are here; else it is
+    None.
 
     A token's experts are weighted by what their outputs, or with `weigh_inputs` their inputs, are multiplied by.
     """
@@ -76,7 +77,20 @@ class Experts(Module):
         self.checkpoint_names, self.activation = names, activation
         self.transposed, self.interleaved = transposed, activation.alternating
         self.weigh_inputs = weigh_inputs
+        self.own: range | None = None
+        self.all = Features("experts", sizes.experts)
         self.store(method or UnquantizedExperts())
+
+    def keep(self, rank: int, ranks: int, inner: int) -> None:
+        """Keep the experts of one of several ranks that divide whole experts, with `inner` features each unless it is 0."""
+        self.own = range(rank * self.all.count // ranks, (rank + 1) * self.all.count // ranks)
+        self.sizes = self.sizes._replace(experts=len(self.own), inner=inner or self.sizes.inner)
+        self.store(self.method)
+
+    @property
+    def _numbers(self) -> range:
+        """The experts' numbers in a checkpoint."""
+        return range(self.sizes.experts) if self.own is None else self.own
 
     def store(self, method: ExpertMethod) -> None:
         """Store the weights as `method` says. They have no memory afterwards."""
@@ -129,16 +143,18 @@ class Experts(Module):
 
     def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
         """See Module: one expert's matrices after another's, by the names that they have alone."""
-        for expert in range(self.sizes.experts):
+        for expert in self._numbers:
             for part in self.checkpoint_names:
                 yield self, f"{expert}.{part}", f"{prefix}{expert}.{part}"
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """What the form asks for each expert's matrices, what a checkpoint may hold instead for all experts, and the biases."""
-        divided = self._inner_features_divide()
+        divided = self.own is None and self._inner_features_divide()
         for matrix, parts in self._matrices().items():
             weights = self._weights_of(matrix)
             separate_cut, stacked_cut = self._matrix_cuts(matrix) if divided else (None, None)
+            if self.own is not None:
+                stacked_cut = Cut("experts", (Section(self.all),))
             together = f"{prefix}{matrix}_proj"
             stacked = {
                 f"{together}{suffix}": sink
@@ -150,7 +166,7 @@ class Experts(Module):
             yield from separate
             replaced = tuple(tensor.name for tensor in separate if not tensor.sink.optional)
             needed = [name for name, sink in stacked.items() if not sink.optional]
-            cuts, experts = tensor_cuts(stacked, stacked_cut), range(self.sizes.experts)
+            cuts, experts = tensor_cuts(stacked, stacked_cut), self._numbers
             for name, sink in stacked.items():
                 own = CheckpointTensor(name, sink, self, matrix, cuts[name], experts=experts)
                 if replaced and not sink.optional:
@@ -183,8 +199,8 @@ class Experts(Module):
     ) -> Iterator[CheckpointTensor]:
         """One expert's tensors after another's."""
         cuts: dict[str, dict[str, TensorCut | None]] = {}  # those of the first expert are those of all
-        for expert in range(self.sizes.experts):
-            own = {name: tensor[expert] for name, tensor in weights.items()}
+        for place, expert in enumerate(self._numbers):
+            own = {name: tensor[place] for name, tensor in weights.items()}
             for part, rows in parts.items():
                 sinks = self.method.linear.sinks(own, rows)
                 if part not in cuts:
@@ -261,8 +277,11 @@ class Router(Module):
 
 def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
     """For each kind of routing in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
-    kinds = {(m.experts, m.routing.active) for m in modules if isinstance(m, Router)}
-    return [partial(_kernels, op, kind) for kind in kinds for op in (route, moe_experts)]
+    found = list(modules)
+    kinds = {(m.experts, m.routing.active) for m in found if isinstance(m, Router)}
+    here = {m.sizes.experts for m in found if isinstance(m, Experts)}
+    products = {(experts, active) for experts in here for _, active in kinds}
+    return [partial(_kernels, op, kind) for op, own in ((route, kinds), (moe_experts, products)) for kind in own]
 
 
 def _kernels(op: Op[..., Any], kind: tuple[int, int], tokens: int) -> Hashable:

@@ -136,7 +136,7 @@ class Share:
             yield replace(tensor, sink=PartSink(declared[tensor.name], tensor.sink, self))
 
     def elsewhere(self, own: Collection[str]) -> set[str]:
-        """Names of the whole model's tensors that aren't among a stage's `own`."""
+        """Names of the whole model's tensors that aren't among a stage's or a rank's `own`."""
         return {tensor.name for tensor in self.whole.checkpoint()}.difference(own)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.dist.base import Comm
 from pagerunner.ops.moe import Shared, add_shared_
-from pagerunner.ops.routing import Routes
+from pagerunner.ops.routing import Routes, own_experts
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.base import ExpertMethod, Mixture, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
@@ -63,11 +63,13 @@ class Summed(Ranked):
 
 
 class SummedExperts(ExpertMethod):
-    """Inner features of every expert. The ranks' outputs are added up once for all of a token's experts."""
+    """Inner features of every expert, or whole experts, whose `numbers` are here then. The ranks' outputs are added up once for all of a
+    token's experts.
+    """
 
-    def __init__(self, own: ExpertMethod, comm: Comm) -> None:
+    def __init__(self, own: ExpertMethod, comm: Comm, numbers: range | None = None) -> None:
         super().__init__(own.linear)
-        self.own, self.comm = own, comm
+        self.own, self.comm, self.numbers = own, comm, numbers
 
     def create(self, experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See ExpertMethod; of the part."""
@@ -92,17 +94,21 @@ class SummedExperts(ExpertMethod):
     def apply(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ExpertMethod; of the whole experts."""
-        return self._summed(self.own.apply(x_TD, routes, own), residual_TD)
+        """See ExpertMethod; of all ranks' experts."""
+        return self._summed(self.own.apply(x_TD, self._here(routes), own), residual_TD)
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> None:
         """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
-        out_TD = self.own.apply(x_TD, routes, own)
+        out_TD = self.own.apply(x_TD, self._here(routes), own)
         if shared is not None:
             add_shared_(x_TD, shared, own.activation, out_TD)
         self._summed(out_TD, residual_TD)
+
+    def _here(self, routes: Routes) -> Routes:
+        """The routes to experts that are here."""
+        return routes if self.numbers is None else own_experts(*routes, self.numbers.start, len(self.numbers))
 
     def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         """The ranks' outputs added up, and to the residual if there is one."""

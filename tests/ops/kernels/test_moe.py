@@ -13,7 +13,7 @@ from pagerunner.ops.kernels.moe_joint import MOST_FEW, MOST_FEW_PLAIN, joins, jo
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import add_pairs_
-from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, route
+from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, own_experts, route
 from pagerunner.ops.stored import Stored, Stored4
 
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
@@ -262,3 +262,42 @@ def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_anot
                 add_pairs_(got, pairs)
             moe_experts_then.twin(*own, residual_TD=want, shared=shared)
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+OWN = by_days([*FORMS, "float32"], [1, 3, 24, 90])
+
+
+@pytest.mark.parametrize(("form", "tokens"), [OWN[number] for number in share_of_the_day(len(OWN), 2)])
+def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
+    """Pairs of others are neither read nor computed; the first rank may have none of a token's experts."""
+    torch.manual_seed(tokens)
+    features, inner, experts = 256, 128, 5
+    if form == "float32":
+        matrices = torch.randn(experts, 2 * inner, features), torch.randn(experts, features, inner)
+    else:
+        matrices = tuple(stored(form, *shape, experts=experts) for shape in ((2 * inner, features), (features, inner)))
+    biases = torch.randn(experts, 2 * inner), torch.randn(experts, features)
+    x, total = torch.randn(tokens, features), torch.zeros(tokens, features)
+    logits = torch.randn(tokens, experts)
+    logits[0] = torch.arange(experts)
+    routes = route.kernel(logits, Routing(2, normalise=True))
+    for first, count in ((0, 2), (2, 3)):
+        here = slice(first, first + count)
+        own = own_experts.kernel(*routes, first, count)
+        want = own_experts.twin(*route.twin(logits, Routing(2, normalise=True)), first, count)
+        assert torch.equal(own.experts_TA.long(), want.experts_TA)
+        torch.testing.assert_close(own.weights_TA, want.weights_TA)
+        parts = [one[here].clone() if isinstance(one, torch.Tensor) else experts_of(one, here) for one in matrices]
+        extra = [bias[here].clone() for bias in biases]
+        got = moe_experts.kernel(x, own, *parts, SILU, *extra)
+        torch.testing.assert_close(
+            got, moe_experts.twin(x, want, *parts, SILU, *extra), atol=1e-3 * float(x.abs().max()) * 50, rtol=1e-3
+        )
+        total += got
+    whole = moe_experts.kernel(x, routes, *matrices, SILU, *biases)
+    torch.testing.assert_close(total, whole, atol=1e-3 * float(whole.abs().max()), rtol=1e-3)
+
+
+def experts_of(weights: Stored, here: slice) -> Stored:
+    parts = {name: one[here].clone() for name, one in weights._asdict().items() if isinstance(one, torch.Tensor)}
+    return weights._replace(**parts)

@@ -18,6 +18,7 @@ from pagerunner.ops.routing import (
     counting_experts,
     expert_logits,
     norm_expert_logits,
+    own_experts,
     route,
     touched_experts,
 )
@@ -188,3 +189,18 @@ def test_experts_that_were_read_are_counted():
         assert counted(lambda: route.kernel(logits, routing)) == all_wanted
     chosen = torch.tensor([[4, 4], [0, 4], [4, 0]])
     assert counted(lambda: route.kernel(few, routing, None, chosen)) == [2, 1]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 60])
+def test_a_ranks_experts_have_their_range_of_the_order_and_tiles(tokens):
+    routes = route.kernel(torch.randn(tokens, 12), Routing(3))
+    for first, count in ((0, 5), (5, 7)):
+        own = own_experts.kernel(*routes, first, count)
+        chosen = own_experts.twin(*routes._replace(experts_TA=routes.experts_TA.long()), first, count).experts_TA
+        assert torch.equal(own.experts_TA.long(), chosen)
+        assert torch.equal(own.weights_TA, routes.weights_TA.masked_fill(chosen < 0, 0.0))
+        for expert in range(count):
+            pairs = own.order_P[own.starts_E1[expert] : own.starts_E1[expert + 1]]
+            assert torch.equal(pairs.long(), (chosen.flatten() == expert).nonzero().squeeze(1))
+        if own.tiles is not None:
+            check_tiles(own, count)

@@ -30,7 +30,7 @@ from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.checkpoint.loader import checkpoint_files
 from pagerunner.models.checkpoint.ranks import LAYERS_OF_STAGES, configs_of_ranks, layers_of_stages
-from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
@@ -107,6 +107,8 @@ def resolve(
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only, quantization=args.quantization)
     if model.format is not None and args.activation_quantization == "none":
         model = replace(model, format=replace(model.format, rounds=False))
+    if args.enable_expert_parallel:
+        model = replace(model, expert_share=ExpertShare())
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")

@@ -84,6 +84,10 @@ def build_model(
     )
     if layers is not None:
         model.keep(layers)
+    if config.expert_share is not None:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.keep(*config.expert_share)
     if config.format is not None:
         held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
         keep = device.startswith("cuda") if keep_forms is None else keep_forms

@@ -20,7 +20,7 @@ from pagerunner.layers.moe import Experts
 from pagerunner.layers.norm import GatedRMSNorm
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, build_model
-from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.quant.ranked import OfVocabulary, Summed, SummedExperts
 
 
@@ -43,8 +43,9 @@ def build_share(
     """
     # where matrices may be cut depends on their forms
     keep = device.startswith("cuda") if keep_forms is None else keep_forms
-    share = Share.of(build_model(config, dtype, keep_forms=keep), rank, ranks)
-    return build_model(config.of_rank(share.counts), dtype, device, keep_forms=keep, layers=layers), share
+    whole = build_model(config, dtype, keep_forms=keep)
+    share = Share.of(whole, rank, ranks)
+    return build_model(_of_rank(config, whole, share), dtype, device, keep_forms=keep, layers=layers), share
 
 
 LAYERS_OF_STAGES = "PAGERUNNER_PP_LAYER_PARTITION"
@@ -77,6 +78,22 @@ def layers_of_stages(count: int, stages: int, asked: str = "") -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+def _of_rank(config: ModelConfig, whole: Model, share: Share) -> ModelConfig:
+    """The config of the model of the share's rank. Raises ConfigError if there are fewer experts than ranks."""
+    own, ranks = config.of_rank(share.counts), len(share.ranks)
+    if config.expert_share is None:
+        return own
+    sizes = {module.sizes for module in whole.modules() if isinstance(module, Experts)}
+    if not sizes:
+        raise ConfigError("enable_expert_parallel divides whole experts among ranks, and the model has none.")
+    if ranks > (fewest := min(one.experts for one in sizes)):
+        raise ConfigError(
+            f"enable_expert_parallel: the model's {fewest} experts can't be divided among {ranks} ranks; at most {fewest} work."
+        )
+    (inner,) = {one.inner for one in sizes}
+    return replace(own, expert_share=ExpertShare(share.rank, ranks, inner))
+
+
 def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int) -> list[ModelConfig]:
     """The configs of the models that the ranks have, equal ones once.
 
@@ -87,8 +104,10 @@ def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int)
         return [config]
     whole = build_model(config, dtype, keep_forms=device.startswith("cuda"))
     share = Share.of(whole, 0, ranks)
-    found = {repr(own): own for own in (replace(share, rank=rank).counts for rank in range(ranks))}
-    return [config.of_rank(own) for own in found.values()]
+    shares = [replace(share, rank=rank) for rank in range(ranks)]
+    # of equal ones the last, as the last rank has most experts
+    different = {repr(share.counts): share for share in shares}
+    return [_of_rank(config, whole, share) for share in different.values()]
 
 
 def join_ranks(model: Model, share: Share, comm: Comm) -> None:
@@ -104,8 +123,9 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
         declared.setdefault(tensor.owner, []).append(tensor)
     for layer, tensors in declared.items():
         if isinstance(layer, Experts):
-            _check_divided(tensors)
-            layer.store(SummedExperts(layer.method, comm))
+            if layer.own is None:
+                _check_divided(tensors)
+            layer.store(SummedExperts(layer.method, comm, layer.own))
         elif isinstance(layer, Linear | Embedding) and _has_token_ids(tensors):
             layer.store(OfVocabulary(layer.method, comm, token_ids(share)[comm.rank]))
         elif isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":

@@ -5,13 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pagerunner.config import Dtype, KVDtype
 from pagerunner.memory.specs import Spec
 from pagerunner.quant.formats import Format
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+class ExpertShare(NamedTuple):
+    """Ranks divide whole experts: the model has those of `rank` of `ranks`. `inner` are an expert's inner features, 0 as the config says."""
+
+    rank: int = 0
+    ranks: int = 1
+    inner: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +30,7 @@ class ModelConfig(ABC):
     `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are generation_config.json's, by
     the names of SamplingParams. `quantization` is the quantization_config of weights that are stored in fewer bits than
     `dtype` has; `format` is what it says, if such weights can be loaded. With `tie_word_embeddings` the output weights are
-    the embedding's.
+    the embedding's. `expert_share`: None if ranks divide the inner features of every expert.
     """
 
     path: str
@@ -39,6 +47,7 @@ class ModelConfig(ABC):
     sampling_defaults: Mapping[str, Any]
     quantization: Mapping[str, Any] | None = None
     format: Format | None = None
+    expert_share: ExpertShare | None = None
 
     @property
     def attention_scores(self) -> frozenset[str]:

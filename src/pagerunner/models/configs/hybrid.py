@@ -98,8 +98,9 @@ class GatedDeltaConfig(HybridConfig):
         """See ModelConfig. Each key head has its value heads with it, and each rank a part of every expert."""
         found, experts = super().of_rank(own), self.experts
         if experts is not None:
-            inner, shared = own["inner", experts.intermediate_size], own["inner", experts.shared_intermediate_size]
-            experts = replace(experts, intermediate_size=inner, shared_intermediate_size=shared)
+            inner, shared = (("inner", size) for size in (experts.intermediate_size, experts.shared_intermediate_size))
+            inner_size, shared_size = own.get(inner, inner[1]), own.get(shared, shared[1])
+            experts = replace(experts, intermediate_size=inner_size, shared_intermediate_size=shared_size)
         return replace(found, value_heads=self.value_heads // self.key_heads * found.key_heads, experts=experts)
 
     @property

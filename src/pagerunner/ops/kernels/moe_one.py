@@ -125,7 +125,7 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias
     both = tl.arange(0, 2)
     ids = tl.load(experts_ptr + pair + both * 0).to(tl.int64)
     features = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = (features < N)[None, :] & (both >= 0)[:, None]
+    live = (features < N)[None, :] & (ids >= 0)[:, None]  # an expert that isn't here has number -1
     rows = features[None, :] * step + both[:, None] * ups
     all_rows = ids[:, None] * (2 * N) + rows
     codes = load_codes(w_ptr, all_rows, live, 0, K, BK, FORM)
@@ -153,7 +153,7 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     ids = tl.load(experts_ptr + index, mask=index < A, other=0).to(tl.int64)
     weights = tl.load(weights_ptr + index, mask=index < A, other=0.0)
     features = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = (features < N)[None, :] & (index < A)[:, None]
+    live = (features < N)[None, :] & ((index < A) & (ids >= 0))[:, None]
     rows = tl.broadcast_to(features[None, :], [BA, BN])
     all_rows = ids[:, None] * N + rows
     codes = load_codes(w_ptr, all_rows, live, 0, K, BK, FORM)

@@ -432,6 +432,50 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     return order_P, starts_E1, tiles
 
 
+@triton.jit(do_not_specialize=["num_pairs", "first"])
+def _own_kernel(weights_ptr, experts_ptr, starts_ptr, own_weights_ptr, own_ptr, tiles_ptr, num_pairs, first, E: tl.constexpr, BE: tl.constexpr,
+                BLOCK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK pairs. The first program stores the tiles of the experts that are here, too."""
+    start_next_and_wait(PDL)
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = pairs < num_pairs
+    own = tl.load(experts_ptr + pairs, mask=mask, other=-1) - first
+    here = (own >= 0) & (own < E)
+    tl.store(
+        own_weights_ptr + pairs, tl.where(here, tl.load(weights_ptr + pairs, mask=mask, other=0.0), 0.0), mask=mask
+    )
+    tl.store(own_ptr + pairs, tl.where(here, own, -1), mask=mask)
+    if TILES:
+        if tl.program_id(0) == 0:
+            experts = tl.arange(0, BE)
+            starts = tl.load(starts_ptr + first + experts, mask=experts < E, other=0)
+            ends = tl.load(starts_ptr + first + 1 + experts, mask=experts < E, other=0)
+            _store_tiles(tiles_ptr, experts, starts, ends - starts, E, BE)
+
+
+def own_experts(
+    weights_TA: torch.Tensor,
+    experts_TA: torch.Tensor,
+    order_P: torch.Tensor | None,
+    starts_E1: torch.Tensor | None,
+    tiles: Tiles | None,
+    first: int,
+    count: int,
+) -> Routes:
+    """See `ops/routing.py`. Pairs stay in their order, of which the experts that are here have one range."""
+    weights_TA, experts_TA = weights_TA.contiguous(), experts_TA.contiguous()
+    own, own_weights, num_pairs = torch.empty_like(experts_TA), torch.empty_like(weights_TA), experts_TA.numel()
+    own_tiles = None if tiles is None else _starts(count, weights_TA)[1]
+    if num_pairs:
+        _own_kernel[(blocks(num_pairs, 1024),)](
+            weights_TA, experts_TA, own if starts_E1 is None else starts_E1, own_weights, own,
+            own if own_tiles is None else own_tiles.places, num_pairs, first, E=count, BE=padded(count), BLOCK=1024,
+            TILES=tiles is not None, **dependent(experts_TA.device),
+        )  # fmt: skip
+    here = None if starts_E1 is None else starts_E1[first : first + count + 1]
+    return Routes(own_weights, own, order_P, here, own_tiles)
+
+
 def _meter(other: torch.Tensor) -> torch.Tensor:
     """What kernels count experts in; another tensor of the device where they don't."""
     return touched_experts(other.device) if counts_experts() else other
