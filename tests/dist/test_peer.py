@@ -25,10 +25,13 @@ from pagerunner.ops.peer_sums import PeerSums, room_bytes
 interpreter_floats.install()
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 8), (3, 5), (4, 4)])
-def test_sums_of_mixed_sizes_are_the_twins_bits(ranks: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs, so that a program has two rounds; rooms keep what earlier calls have left."""
+@pytest.mark.parametrize(("ranks", "calls", "once"), [(2, 8, None), (3, 5, None), (4, 4, None), (2, 6, 900), (4, 6, 900)])
+def test_sums_of_mixed_sizes_are_the_twins_bits(
+    ranks: int, calls: int, once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few programs, so that a program has two rounds; rooms keep what earlier calls have left. Sums of more than `once` bytes are made in two."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
+    monkeypatch.setattr(peer_sums, "ONCE_BYTES", {} if once is None else {ranks: once})
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
     peers = torch.tensor([room.data_ptr() for room in rooms])
     ends = [PeerSums(peers, rank) for rank in range(ranks)]
@@ -43,9 +46,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(ranks: int, calls: int, monkeypa
         wanted = total if residual is None else residual + total
         parts = list(x.clone().unbind(0))
         residuals = [None if residual is None else residual.clone() for _ in range(ranks)]
-        for phase in ({"take": False}, {"send": False}):
+        for phase in (0, 1, 2):
             for end, part, own in zip(ends, parts, residuals, strict=True):
-                end.add_(part, own, **phase)
+                end.add_(part, own, send=phase == 0, relay=phase == 1, take=phase == 2)
         for part, own in zip(parts, residuals, strict=True):
             assert torch.equal(part if own is None else own, wanted), (call, shape, dtype)
         for room in rooms:  # on devices a rank waits until all flags of a program are its epoch
@@ -53,6 +56,26 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(ranks: int, calls: int, monkeypa
             assert torch.equal(flags, ends[0]._epochs[:, None].expand(3, ranks))
     assert all(end._epochs.tolist() == ends[0]._epochs.tolist() for end in ends)
     assert ends[0]._epochs[0] > calls, "a program has had several rounds"
+
+
+def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
+    """They would send three times their bytes in one; of two ranks, as many as in two."""
+    launched: list[tuple[int, str]] = []
+
+    class Kernel:
+        def __init__(self, *said: Any) -> None:
+            self._said = said
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            assert grid[0] <= 128
+            return lambda *_, **__: launched.append(self._said)
+
+    for ranks, most in peer.MOST_BYTES.items():
+        end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
+        end._kernel, end._twice_kernel = Kernel(ranks, "once"), Kernel(ranks, "twice")
+        for num_bytes in (2**13, 2**18, 2**18 + 2, most):
+            end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
+    assert launched == [(2, "once")] * 4 + [(3, "once")] * 4 + [(4, "once")] * 2 + [(4, "twice")] * 2
 
 
 def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:

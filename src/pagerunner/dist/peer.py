@@ -14,8 +14,8 @@ import torch
 from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm
 
-MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**18}
-"""Largest sums by number of ranks that the kernel makes: each rank sends all of its numbers to each other one. Others are NCCL's."""
+MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**21}
+"""Largest sums by number of ranks that the kernel makes. Others are NCCL's."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

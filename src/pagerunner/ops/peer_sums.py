@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 
 _PROGRAMS, _SLOT_BYTES = 128, 16 * 2**10
+ONCE_BYTES = {4: 2**18}
+"""Largest sums by number of ranks in which each rank sends all of its numbers to each other one; larger ones go in two rounds. Others always go in
+one: two ranks would send as much in two."""
 
 
 def room_bytes(size: int) -> int:
@@ -22,18 +24,30 @@ class PeerSums:
     """
 
     def __init__(self, peers: torch.Tensor, rank: int) -> None:
-        self._kernel: Any = importlib.import_module("pagerunner.ops.kernels.peer_sum").peer_sum
+        kernels = importlib.import_module("pagerunner.ops.kernels.peer_sum")
+        self._kernel, self._twice_kernel = kernels.peer_sum, kernels.peer_sum_twice
         self._peers, self._rank, self._size = peers, rank, peers.shape[0]
         self._epochs = torch.zeros(_PROGRAMS, dtype=torch.int32, device=peers.device)
 
     def add_(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, send: bool = True, take: bool = True
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        send: bool = True,
+        relay: bool = True,
+        take: bool = True,
     ) -> None:
         """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once.
 
-        Tests of one process first `send` of all ranks and then `take` of all.
+        Tests of one process first `send` of all ranks, then `relay` of all, and then `take` of all.
         """
-        self._run(x, x if residual is None else residual, ADD=residual is not None, GATHER=False, SEND=send, TAKE=take)
+        out, add = x if residual is None else residual, residual is not None
+        part = max(512, 1 << (-(-x.numel() // (_PROGRAMS * self._size)) - 1).bit_length())
+        if x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
+            self._run_twice(x, out, part, ADD=add, SEND=send, RELAY=relay, TAKE=take)
+        elif send or take:
+            self._run(x, out, ADD=add, GATHER=False, SEND=send, TAKE=take)
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
@@ -48,4 +62,11 @@ class PeerSums:
             x, out, self._peers, self._epochs, num, self._rank,
             N=self._size, PADDED=1 << (self._size - 1).bit_length(), CHUNK=chunk, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
             FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=4 if chunk == 1024 else 16, **kind,
+        )  # fmt: skip
+
+    def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
+        num = x.numel()
+        self._twice_kernel[(-(-num // (part * self._size)),)](
+            x, out, self._peers, self._epochs, num, self._rank, N=self._size, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
+            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=max(4, part // 256), **kind,
         )  # fmt: skip
