@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "coming-from-vllm.md"
 BEGIN, END = "<!-- begin: made by scripts/vllm_table.py -->", "<!-- end: made by scripts/vllm_table.py -->"
 
 SAME = frozenset(
-    """--allow-credentials --disable-fastapi-docs --chat-template --config --data-parallel-size --default-chat-template-kwargs --disable-log-stats
+    """--allow-credentials --disable-fastapi-docs --chat-template --config --default-chat-template-kwargs --disable-log-stats
     --disable-uvicorn-access-log --download-dir --dtype --enable-auto-tool-choice --enable-chunked-prefill
     --enable-force-include-usage --enable-log-requests --enable-prefix-caching --enable-server-load-tracking --enable-sleep-mode
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
@@ -39,6 +39,8 @@ DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
     "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several",
+    "--data-parallel-size": "independent engines behind one port, of mixtures too; a prompt rather goes to the engine that has computed its "
+    "beginning; one engine's crash ends its requests alone. `LLM` is one engine. See [Several engines](server.md#several-engines)",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
     "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",

@@ -32,6 +32,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    data_parallel_size: int = 1
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -63,7 +64,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
     `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
     the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
-    expert.
+    expert. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of the weights;
+    `AsyncEngine` has them, `LLM` is one.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
@@ -122,6 +124,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             "max_in_flight",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "data_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -54,6 +54,11 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
+        if args.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={args.data_parallel_size} is for a server or AsyncEngine, which choose an engine for each request. "
+                "LLM is one engine: start one in each of several processes, each with its own CUDA_VISIBLE_DEVICES."
+            )
         check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
         resolved = resolve(args, offline=True)

@@ -45,14 +45,15 @@ def _quota() -> int:
     return found
 
 
-def thread_settings(environ: Mapping[str, str], *, reserved: int) -> dict[str, str]:
+def thread_settings(environ: Mapping[str, str], *, reserved: int, engines: int = 1) -> dict[str, str]:
     """Environment variables for a process that will import torch, unless the user has set variables of that kind.
 
-    `reserved` cores are left to other processes, as long as one core remains. Waiting threads sleep instead of spinning.
+    `reserved` cores are left to other processes, as long as one core remains, and `engines` processes share the others equally.
+    Waiting threads sleep instead of spinning.
     """
     found: dict[str, str] = {}
     if not any(name in environ for name in _COUNTS):
-        found["OMP_NUM_THREADS"] = str(max(usable_cores() - reserved, 1))
+        found["OMP_NUM_THREADS"] = str(max((usable_cores() - reserved) // engines, 1))
     if not any(name in environ for name in _WAITS):
         found["OMP_WAIT_POLICY"] = "PASSIVE"
     return found

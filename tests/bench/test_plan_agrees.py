@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -80,8 +80,7 @@ def test_every_report_names_the_same_pages_length_and_concurrency(model: ModelMe
     plan = plan_of(model, budget_bytes=40 * GIB)
     values, text = json.loads(json.dumps(plan_json(plan))), plan_table(plan)
     metrics = Metrics("m")
-    engine = SimpleNamespace(memory_plan=values, max_model_len=plan.max_model_len)
-    describe_cache(metrics, EngineArgs(model="m"), engine)  # type: ignore[arg-type]
+    describe_cache(metrics, EngineArgs(model="m"), values, plan.max_model_len)
     info = next(line for line in metrics.render().decode().splitlines() if line.startswith("vllm:cache_config_info{"))
     assert f'num_gpu_blocks="{plan.num_gpu_blocks}"' in info and f'max_model_len="{plan.max_model_len}"' in info
     assert values["num_gpu_blocks"] == plan.num_gpu_blocks
@@ -135,6 +134,7 @@ def test_the_log_line_and_the_verb_print_the_plan_that_runs(
         "refused": "",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "max_num_batched_tokens": resolved.config.max_num_batched_tokens,
         "max_num_batched_tokens_offline": resolved.config.max_num_batched_tokens,
     }

@@ -37,6 +37,26 @@ def weights(plan: dict[str, Any]) -> int:
     return next(int(part["bytes"]) for part in plan["other"] if part["name"].startswith("weights"))
 
 
+def test_a_plan_of_several_engines_is_that_of_each(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    one, two = (planned(capsys, model, "--memory", "80GiB", "-dp", engines) for engines in ("1", "2"))
+    assert {**one, "data_parallel_size": 2} == two, "each has a device of its own"
+    half, shared = (
+        planned(capsys, model, "--memory", memory, "--device", "cpu", "-dp", engines)
+        for memory, engines in (("64GiB", "1"), ("128GiB", "2"))
+    )
+    assert {**half, "data_parallel_size": 2} == shared
+    assert main(["plan", model, "--memory", "128GiB", "-dp", "2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    both = f"{2 * half['max_concurrency']:,.2f}"
+    assert (
+        f"2 engines, which share that memory. The numbers are those of each engine. All of them together hold {both}"
+        in said
+    )
+    said = refused(capsys, model, "-dp", "0")
+    assert "data_parallel_size must be a whole number of at least 1, got 0" in said
+
+
 def test_another_machines_memory_is_a_gpus_and_weights_keep_their_dtype(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B")
     plan = planned(capsys, model, "--memory", "80GiB")

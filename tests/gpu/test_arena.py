@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.device import free_memory as free
-from pagerunner.engine.startup.machine import available_memory
+from pagerunner.engine.startup.shares import available_memory
 from pagerunner.errors import CapacityError
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.cuda_driver import CudaDriver

@@ -251,7 +251,7 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, top, [-0.5 - index for index in range(len(top))])
 
 
-def build(args: EngineArgs) -> FakeCore:
+def build(args: EngineArgs, available: int | None = None) -> FakeCore:
     """The factory that the core process calls."""
     options = msgspec.json.decode(os.environ.get(OPTIONS_VARIABLE, "{}"), type=FakeOptions)
     time.sleep(options.load_seconds)

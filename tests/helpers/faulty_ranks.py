@@ -91,7 +91,7 @@ def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None) 
     return FaultyLoaded(loaded)
 
 
-def build(args: EngineArgs) -> EngineCore:
+def build(args: EngineArgs, available: int | None = None) -> EngineCore:
     """A core over ranks of which the last one is faulty."""
     resolved = resolve(args)
     return build_on(resolved, load_ranks(resolved, loader=LOADER))

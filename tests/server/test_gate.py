@@ -33,6 +33,8 @@ PUBLIC = ("/health", "/ping", "/", "/docs", "/redoc", "/openapi.json")
 class NoEngine:
     """Healthy, and nothing else: what gets as far as asking it for more is answered with 500."""
 
+    lost: dict[int, str] = {}
+
     def check_health(self) -> None:
         pass
 

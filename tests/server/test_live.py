@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -162,7 +163,7 @@ def test_latencies_are_kept_only_while_somebody_looks_and_always_passed_on() -> 
 class FakeEngine:
     """Answers with ever new states."""
 
-    memory_plan = {"groups": []}
+    replicas = [SimpleNamespace(memory_plan={"groups": []})]
 
     def __init__(self, cost: float = 0.0) -> None:
         self.calls: list[int] = []
@@ -170,7 +171,7 @@ class FakeEngine:
         self.death: Exception | None = None
         self._scheduler = Bench({"full": (16, 1)}).scheduler
 
-    async def watch(self, since: int) -> LiveState:
+    async def watch(self, since: int, engine: int) -> LiveState:
         if self.death is not None:
             raise self.death
         self.calls.append(since)

@@ -293,7 +293,7 @@ def test_standard_metrics(server: RunningServer) -> None:
         r'http_request_size_bytes_sum\{handler="/v1/completions"\} [1-9]',
         r'http_response_size_bytes_count\{handler="/v1/completions"\} [1-9]',
         r"process_resident_memory_bytes [1-9]",
-        r"pagerunner_core_process_resident_memory_bytes [1-9]",
+        r'pagerunner_core_process_resident_memory_bytes\{engine="0"\} [1-9]',
         r"process_open_fds [1-9]",
         r"vllm:num_preemptions_total\{",
     ):

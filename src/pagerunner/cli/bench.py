@@ -135,7 +135,7 @@ def _sleep(namespace: argparse.Namespace, args: EngineArgs) -> SleepReport:
 
 
 def _host_free_bytes() -> int:
-    from pagerunner.engine.startup.machine import available_memory
+    from pagerunner.engine.startup.shares import available_memory
 
     return available_memory()
 

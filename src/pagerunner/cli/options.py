@@ -61,6 +61,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
         "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
         "enable_expert_parallel": "give each rank whole experts instead of a part of every expert",
+        "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
         "enforce_eager": "don't capture CUDA graphs",
@@ -79,7 +80,7 @@ BENCH_EXCLUDED = _SERVER_ONLY | {"tokenizer", "tokenizer_revision", "generation_
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size
-    enable_expert_parallel revision download_dir""".split()
+    enable_expert_parallel data_parallel_size revision download_dir""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {
@@ -87,6 +88,7 @@ _SHORT: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "enable_expert_parallel": ("-ep",),
+    "data_parallel_size": ("-dp",),
 }
 _UNITS = {"": 1}
 for _power, _unit in enumerate("kmgt", 1):

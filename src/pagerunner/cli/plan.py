@@ -79,6 +79,7 @@ def run(namespace: argparse.Namespace) -> int:
             "tensor_parallel_size": config.tensor_parallel_size,
             "pipeline_parallel_size": config.pipeline_parallel_size,
             "enable_expert_parallel": config.enable_expert_parallel,
+            "data_parallel_size": config.data_parallel_size,
             "dtype": config.dtype,
             "quantization": quantization,
             "refused": refusal,
@@ -99,8 +100,13 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
         f"{where} with {human_bytes(namespace.memory)}" if namespace.memory is not None else f"{where}, this machine's"
     )
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
+    shared = ", which share that memory" if config.device == "cpu" else ""
+    if (engines := config.data_parallel_size) > 1:
+        lines.append(
+            f"{engines} engines{shared or ', each with devices of its own'}. The numbers are those of each engine. All of them together "
+            f"hold {engines * resolved.plan.max_concurrency:,.2f} requests of full length."
+        )
     if config.num_ranks > 1:
-        shared = ", which share that memory" if config.device == "cpu" else ""
         experts = " Each has whole experts." if config.enable_expert_parallel else ""
         lines.append(f"Divided among {config.num_ranks} ranks{shared}.{experts} The numbers are those of each rank.")
     if len(resolved.stages) > 1:

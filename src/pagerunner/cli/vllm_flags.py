@@ -13,7 +13,7 @@ from pagerunner.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _REFUSED: dict[str, str] = {
-    "several devices": """data-parallel-size -dp data-parallel-rank
+    "several devices": """data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
         data-parallel-hybrid-lb data-parallel-external-lb expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
@@ -58,12 +58,11 @@ _ONE = {"1"}
 _NOTHING = {"0", "0.0"}
 _EMPTY = {"{}"}
 NEUTRAL: dict[str, set[str]] = {
-    **dict.fromkeys(("--api-server-count",), _ONE),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
+    **dict.fromkeys(("--api-server-count", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
     **dict.fromkeys(("--cpu-offload-gb", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
-    **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),
+    **dict.fromkeys(("--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),
     **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs"), _EMPTY),
     **dict.fromkeys(("--override-generation-config", "--model-loader-extra-config", "--compilation-config"), _EMPTY),
     "--default-chat-template-kwargs": _EMPTY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -46,7 +46,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service, metrics: Metrics, feed: LiveFeed, keys: Keys, *, docs: bool = True) -> FastAPI:
+def create_app(
+    service: Service, metrics: Metrics, feeds: Sequence[LiveFeed], keys: Keys, *, docs: bool = True
+) -> FastAPI:
     """The application behind its gate; without `docs` there is no /docs, /redoc and /openapi.json."""
     app = FastAPI(
         title="pagerunner",
@@ -58,7 +60,7 @@ def create_app(service: Service, metrics: Metrics, feed: LiveFeed, keys: Keys, *
     http = HttpMetrics(metrics.registry)
     routes = _Routes(app)
     _add_routes(routes, service, metrics, lambda: http.serving)
-    for path, handler in page_routes(feed).items():
+    for path, handler in page_routes(service, feeds).items():
         routes.hidden(path, handler, Access.PUBLIC if path in FILE_PATHS else Access.ADMIN)
     if docs:
         pages = Docs(app.openapi)

@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import uvicorn
@@ -184,18 +184,23 @@ async def serve(
             return 0
         engine = loading.result()
         try:
-            describe_cache(metrics, args, engine)
-            if args.kv_cache_metrics_sample:
-                metrics.show_residency()
-            metrics.describe_start(engine.startup)
-            add_process_metrics(metrics.registry, lambda: engine.core_pid)
-            feed = LiveFeed(engine, latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode)
-            app = create_app(Service(engine, names, args.model, chat), metrics, feed, keys, docs=docs)
+            engines = [metrics.of_engine(index) for index in range(len(engine.replicas))]
+            for own, replica in zip(engines, engine.replicas, strict=True):
+                describe_cache(own, args, replica.memory_plan, engine.max_model_len)
+                if args.kv_cache_metrics_sample:
+                    own.show_residency()
+                own.describe_start(replica.client.ready.startup)
+            add_process_metrics(metrics.registry, [one.client.pid for one in engine.replicas])
+            feeds = [
+                LiveFeed(engine, tap, closing=stop.asked, can_sleep=args.enable_sleep_mode, number=number)
+                for number, tap in enumerate(latencies.engines)
+            ]
+            app = create_app(Service(engine, names, args.model, chat), metrics, feeds, keys, docs=docs)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), logs or HttpLogs()))
             if on_ready is not None:
                 on_ready(engine, stop)
             with set_apart():
-                async with logged_stats(metrics, quiet=args.disable_log_stats):
+                async with logged_stats(engines, quiet=args.disable_log_stats):
                     dying = asyncio.create_task(_outlive(engine, death_seconds), name="pagerunner-last-answers")
                     await _run(server, listener, engine, stop, drain_seconds, dying, announce=on_ready is None)
                     dying.cancel()
@@ -205,15 +210,14 @@ async def serve(
 
 
 async def _outlive(engine: AsyncEngine, seconds: float) -> None:
-    """Return `seconds` after the engine core has died. In that time every client is told."""
+    """Return `seconds` after the last engine core has died. In that time every client is told."""
     await engine.dead.wait()
     logger.error("The server ends in %g seconds, with exit status 1: its engine core is dead.", seconds)
     await asyncio.sleep(seconds)
 
 
-def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> None:
-    """Publish how the KV cache was configured, and the size that it got."""
-    plan = engine.memory_plan
+def describe_cache(metrics: Metrics, args: EngineArgs, plan: Mapping[str, Any], max_model_len: int) -> None:
+    """Publish how an engine's KV cache was configured, and the size that it got."""
     metrics.describe_cache(
         block_size=args.block_size,
         cache_dtype=args.kv_cache_dtype,
@@ -222,7 +226,7 @@ def describe_cache(metrics: Metrics, args: EngineArgs, engine: AsyncEngine) -> N
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_gpu_blocks_override=args.num_gpu_blocks_override,
         num_gpu_blocks=plan["num_gpu_blocks"],
-        max_model_len=engine.max_model_len,
+        max_model_len=max_model_len,
     )
 
 

@@ -35,13 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 class LatencyTap(EngineObserver):
-    """An EngineObserver in front of another one, which keeps the latest latencies while `open`."""
+    """An EngineObserver in front of another one, which keeps the latest latencies while `open`. `engines` are those of each engine."""
 
     def __init__(self, inner: EngineObserver) -> None:
         self.open = False
         self.first_token: deque[float] = deque(maxlen=1_024)
         self.inter_token: deque[float] = deque(maxlen=4_096)
         self._inner = inner
+        self.engines: list[LatencyTap] = []
+
+    def of_engine(self, index: int) -> LatencyTap:
+        """See EngineObserver."""
+        self.engines.append(LatencyTap(self._inner.of_engine(index)))
+        return self.engines[-1]
 
     def on_started(self, request: EngineRequest) -> None:
         """See EngineObserver."""
@@ -78,6 +84,10 @@ class LatencyTap(EngineObserver):
     def on_sleep(self, level: int | None) -> None:
         """See EngineObserver."""
         self._inner.on_sleep(level)
+
+    def on_death(self) -> None:
+        """See EngineObserver."""
+        self._inner.on_death()
 
 
 def percentiles(values: deque[float]) -> list[float]:
@@ -147,14 +157,17 @@ def _crowded() -> HttpError:
 
 
 class LiveFeed:
-    """Samples the engine for its viewers.
+    """Samples an engine, of several that with this `number`, for its viewers.
 
     `viewers` is how many there are. `closing` ends every stream: the server is about to stop. `can_sleep` says whether the engine was started with
     enable_sleep_mode; the page offers to put it to sleep only then.
     """
 
-    def __init__(self, engine: AsyncEngine, latencies: LatencyTap, closing: asyncio.Event, *, can_sleep: bool) -> None:
+    def __init__(
+        self, engine: AsyncEngine, latencies: LatencyTap, closing: asyncio.Event, *, can_sleep: bool, number: int = 0
+    ) -> None:
         self._engine = engine
+        self._engine_number = number
         self._can_sleep = can_sleep
         self._latencies = latencies
         self._closing = closing
@@ -210,7 +223,7 @@ class LiveFeed:
         try:
             while True:
                 started = clock()
-                state = await self._engine.watch(self._steps[-1].number if self._steps else 0)
+                state = await self._engine.watch(self._steps[-1].number if self._steps else 0, self._engine_number)
                 self._publish(state)
                 period = max(PERIOD_SECONDS, state.cost / COST_SHARE)
                 await asyncio.sleep(max(period - clock() + started, PERIOD_SECONDS / 4))
@@ -237,7 +250,9 @@ class LiveFeed:
     def _as_whole(self, state: LiveState) -> bytes:
         if not self._whole:
             whole = {**frame(state, None), **self._summary, "steps": list(self._steps)}
-            self._whole = sse({**whole, "plan": self._engine.memory_plan, "can_sleep": self._can_sleep})
+            engines = [len(self._engine.replicas), self._engine_number]
+            plan = self._engine.replicas[self._engine_number].memory_plan
+            self._whole = sse({**whole, "plan": plan, "can_sleep": self._can_sleep, "engines": engines})
         return self._whole
 
     def _fail(self, reason: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -86,173 +86,216 @@ _RESIDENCY = {
 _SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 
-class _OlderName(Collector):
-    """Repeats a family of metrics under the name that it had in older versions of vLLM."""
+class _WithOlderNames(CollectorRegistry):
+    """The families of a registry, and some of them again under the names that they had in older versions of vLLM."""
 
-    def __init__(self, family: Any, name: str) -> None:
-        self._family = family
-        self._name = name
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """The family's samples, renamed."""
-        for metric in self._family.collect():
-            copy = Metric(self._name, f"{metric.name} under its older name.", metric.type)
-            copy.samples = [one._replace(name=one.name.replace(metric.name, self._name)) for one in metric.samples]
-            yield copy
+        """All of them."""
+        for family in self._registry.collect():
+            yield family
+            if (name := _OLDER_NAMES.get(family.name)) is not None:
+                copy = Metric(name, f"{family.name} under its older name.", family.type)
+                copy.samples = [one._replace(name=one.name.replace(family.name, name)) for one in family.samples]
+                yield copy
+
+
+class Figures(Collector):
+    """Gauges and counters of which the cores say the values. Every process that a core tells them shows the same."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, tuple[type[Any], str]] = {}
+        self._values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+
+    def set(self, name: str, text: str, labels: dict[str, str], value: float) -> None:
+        """The value of a gauge."""
+        self._of(name, text, GaugeMetricFamily)[tuple(labels.items())] = value
+
+    def raise_to(self, name: str, text: str, labels: dict[str, str], value: float) -> None:
+        """The value of a counter, which never goes down."""
+        values, key = self._of(name, text, CounterMetricFamily), tuple(labels.items())
+        values[key] = max(values.get(key, 0.0), value)
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        for name, (kind, text) in self._kinds.items():
+            values = self._values[name]
+            family = kind(name, text, labels=[label for label, _ in next(iter(values))])
+            for key, value in values.items():
+                family.add_metric([of for _, of in key], value)
+            yield family
+
+    def _of(self, name: str, text: str, kind: type[Any]) -> dict[tuple[tuple[str, str], ...], float]:
+        if name not in self._kinds:
+            self._kinds[name], self._values[name] = (kind, text), {}
+        return self._values[name]
 
 
 class ResidencyMetrics(Collector):
-    """How long sampled pages stay, in the histograms that the core keeps."""
+    """How long sampled pages stay, in the histograms that the cores keep: the `latest` by engine."""
 
-    def __init__(self, values: dict[str, str]) -> None:
-        self.latest = Residency()
-        self._values = values
+    def __init__(self, model_name: str) -> None:
+        self.latest: dict[str, Residency] = {}
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """`vllm:kv_block_*_seconds` as the core counted last."""
+        """`vllm:kv_block_*_seconds` as the cores counted last."""
         for field, text in _RESIDENCY.items():
-            counted = getattr(self.latest, field)
-            family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=tuple(self._values))
-            sums = accumulate(counted.counts)
-            buckets = [
-                (bound_text(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
-            ]
-            family.add_metric(tuple(self._values.values()), buckets, counted.total)
+            family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=_LABELS)
+            for engine, residency in self.latest.items():
+                counted = getattr(residency, field)
+                sums = accumulate(counted.counts)
+                buckets = [
+                    (bound_text(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
+                ]
+                family.add_metric((self._model_name, engine), buckets, counted.total)
             yield family
 
 
-class GroupMetrics:
-    """The pages and the waste of each memory group: `pagerunner:*`, labelled with the group's name."""
+_GROUP_GAUGES = {
+    "usage": ("usage_ratio", "Share of the page memory's bytes that requests hold in this group."),
+    "pages_in_use": ("pages_in_use", "Pages of the group that requests hold."),
+    "pages_cached": ("pages_cached", "Pages of the group that only the prefix index knows."),
+    "pages_free": ("pages_free", "Free pages in slabs that the group occupies."),
+    "fragmentation": ("fragmentation_ratio", "Share of all slabs that packing the group would free."),
+    "waste": ("waste_ratio", "Share of a slab of the group in which no state fits."),
+}
+_GROUP_TOTALS = {
+    "evictions": ("evictions", "Cached pages of the group that were evicted."),
+    "queries_total": ("prefix_queries", "Prompt tokens that the group was looked up for."),
+    "hits_total": ("prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
+}
 
-    def __init__(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
-        self._values = values
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"pagerunner:{name}", text, (*_LABELS, "group"), registry=registry)
+class Registered:
+    """What the metrics of all engines share: the registry, and families by their names."""
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"pagerunner:{name}", text, (*_LABELS, "group"), registry=registry)
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.figures = Figures()
+        self.registry.register(self.figures)
+        self.residency = ResidencyMetrics(model_name)
+        self._families: dict[str, Any] = {}
 
-        self._gauges = {
-            "usage": gauge("group_usage_ratio", "Share of the page memory's bytes that requests hold in this group."),
-            "pages_in_use": gauge("group_pages_in_use", "Pages of the group that requests hold."),
-            "pages_cached": gauge("group_pages_cached", "Pages of the group that only the prefix index knows."),
-            "pages_free": gauge("group_pages_free", "Free pages in slabs that the group occupies."),
-            "fragmentation": gauge(
-                "group_fragmentation_ratio", "Share of all slabs that packing the group would free."
-            ),
-            "waste": gauge("group_waste_ratio", "Share of a slab of the group in which no state fits."),
-        }
-        self._counters = {
-            "evictions": counter("group_evictions", "Cached pages of the group that were evicted."),
-            "queries_total": counter("group_prefix_queries", "Prompt tokens that the group was looked up for."),
-            "hits_total": counter("group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
-        }
-
-    def update(self, stats: SchedulerStats, last: SchedulerStats) -> None:
-        """Set the gauges and move the counters from `last` to `stats`."""
-        before = {group.name: group for group in last.groups}
-        for group in stats.groups:
-            labels = {**self._values, "group": group.name}
-            for field, family in self._gauges.items():
-                family.labels(**labels).set(getattr(group, field))
-            for field, total in self._counters.items():
-                old = getattr(before.get(group.name), field, 0)
-                total.labels(**labels).inc(max(0, getattr(group, field) - old))
+    def family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+        """A family that this process counts in; made once."""
+        if name not in self._families:
+            self._families[name] = kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
+        return self._families[name]
 
 
 class Metrics(EngineObserver):
-    """Fills a registry of its own. `render` gives the text that /metrics serves, `spans` is told about sequences too.
+    """What is measured of engine 0, in a registry for all engines; `of_engine` has the others.
 
-    `last` are the core's latest stats, `tokens` the prompt tokens and generated tokens so far.
+    `render` gives the text that /metrics serves, `spans` is told about sequences too. `last` are the core's latest stats, `tokens` the
+    prompt tokens and generated tokens so far.
     """
 
-    def __init__(self, model_name: str, spans: EngineObserver | None = None) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(
+        self,
+        model_name: str,
+        spans: EngineObserver | None = None,
+        *,
+        engine: int = 0,
+        shared: Registered | None = None,
+    ) -> None:
+        self.engine = engine
         self.last = SchedulerStats()
         self.tokens = (0, 0)
+        self._others: dict[int, Metrics] = {}
         self._spans = spans or EngineObserver()
-        self._values = values = {"model_name": model_name, "engine": "0"}
-        self._moments = {field: self._family(Gauge, *what).labels(**values) for field, what in _MOMENTS.items()}
-        self._totals = {field: self._family(Counter, *what).labels(**values) for field, what in _TOTALS.items()}
-        self._tokens = {n: self._family(Counter, f"vllm:{n}", text).labels(**values) for n, text in _TOKENS.items()}
-        text = "Share of the last seconds that the device spent between steps."
-        self._idle = self._family(Gauge, "pagerunner:device_idle_ratio", text).labels(**values)
-        self._histograms = {
-            name: self._family(Histogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
-        self._groups = GroupMetrics(self.registry, values)
-        self._residency = ResidencyMetrics(values)
+        self._shared = shared = shared or Registered(model_name)
+        self.registry = shared.registry
+        self._values = values = {"model_name": model_name, "engine": str(engine)}
 
         def labelled(kind: type[Any], name: str, text: str, label: str, keys: Iterable[str]) -> dict[str, Any]:
-            family = self._family(kind, name, text, label)
+            family = shared.family(kind, name, text, label)
             return {key: family.labels(**values, **{label: key}) for key in keys}
 
+        self._tokens = {
+            name: shared.family(Counter, f"vllm:{name}", text).labels(**values) for name, text in _TOKENS.items()
+        }
+        self._histograms = {
+            name: shared.family(Histogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         text = "Finished sequences by reason."
         reasons = ("stop", "length", "abort", "error")
         self._finished = labelled(Counter, "vllm:request_success", text, "finished_reason", reasons)
         text = "Prompt tokens by where their state came from."
         sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
         self._sources = labelled(Counter, "vllm:prompt_tokens_by_source", text, "source", sources)
-        name = "num_requests_waiting_by_reason"
-        text = "Requests that wait: for capacity, or for something that passes by itself."
-        self._waiting = labelled(Gauge, f"vllm:{name}", text, "reason", ("capacity", "deferred"))
-        text = "Requests that wait, under what the first of them waits for."
-        self._reasons = labelled(Gauge, f"pagerunner:{name}", text, "reason", WAIT_REASONS)
-        text = "1 for the state that the engine is in."
-        self._sleep = labelled(Gauge, "vllm:engine_sleep_state", text, "sleep_state", _SLEEP_STATES)
+        self.set_idle(0.0)
+        self._set_up(1)
+        self.on_stats(self.last)
         self.on_sleep(None)
 
-    def _family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
-        family = kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
-        if name in _OLDER_NAMES:
-            self.registry.register(_OlderName(family, _OLDER_NAMES[name]))
-        return family
+    def of_engine(self, index: int) -> Metrics:
+        """Those of engine `index`."""
+        if index == self.engine:
+            return self
+        if index not in self._others:
+            model = self._values["model_name"]
+            self._others[index] = Metrics(model, self._spans, engine=index, shared=self._shared)
+        return self._others[index]
+
+    def _set(self, name: str, text: str, value: float, **labels: str) -> None:
+        self._shared.figures.set(name, text, {**self._values, **labels}, value)
 
     def describe_cache(self, **facts: object) -> None:
         """Set cache_config_info: a gauge of 1 whose labels hold the cache's facts."""
-        values = {name: str(value) for name, value in facts.items()}
-        info = Gauge(
-            "vllm:cache_config_info", "How the KV cache is configured.", ("engine", *values), registry=self.registry
-        )
-        info.labels(engine="0", **values).set(1)
+        values = {"engine": str(self.engine), **{name: str(value) for name, value in facts.items()}}
+        self._shared.figures.set("vllm:cache_config_info", "How the KV cache is configured.", values, 1)
 
     def show_residency(self) -> None:
         """Publish how long sampled pages stay: only for engines that sample them."""
-        self.registry.register(self._residency)
+        if not self._shared.residency.latest:
+            self.registry.register(self._shared.residency)
+        self._shared.residency.latest[str(self.engine)] = Residency()
 
     def describe_start(self, startup: StartUp) -> None:
         """Publish what the start took: seconds by phase, and bytes of device memory by use, graphs among them."""
-        seconds = self._family(Gauge, "pagerunner:startup_seconds", "Seconds of each phase of the start.", "phase")
         for phase, taken in startup.seconds.items():
-            seconds.labels(**self._values, phase=phase).set(taken)
-        memory = self._family(Gauge, "pagerunner:device_memory_bytes", "Device memory after the start, by use.", "use")
+            self._set("pagerunner:startup_seconds", "Seconds of each phase of the start.", taken, phase=phase)
         for use, size in startup.memory.items():
-            memory.labels(**self._values, use=use).set(size)
-        graphs = self._family(Gauge, "pagerunner:graph_memory_bytes", "Device memory that captured graphs take.")
-        graphs.labels(**self._values).set(startup.memory.get("graphs", 0))
+            self._set("pagerunner:device_memory_bytes", "Device memory after the start, by use.", size, use=use)
+        text = "Device memory that captured graphs take."
+        self._set("pagerunner:graph_memory_bytes", text, startup.memory.get("graphs", 0))
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithOlderNames(self.registry))
 
     def set_idle(self, share: float) -> None:
         """Publish the share of the last seconds in which the device did not work on a step."""
-        self._idle.set(share)
+        text = "Share of the last seconds that the device spent between steps."
+        self._set("pagerunner:device_idle_ratio", text, share)
 
     def on_stats(self, stats: SchedulerStats) -> None:
-        """Set the gauges and move the counters that the core keeps."""
-        for field, gauge in self._moments.items():
-            gauge.set(getattr(stats, field))
-        for field, counter in self._totals.items():
-            counter.inc(max(0, getattr(stats, field) - getattr(self.last, field)))
-        self._waiting["capacity"].set(stats.waiting)
-        for reason, gauge in self._reasons.items():
-            gauge.set(stats.waiting if reason == stats.waiting_for else 0)
-        self._groups.update(stats, self.last)
+        """Set the gauges and counters that the core keeps."""
+        figures = self._shared.figures
+        for field, (name, text) in _MOMENTS.items():
+            figures.set(name, text, self._values, getattr(stats, field))
+        for field, (name, text) in _TOTALS.items():
+            figures.raise_to(name, text, self._values, getattr(stats, field))
+        name = "num_requests_waiting_by_reason"
+        text = "Requests that wait: for capacity, or for something that passes by itself."
+        for reason, waiting in (("capacity", stats.waiting), ("deferred", 0)):
+            self._set(f"vllm:{name}", text, waiting, reason=reason)
+        text = "Requests that wait, under what the first of them waits for."
+        for reason in WAIT_REASONS:
+            self._set(f"pagerunner:{name}", text, stats.waiting if reason == stats.waiting_for else 0, reason=reason)
+        for group in stats.groups:
+            labels = {**self._values, "group": group.name}
+            for field, (name, text) in _GROUP_GAUGES.items():
+                figures.set(f"pagerunner:group_{name}", text, labels, getattr(group, field))
+            for field, (name, text) in _GROUP_TOTALS.items():
+                figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
         if stats.residency is not None:
-            self._residency.latest = stats.residency
+            self._shared.residency.latest[str(self.engine)] = stats.residency
         self.last = stats
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
@@ -306,4 +349,13 @@ class Metrics(EngineObserver):
     def on_sleep(self, level: int | None) -> None:
         """Set engine_sleep_state."""
         for state, of in _SLEEP_STATES.items():
-            self._sleep[state].set(of == level)
+            self._set(
+                "vllm:engine_sleep_state", "1 for the state that the engine is in.", of == level, sleep_state=state
+            )
+
+    def on_death(self) -> None:
+        """Set engine_up."""
+        self._set_up(0)
+
+    def _set_up(self, value: int) -> None:
+        self._set("pagerunner:engine_up", "1 while the engine's core lives, 0 when it is gone.", value)

@@ -6,7 +6,7 @@ its calls.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from pagerunner.server.http import EventStream
 from pagerunner.server.live import LiveFeed
+from pagerunner.server.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -36,12 +37,12 @@ _HEADERS = {
 }
 
 
-def page_routes(feed: LiveFeed) -> dict[str, Handler]:
+def page_routes(service: Service, feeds: Sequence[LiveFeed]) -> dict[str, Handler]:
     """The handler of each path."""
 
     async def live(request: Request) -> Response:
-        """The engine's state, five times a second, as server-sent events."""
-        events = feed.view()
+        """The engine's state, five times a second, as server-sent events. `engine` is the number of one of several."""
+        events = feeds[service.engine_number(request)].view()
         return EventStream(events, events.aclose)
 
     return {"/ui/live": live} | {path: _file(file) for path, file in _FILES.items()}

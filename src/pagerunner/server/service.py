@@ -30,6 +30,7 @@ from pagerunner.types import Pooling, RequestOutput, SamplingParams
 logger = logging.getLogger(__name__)
 
 LABEL_HEADER = "X-Request-Id"
+RANK_HEADER = "X-data-parallel-rank"
 _MAX_ID_CHARS = 256
 _FORMAT = "structured_outputs"
 _encode = msgspec.json.Encoder().encode
@@ -38,13 +39,14 @@ _encode = msgspec.json.Encoder().encode
 class Call(msgspec.Struct, frozen=True):
     """One call's identity in its answer: an id, seconds since 1970, the model as the client named it.
 
-    `engine_id` is fresh. `id` may be the client's own name for its call, and two clients may choose the same name.
+    `rank` is the engine that the client wants, of several. `engine_id` is fresh. `id` may be the client's own name for its call, and two clients may choose the same name.
     """
 
     id: str
     created: int
     model: str
     engine_id: str
+    rank: int | None = None
 
 
 class Queued(Protocol):
@@ -82,7 +84,15 @@ class Service:
         name = http.headers.get(LABEL_HEADER) or request_id or fresh
         if len(name) > _MAX_ID_CHARS:
             raise HttpError(400, f"{LABEL_HEADER} has {len(name)} characters; at most {_MAX_ID_CHARS} are allowed.")
-        return Call(f"{prefix}-{name}", int(time.time()), model or self.model_names[0], f"{prefix}-{fresh}")
+        model = model or self.model_names[0]
+        return Call(f"{prefix}-{name}", int(time.time()), model, f"{prefix}-{fresh}", _rank(http))
+
+    def engine_number(self, http: Request) -> int:
+        """The engine that the query names, 0 if it names none. Raises HttpError 400 where there is no such engine."""
+        given, count = http.query_params.get("engine", "0"), len(self.engine.replicas)
+        if not given.isdecimal() or len(given) > 9 or int(given) >= count:
+            raise HttpError(400, f"engine must be in [0, {count}), got {short(given)!r}.", "engine")
+        return int(given)
 
     def check_model(self, model: str | None) -> None:
         """Raise HttpError 404 for a model that isn't served here."""
@@ -130,11 +140,22 @@ class Service:
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     pooling=pooling,
+                    data_parallel_rank=call.rank,
                 )
                 for index, prompt in enumerate(prompts)
             ]
         )
         return _blaming(names, outputs)
+
+
+def _rank(http: Request) -> int | None:
+    """What a client says in vLLM's header. Raises HttpError 400 for what is no number; the engine knows how many there are."""
+    given = http.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    if not given.isdecimal() or len(given) > 9:
+        raise HttpError(400, f"{RANK_HEADER} must be the number of an engine, got {short(given)!r}.", RANK_HEADER)
+    return int(given)
 
 
 class Endpoint:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     GCCollector,
     Histogram,
+    Metric,
     PlatformCollector,
     ProcessCollector,
     Summary,
 )
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagerunner.server.gate import ROUTE
@@ -26,10 +29,27 @@ _COARSE: tuple[float, ...] = (0.1, 0.5, 1)
 _METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"))
 
 
-def add_process_metrics(registry: CollectorRegistry, core_pid: Callable[[], int]) -> None:
-    """Memory, CPU time and open files of this process, and under `pagerunner_core_` of the engine's own process."""
+class CoreProcesses(Collector):
+    """Memory, CPU time and open files of the engines' processes."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._engines = [ProcessCollector("pagerunner_core", partial(int, pid), registry=None) for pid in pids]
+
+    def collect(self) -> Iterator[Metric]:
+        """Families by the label `engine`."""
+        found: dict[str, Metric] = {}
+        for index, engine in enumerate(self._engines):
+            for family in engine.collect():
+                samples = [one._replace(labels={**one.labels, "engine": str(index)}) for one in family.samples]
+                family.samples = []
+                found.setdefault(family.name, family).samples.extend(samples)
+        yield from found.values()
+
+
+def add_process_metrics(registry: CollectorRegistry, cores: Sequence[int]) -> None:
+    """Memory, CPU time and open files of this process, and under `pagerunner_core_` of the engines' own processes."""
     ProcessCollector(registry=registry)
-    ProcessCollector(namespace="pagerunner_core", pid=core_pid, registry=registry)
+    registry.register(CoreProcesses(cores))
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from pagerunner.server.metrics import Metrics
@@ -39,7 +39,7 @@ class StatsLog:
         hits = stats.prefix_hits_total - before.prefix_hits_total
         waits = f" (for {stats.waiting_for})" if stats.waiting and stats.waiting_for else ""
         return (
-            f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Engine {metrics.engine:03}: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs{waits}, "
             f"GPU KV cache usage: {stats.kv_usage:.1%}, "
@@ -48,18 +48,19 @@ class StatsLog:
 
 
 @asynccontextmanager
-async def logged_stats(metrics: Metrics, *, quiet: bool, seconds: float = LOG_SECONDS) -> AsyncIterator[None]:
-    """Meanwhile measure, and log the line unless `quiet`, every `seconds`."""
-    task = asyncio.create_task(_log(StatsLog(metrics), quiet, seconds), name="pagerunner-stats-log")
+async def logged_stats(engines: Sequence[Metrics], *, quiet: bool, seconds: float = LOG_SECONDS) -> AsyncIterator[None]:
+    """Meanwhile measure, and log a line for each engine unless `quiet`, every `seconds`."""
+    logs = [StatsLog(metrics) for metrics in engines]
+    task = asyncio.create_task(_log(logs, quiet, seconds), name="pagerunner-stats-log")
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _log(log: StatsLog, quiet: bool, seconds: float) -> None:
+async def _log(logs: Sequence[StatsLog], quiet: bool, seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
-        line = log.line()
-        if line is not None and not quiet:
-            logger.info(line)
+        for line in [log.line() for log in logs]:
+            if line is not None and not quiet:
+                logger.info(line)

@@ -25,22 +25,22 @@ from pagerunner.children import end, engine_environment, exit_reason, private_di
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
+from pagerunner.engine.startup.shares import Share, shares
 from pagerunner.errors import EngineDeadError, PagerunnerError
-from pagerunner.threads import thread_settings
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "pagerunner.engine.core.factory:build_with_progress"
 STALL_SECONDS = float(limits.STALL_SECONDS)
 """How long the core may be silent, with requests to run, before it counts as unhealthy."""
-_WHO = "The engine core process"
 _LAST_WORDS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class LoadedCore:
-    """A core process that has said `Ready`, and the socket to it."""
+    """A core process that has said `Ready`, and the socket to it. `who` names the process."""
 
+    who: str
     process: subprocess.Popen[bytes]
     socket: zmq.asyncio.Socket
     directory: Path
@@ -52,18 +52,27 @@ class LoadedCore:
         _clean_up(self.process, self.socket, self.directory)
 
 
+def _who(share: Share) -> str:
+    return "The engine core process" if share.count == 1 else f"The process of engine {share.index} of {share.count}"
+
+
 async def launch_core(
-    args: EngineArgs, factory: str = DEFAULT_FACTORY, stall_seconds: float = STALL_SECONDS
+    args: EngineArgs,
+    factory: str = DEFAULT_FACTORY,
+    stall_seconds: float = STALL_SECONDS,
+    share: Share | None = None,
 ) -> LoadedCore:
     """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
 
-    The core logs its stacks when a step takes longer than `stall_seconds`.
+    The core logs its stacks when a step takes longer than `stall_seconds`. It takes its `share` of the machine (default: all there is).
 
     Raises:
         ConfigError, CheckpointError, CapacityError: as the core raised it.
         EngineDeadError: the process ended, or failed in another way, before it was ready.
     """
-    with starting(_WHO):
+    share = share or shares(args)[0]
+    who = _who(share)
+    with starting(who):
         directory = private_directory()
     socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     process: subprocess.Popen[bytes] | None = None
@@ -74,17 +83,38 @@ async def launch_core(
         socket.bind(address)
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         started = time.perf_counter()
-        launch = wire.Launch(args=args, address=address, factory=factory, log_level=level, stall_seconds=stall_seconds)
-        with starting(_WHO):
-            process = _spawn(launch)
+        launch = wire.Launch(
+            args=args,
+            address=address,
+            factory=factory,
+            available=share.available,
+            log_level=level,
+            stall_seconds=stall_seconds,
+        )
+        with starting(who):
+            process = _spawn(launch, share)
         exited = _watch_exit(process)
-        ready = await _first_message(socket, exited)
+        ready = await _first_message(who, socket, exited)
         loaded = ready.startup
         seconds = {"process and imports": time.perf_counter() - started - loaded.total, **loaded.seconds}
         ready = msgspec.structs.replace(ready, startup=msgspec.structs.replace(loaded, seconds=seconds))
-        return LoadedCore(process, socket, directory, exited, ready)
+        return LoadedCore(who, process, socket, directory, exited, ready)
     except BaseException:
         _clean_up(process, socket, directory)
+        raise
+
+
+async def launch_cores(args: EngineArgs, factory: str, stall_seconds: float) -> list[LoadedCore]:
+    """All cores that `args` ask for, which load at the same time. Raises the first error of `launch_core`, and none runs then."""
+    starts = [asyncio.create_task(launch_core(args, factory, stall_seconds, share)) for share in shares(args)]
+    try:
+        return await asyncio.gather(*starts)
+    except BaseException:
+        for start_ in starts:
+            start_.cancel()
+        for loaded in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(loaded, LoadedCore):
+                loaded.kill()
         raise
 
 
@@ -182,7 +212,7 @@ class CoreClient:
                     else:
                         future.set_exception(error.exception())
                 case wire.Dead(error):
-                    self._die(EngineDeadError(f"The engine core failed: {error.message}"))
+                    self._die(EngineDeadError(f"{self._core.who} failed: {error.message}"))
                 case _:
                     self._receive(message)
 
@@ -194,22 +224,22 @@ class CoreClient:
     async def _watch(self) -> None:
         status = await asyncio.shield(self._core.exited)
         await asyncio.sleep(_LAST_WORDS_SECONDS)  # the reader may still find the reason in the socket
-        self._die(EngineDeadError(exit_reason(_WHO, status)))
+        self._die(EngineDeadError(exit_reason(self._core.who, status)))
 
     def _die(self, error: EngineDeadError) -> None:
         if self.death is not None:
             return
         self.death = error
         if not self._closing:
-            logger.error("%s Requests get this as their error. A server ends with exit status 1.", error)
+            logger.error("%s Its requests get this as their error.", error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._died(error)
 
 
-def _spawn(launch: wire.Launch) -> subprocess.Popen[bytes]:
-    environment = {**engine_environment(), **thread_settings(os.environ, reserved=1)}  # one core is the server's
+def _spawn(launch: wire.Launch, share: Share) -> subprocess.Popen[bytes]:
+    environment = {**engine_environment(), **share.environment}
     return start("pagerunner.engine.core.process", environment, first_line=msgspec.json.encode(launch) + b"\n")
 
 
@@ -240,7 +270,7 @@ def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     return future
 
 
-async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
+async def _first_message(who: str, socket: zmq.asyncio.Socket, exited: asyncio.Future[int]) -> wire.Ready:
     received: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
     try:
         either: list[asyncio.Future[Any]] = [received, exited]
@@ -248,7 +278,7 @@ async def _first_message(socket: zmq.asyncio.Socket, exited: asyncio.Future[int]
         if not received.done():
             await asyncio.wait([received], timeout=_LAST_WORDS_SECONDS)
         if not received.done():
-            raise EngineDeadError(f"{exit_reason(_WHO, exited.result())} It had not finished loading.")
+            raise EngineDeadError(f"{exit_reason(who, exited.result())} It had not finished loading.")
         message = msgspec.msgpack.decode(received.result(), type=wire.Ready | wire.StartFailed)
     finally:
         received.cancel()

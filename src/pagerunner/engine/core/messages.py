@@ -67,14 +67,16 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the core process starts. `factory` is `module:function`, called with `args`, that returns an EngineCore.
+    """How the core process starts. `factory` is `module:function`, called with `args` and `available`, that returns an EngineCore.
 
-    `log_level` is the frontend's, as a number of the logging package. A step of more than `stall_seconds` is reported.
+    `available` is what it may take of the host's memory, where it isn't the only engine. `log_level` is the frontend's, as a number of
+    the logging package. A step of more than `stall_seconds` is reported.
     """
 
     args: EngineArgs
     address: str
     factory: str
+    available: int | None
     log_level: int
     stall_seconds: float
 

@@ -222,11 +222,11 @@ def _call_error(call: wire.Call, error: Exception) -> wire.WireError:
     )
 
 
-def load_factory(path: str) -> Callable[[EngineArgs], EngineCore]:
+def load_factory(path: str) -> Callable[[EngineArgs, int | None], EngineCore]:
     """The function that `module:function` names. Raises ConfigError when there is none."""
     module, _, name = path.partition(":")
     try:
-        factory: Callable[[EngineArgs], EngineCore] = getattr(importlib.import_module(module), name)
+        factory: Callable[[EngineArgs, int | None], EngineCore] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"The engine core {path!r} cannot be imported: {error}.") from error
     return factory
@@ -247,7 +247,7 @@ def _exit_with_parent(parent: int, address: str) -> None:
 def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
     encode = msgspec.msgpack.encode
     try:
-        core = load_factory(launch.factory)(launch.args)
+        core = load_factory(launch.factory)(launch.args, launch.available)
         plan = core.memory_plan
         socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it

@@ -1,4 +1,4 @@
-"""AsyncEngine: many requests at once against an engine core in its own process."""
+"""AsyncEngine: many requests at once against engine cores in processes of their own."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import msgspec
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
-from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, CoreClient, LoadedCore, launch_core
+from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, LoadedCore, launch_cores
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.live import LiveState
-from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
 from pagerunner.engine.frontend.input_processor import Truncation, check_queueable, up_to_mark, with_marked_end
 from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.replicas import Chooser, Replica, check_alive
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.engine.startup.hub import fetch_checkpoint
-from pagerunner.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, PagerunnerError, QueueFullError
 from pagerunner.models.configs.pooling import Pooler
 from pagerunner.text.stop_strings import automaton
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
-from pagerunner.types import EngineRequest, Pooling, RequestOutput, SamplingParams
+from pagerunner.types import Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,31 @@ class AsyncEngine:
     The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
     All methods are for the event loop that made the engine; in a fork of its process they raise RuntimeError. `dead` is set when the
     core has ended, whatever the reason.
+
+    With `data_parallel_size` there are several cores, in `replicas`, each with the whole model. A request runs on one of them
+    (engine/frontend/replicas.py says which). The end of one is the end of its requests, and the others go on. `stats`, `startup`,
+    `memory_plan` and `core_pid` are those of the first.
     """
 
-    def __init__(self, core: LoadedCore, frontend: Frontend, observer: EngineObserver, stall_seconds: float) -> None:
+    def __init__(
+        self,
+        cores: Sequence[LoadedCore],
+        frontend: Frontend,
+        observer: EngineObserver,
+        stall_seconds: float,
+        *,
+        prefixes: bool,
+    ) -> None:
         self._home = HomeProcess("AsyncEngine")
         self._frontend = frontend
-        self._observer = observer
-        self._desk = OutputDesk(frontend.outputs, observer)
-        self._client = CoreClient(core, receive=self._receive, died=self._core_died)
         self.dead = asyncio.Event()
+        self.replicas = [
+            Replica(core, frontend.outputs, observer.of_engine(index), self._core_died)
+            for index, core in enumerate(cores)
+        ]
+        self._chooser = Chooser(self.replicas, stall_seconds, prefixes=prefixes)
         self._numbers = itertools.count()
         self._stall_seconds = stall_seconds
-        self._level = -1  # that the core sleeps at
         self._stopped = False
         self._changes: set[asyncio.Future[None]] = set()  # sleeps and wakes under way
         self._renderer = None if frontend.tokenizer is None else TemplateRenderer(frontend.tokenizer)
@@ -98,13 +111,16 @@ class AsyncEngine:
         """
         await asyncio.to_thread(check_options, args)
         args = await asyncio.to_thread(fetch_checkpoint, args)
-        core = await launch_core(args, core_factory, stall_seconds)
+        cores = await launch_cores(args, core_factory, stall_seconds)
         try:
-            frontend = await asyncio.to_thread(frontend_factory, args, core.ready.max_model_len)
+            length = min(core.ready.max_model_len for core in cores)
+            frontend = await asyncio.to_thread(frontend_factory, args, length)
         except BaseException:
-            core.kill()
+            for core in cores:
+                core.kill()
             raise
-        engine = cls(core, frontend, observer or EngineObserver(), stall_seconds)
+        observer, prefixes = observer or EngineObserver(), args.enable_prefix_caching
+        engine = cls(cores, frontend, observer, stall_seconds, prefixes=prefixes)
         try:
             if engine._renderer is not None:
                 engine._template_variables = await engine._renderer.variables()
@@ -116,18 +132,17 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer together, that one request may have."""
-        return self._client.ready.max_model_len
+        return min(one.client.ready.max_model_len for one in self.replicas)
 
     @property
     def memory_plan(self) -> dict[str, Any]:
         """The core's memory plan as plain JSON values."""
-        plan: dict[str, Any] = msgspec.json.decode(self._client.ready.memory_plan)
-        return plan
+        return self.replicas[0].memory_plan
 
     @property
     def startup(self) -> wire.StartUp:
         """Seconds and device memory that the core's start took."""
-        return self._client.ready.startup
+        return self.replicas[0].client.ready.startup
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -152,22 +167,28 @@ class AsyncEngine:
     @property
     def sleep_level(self) -> int:
         """The level at which the engine sleeps: 0 only pauses it, -1 is awake."""
-        return self._level
+        return max(one.level for one in self.replicas)
 
     @property
     def stats(self) -> wire.SchedulerStats:
         """The core's gauges and running totals, at most a moment old."""
-        return self._desk.stats
+        return self.replicas[0].desk.stats
 
     @property
     def core_pid(self) -> int:
         """The process id of the core."""
-        return self._client.pid
+        return self.replicas[0].client.pid
 
     @property
     def num_unfinished(self) -> int:
         """How many sequences are waiting or running."""
-        return self._desk.progress.unfinished
+        return sum(one.desk.progress.unfinished for one in self.replicas)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Which cores can't serve, and why: they are gone, or have requests and make no progress."""
+        faults = {index: one.fault(self._stall_seconds) for index, one in enumerate(self.replicas)}
+        return {index: fault for index, fault in faults.items() if fault is not None}
 
     async def add_request(
         self,
@@ -177,6 +198,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         pooling: Pooling | None = None,
+        data_parallel_rank: int | None = None,
     ) -> OutputStream:
         """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
 
@@ -185,8 +207,7 @@ class AsyncEngine:
         """
         self._home.check()
         arrival = time.monotonic()
-        if (death := self._client.death) is not None:
-            raise EngineDeadError(str(death))
+        check_alive(self.replicas)
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         self._check_queue(params.n, 0)
@@ -208,7 +229,12 @@ class AsyncEngine:
         )
         if self._stopped:  # meanwhile
             raise EngineDeadError("The server is shutting down and takes no more requests.")
-        return self._submit(request_id, text if isinstance(text, str) else None, requests, arrival)
+        self._check_queue(len(requests), len(requests[0].prompt_token_ids))
+        if any(request_id in one.desk for one in self.replicas):
+            raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
+        hashes = self._chooser.hashes(requests[0])
+        replica = self._chooser.choose(hashes, data_parallel_rank)
+        return replica.submit(request_id, text if isinstance(text, str) else None, requests, arrival, hashes)
 
     async def generate(
         self,
@@ -218,6 +244,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         pooling: Pooling | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
@@ -231,6 +258,7 @@ class AsyncEngine:
             priority: lower runs first under scheduling_policy="priority".
             cache_salt: only requests with the same salt share cached pages.
             pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
+            data_parallel_rank: the number of the core that is to run it, of several.
 
         Raises:
             InvalidRequestError: this request can never run.
@@ -238,7 +266,7 @@ class AsyncEngine:
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever. While the engine is only paused, requests wait.
         """
-        stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling)
+        stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank)
         try:
             while True:
                 self._home.check()
@@ -247,7 +275,9 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._send_abort(self._desk.leave(request_id))
+            for one in self._running(request_id):
+                self._home.check()
+                one.abort(one.desk.leave(request_id))
 
     async def render_chat(
         self,
@@ -321,7 +351,8 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request: its reader gets the text so far, with finish_reason "abort". Unknown ids are ignored."""
         self._home.check()
-        self._send_abort(self._desk.sequences(request_id))
+        for one in self._running(request_id):
+            one.abort(one.desk.sequences(request_id))
 
     def stop(self, error: EngineDeadError | None = None) -> None:
         """End every request and take no others.
@@ -330,10 +361,11 @@ class AsyncEngine:
         """
         self._home.check()
         self._stopped = True
-        running = self._desk.all_sequences()
-        if error is not None:
-            self._desk.fail_all(error)
-        self._send_abort(running)
+        for one in self.replicas:
+            running = one.desk.all_sequences()
+            if error is not None:
+                one.desk.fail_all(error)
+            one.abort(running)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; level 0 only pauses, and requests that come meanwhile wait for `wake_up`.
@@ -347,30 +379,34 @@ class AsyncEngine:
         await self._whole(self._sleep(level, mode))
 
     async def _sleep(self, level: int, mode: str) -> None:
+        awake = [one for one in self.replicas if one.level < 0]
         try:
-            await self._client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        finally:
-            await self._learn_level()
+            await self._of_all(lambda one: one.sleep(level, mode))
+        except PagerunnerError:  # one has refused: none is to sleep on
+            slept = [one for one in awake if one.level >= 0 and one.client.death is None]
+            if len(self.replicas) > 1:
+                await asyncio.gather(*(one.wake_up(None) for one in slept), return_exceptions=True)
+            raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: "weights", "kv_cache", or all (None). A caller who is cancelled stops waiting only."""
         self._home.check()
-        await self._whole(self._wake_up(tags))
+        await self._whole(self._of_all(lambda one: one.wake_up(tags)))
 
-    async def _wake_up(self, tags: Sequence[str] | None) -> None:
-        try:
-            await self._client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
-        finally:
-            await self._learn_level()
+    async def _of_all(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
+        """The answers of all cores that live. Raises the error of the first that can't answer."""
+        asked = check_alive(self.replicas)
+        answers = await asyncio.gather(*map(call, asked), return_exceptions=True)
+        check_alive(self.replicas)
+        found: list[Result] = []
+        for one, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found.append(answer)
+            elif one.client.death is None:
+                raise answer
+        return found
 
-    async def _learn_level(self) -> None:
-        """Take over the core's level. A sleep or wake-up that fails may have changed the level, too."""
-        level = await self._client.sleep_level()
-        self._desk.progress.touch()
-        self._level = -1 if level is None else level
-        self._observer.on_sleep(level)
-
-    async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
+    async def _whole(self, change: Coroutine[Any, Any, Any]) -> None:
         """Run a change of state to its end, whatever becomes of the caller: the core carries it out in any case."""
         task = asyncio.ensure_future(change)
         self._changes.add(task)
@@ -385,35 +421,30 @@ class AsyncEngine:
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
         self._home.check()
-        return await self._client.sleep_level() is not None
+        levels = await self._of_all(lambda one: one.client.sleep_level())
+        return any(level is not None for level in levels)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. False when some belong to running requests."""
         self._home.check()
-        return bool(await self._client.call(wire.ResetPrefixCache))
+        return all(await self._of_all(lambda one: one.reset_prefix_cache()))
 
-    async def memory_state(self) -> dict[str, Any]:
-        """Who holds the core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
+    async def memory_state(self, engine: int = 0) -> dict[str, Any]:
+        """Who holds a core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
         self._home.check()
-        state: dict[str, Any] = msgspec.to_builtins(await self._client.call(wire.ReadMemory))
+        state: dict[str, Any] = msgspec.to_builtins(await self.replicas[engine].client.call(wire.ReadMemory))
         return state
 
-    async def watch(self, since: int) -> LiveState:
-        """What the core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
+    async def watch(self, since: int, engine: int = 0) -> LiveState:
+        """What a core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
         self._home.check()
-        return await self._client.watch(since)
+        return await self.replicas[engine].client.watch(since)
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when the core is gone, or has requests and makes no progress."""
+        """Raise EngineDeadError when the core is gone, or has requests and makes no progress; of several, when all are lost."""
         self._home.check()
-        if (death := self._client.death) is not None:
-            raise EngineDeadError(str(death))
-        silent = self._stalled_seconds()
-        if silent > self._stall_seconds:
-            raise EngineDeadError(
-                f"The engine has {self.num_unfinished} unfinished requests and has made no step for {silent:.0f} "
-                f"seconds; more than {self._stall_seconds:.0f} count as a stall."
-            )
+        if len(lost := self.lost) == len(self.replicas):
+            raise EngineDeadError(" ".join(dict.fromkeys(lost.values())))
 
     async def shutdown(self) -> None:
         """End the core's process; readers that are still there get EngineDeadError. Idempotent."""
@@ -426,22 +457,11 @@ class AsyncEngine:
         self._frontend.inputs.close()
         if self._renderer is not None:
             await self._renderer.close()
-        await self._client.close()
+        await asyncio.gather(*(one.client.close() for one in self.replicas))
 
-    def _submit(self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float) -> OutputStream:
-        self._check_queue(len(requests), len(requests[0].prompt_token_ids))
-        try:
-            message = wire.Add.of(requests)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
-        stream = self._desk.add(request_id, text, requests, arrival)
-        try:
-            self._client.send(message)
-        except EngineDeadError:
-            self._desk.leave(request_id)
-            self._desk.progress.dropped([one.request_id for one in requests])
-            raise
-        return stream
+    def _running(self, request_id: str) -> list[Replica]:
+        """The one that runs this request; none if it has ended."""
+        return [one for one in self.replicas if request_id in one.desk]
 
     def _check_queue(self, n: int, tokens: int) -> None:
         """Raise QueueFullError while the queue has no room for `n` answers to a prompt of `tokens` tokens.
@@ -449,10 +469,10 @@ class AsyncEngine:
         Raises InvalidRequestError when it never will have.
         """
         check_queueable(n, 1, tokens)
-        progress = self._desk.progress
+        lines = [one.desk.progress for one in self.replicas]
         for queued, more, name, what in (
-            (progress.queued, n, "MAX_QUEUED_REQUESTS", "answers"),
-            (progress.queued_tokens, n * tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
+            (sum(line.queued for line in lines), n, "MAX_QUEUED_REQUESTS", "answers"),
+            (sum(line.queued_tokens for line in lines), n * tokens, "MAX_QUEUED_TOKENS", "prompt tokens"),
         ):
             most = getattr(limits, name)
             if queued + more > most:
@@ -461,20 +481,9 @@ class AsyncEngine:
                     f"would be more than {most} {limits.knob(name)}. Try again later."
                 )
 
-    def _receive(self, message: wire.FromCore) -> None:
-        self._send_abort(self._desk.receive(message))
-
-    def _core_died(self, error: EngineDeadError) -> None:
-        self._desk.fail_all(error)
-        self.dead.set()
-
-    def _send_abort(self, sequence_ids: list[str]) -> None:
-        if sequence_ids and self._client.death is None:
-            self._home.check()
-            self._client.send(wire.Abort(sequence_ids))
-
-    def _stalled_seconds(self) -> float:
-        return 0.0 if self._level >= 0 else self._desk.progress.stalled_seconds()
+    def _core_died(self) -> None:
+        if all(one.client.death is not None for one in self.replicas):
+            self.dead.set()
 
     async def _text_work(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= _INLINE_CHARS:
@@ -483,15 +492,17 @@ class AsyncEngine:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def _watch(self) -> None:
-        """Print the core's stacks once per stall.
+        """Print a core's stacks once per stall.
 
         The core's own watchdog logs them too, unless the step keeps the interpreter's lock.
         """
-        reported = False
-        while self._client.death is None:
+        reported: set[int] = set()
+        while not self.dead.is_set():
             await asyncio.sleep(min(self._stall_seconds / 4, 5.0))
-            stalled = self._stalled_seconds() > 2 * self._stall_seconds
-            if stalled and not reported:
-                logger.error("The engine core makes no progress; its stacks follow on standard error.")
-                self._client.dump_stacks()
-            reported = stalled
+            for index, one in enumerate(self.replicas):
+                if one.client.death is not None or one.stalled_seconds() <= 2 * self._stall_seconds:
+                    reported.discard(index)
+                elif index not in reported:
+                    reported.add(index)
+                    logger.error("The engine core makes no progress; its stacks follow on standard error.")
+                    one.client.dump_stacks()

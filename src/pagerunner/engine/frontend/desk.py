@@ -32,6 +32,10 @@ class OutputDesk:
         self.progress.started(requests, arrival)
         return stream
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a reader waits for this request, which has not ended."""
+        return request_id in self._streams
+
     def leave(self, request_id: str) -> list[str]:
         """The reader is gone. Returns what the core must still abort: nothing when the request has finished."""
         self._streams.pop(request_id, None)

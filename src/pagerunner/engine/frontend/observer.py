@@ -46,6 +46,10 @@ class FinishedSequence:
 class EngineObserver:
     """Called on the frontend's event loop, so each call must be quick. This one ignores everything; times are in seconds."""
 
+    def of_engine(self, index: int) -> EngineObserver:
+        """What is told of engine `index`, where there are several. This one is told of all."""
+        return self
+
     def on_started(self, request: EngineRequest) -> None:
         """A sequence is about to be sent to the core; the caller's context is that of its request."""
 
@@ -69,3 +73,6 @@ class EngineObserver:
 
     def on_sleep(self, level: int | None) -> None:
         """The engine has gone to sleep at this level, or is awake again (None)."""
+
+    def on_death(self) -> None:
+        """The engine's core has ended."""

@@ -39,13 +39,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_core(args: EngineArgs, progress: Progress | None = None) -> EngineCore:
+def build_core(args: EngineArgs, progress: Progress | None = None, available: int | None = None) -> EngineCore:
     """An engine core ready to run. `progress(done_bytes, total_bytes)` is called while weights load.
+
+    `available`: the engine's share of the host's memory, where several engines are behind a server.
 
     Raises:
         ConfigError, CapacityError, CheckpointError: the sentence says what to change.
     """
-    return build_from(resolve(args), progress)
+    if available is not None:
+        available //= args.num_ranks
+    return build_from(resolve(args, available=available), progress)
 
 
 def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:

@@ -1,4 +1,4 @@
-"""What the machine has to offer: device and memory."""
+"""The CUDA device: whether it can be used, its memory and kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,9 +21,6 @@ from pagerunner.ops.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
 """A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "1": with NCCL's sums, "peer": with
 those of `PeerComm`. "shared": ranks may share devices, as tests on a machine with one device do."""
@@ -142,17 +138,3 @@ def device_memory() -> DeviceMemory:
     with full_device_said(full):
         free, total = torch.cuda.mem_get_info()
     return DeviceMemory(total, free)
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may still take, the container's limit included."""
-    available = 8 * 2**30
-    if _MEMINFO.exists():
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    if _CGROUP_LIMIT.exists():
-        limit = _CGROUP_LIMIT.read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int(_CGROUP_USED.read_text()))
-    return max(available, 0)

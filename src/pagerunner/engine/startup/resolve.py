@@ -15,11 +15,11 @@ from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, K
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import (
     DeviceMemory,
-    available_memory,
     check_devices,
     device_memory,
     resolve_device,
 )
+from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -94,7 +94,7 @@ def resolve(
     `plan_only`: nothing will be loaded. With `memory_bytes` the device is then another machine's, a CUDA device unless
     `args.device` is "cpu"; and weights may be stored in formats that can't be run.
     `offline`: nobody waits for single tokens, so by default steps may be larger.
-    `available`: what the engine's core has measured, for a rank of the same machine. So both make the same plan.
+    `available`: the share of this rank in what was measured once for all engines, or ranks, of the machine.
 
     Raises:
         ConfigError: an argument contradicts the model or another argument.
@@ -121,7 +121,7 @@ def resolve(
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if memory_bytes is not None and device == "cpu":
-        memory_bytes //= args.num_ranks  # ranks on CPUs share it
+        memory_bytes //= args.num_ranks * args.data_parallel_size  # ranks and engines on CPUs share it
     stages = layers_of_stages(model.num_layers, args.pipeline_parallel_size, _asked_layers(args))
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
@@ -135,7 +135,7 @@ def resolve(
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
-        available = available_memory() // args.num_ranks  # this too
+        available = available_memory() // (args.num_ranks * args.data_parallel_size)  # this too
     available = None if isinstance(available, DeviceMemory) else available
     wish = _Wish(
         args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available

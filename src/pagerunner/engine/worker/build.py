@@ -15,9 +15,9 @@ from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, Stage, union
-from pagerunner.engine.startup.machine import available_memory
 from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
+from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.worker.card import Card
 from pagerunner.layers import linear, moe
 from pagerunner.layers.shares import Share

@@ -125,7 +125,8 @@ class LoadedWorker:
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.config.enable_sleep_mode else None
-        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, self.config.num_ranks)
+        ranks = self.config.num_ranks * self.config.data_parallel_size
+        sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
         clock = DeviceClock.of(torch.device(self.config.device))
         return Worker(self.runner, sleeper, clock)
 

@@ -34,12 +34,14 @@ class Information:
         return json_response(self._card(name))
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine is alive and makes progress, else 503 with the reason."""
+        """200 while the engine is alive and makes progress, else 503 with the reason. Of several engines (data_parallel_size) one is
+        enough, and the body names those that are lost."""
+        engine = self._service.engine
         try:
-            self._service.engine.check_health()
+            engine.check_health()
         except EngineDeadError as error:
             return error_response(error)
-        return Response()
+        return json_response({"lost": engine.lost}) if engine.lost else Response()
 
     async def version(self, request: Request) -> Response:
         """The version of pagerunner."""
@@ -54,9 +56,11 @@ class Information:
         return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def memory(self, request: Request) -> Response:
-        """The memory plan, and who holds which pages between two steps."""
-        engine = self._service.engine
-        return json_response({"plan": engine.memory_plan, "state": await engine.memory_state()})
+        """The memory plan, and who holds which pages between two steps. `engine` is the number of one of several, 0 by default."""
+        service = self._service
+        number = service.engine_number(request)
+        plan = service.engine.replicas[number].memory_plan
+        return json_response({"plan": plan, "state": await service.engine.memory_state(number)})
 
     async def to_page(self, request: Request) -> Response:
         """Lead a browser to the page."""

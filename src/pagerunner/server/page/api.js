@@ -64,7 +64,8 @@ async function* events(response) {
   }
 }
 
-export const live = async (signal) => events(await control("ui/live", { signal }));
+/** The frames of one of the server's engines. */
+export const live = async (signal, engine) => events(await control(`ui/live?engine=${engine}`, { signal }));
 
 export async function chat(body, signal) {
   const headers = { "Content-Type": "application/json" };

@@ -78,6 +78,7 @@ $("clear").addEventListener("click", () => chat.clear());
 $("model").addEventListener("change", () => (chat.model = $("model").value));
 $("paint").addEventListener("change", () => ((map.paint = $("paint").value), map.draw(), legend()));
 $("extent").addEventListener("change", () => ((map.all = $("extent").value === "all"), map.zoomFit(), show()));
+$("engine").addEventListener("change", () => watch());
 $("zoom-in").addEventListener("click", () => map.zoomBy(1));
 $("zoom-out").addEventListener("click", () => map.zoomBy(-1));
 $("zoom-fit").addEventListener("click", () => map.zoomFit());
@@ -174,11 +175,12 @@ async function watch() {
   while (!mine.signal.aborted) {
     try {
       if (!chat.model) await readModels();
-      for await (const frame of await live(mine.signal)) {
+      for await (const frame of await live(mine.signal, $("engine").value || 0)) {
         if (frame.error) throw new Error(frame.error);
         if (mine.signal.aborted) return;
         pause = 500;
         model.apply(frame);
+        if (frame.engines) offerEngines(...frame.engines);
         show();
       }
     } catch (error) {
@@ -190,6 +192,14 @@ async function watch() {
     await new Promise((resolve) => setTimeout(resolve, pause));
     pause = Math.min(pause * 2, 10_000);
   }
+}
+
+/** With several engines behind the server, the page shows one of them. */
+function offerEngines(count, shown) {
+  $("engine-label").hidden = count === 1;
+  if ($("engine").options.length === count) return;
+  $("engine").replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i)));
+  $("engine").value = shown;
 }
 
 /** Whether the live figures stay shut until there is another key. The playground may still work. */

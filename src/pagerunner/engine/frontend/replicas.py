@@ -1,0 +1,195 @@
+"""The engines behind a frontend: each is a core in a process of its own, and one of them takes a request.
+
+A request goes to the engine with the least to do, and rather to one that has computed the beginning of its prompt. Example: engine 0
+runs 6 requests and engine 1 runs 4. A prompt goes to engine 1. But if engine 0 was sent another prompt with the same first 2,048 tokens,
+it goes to engine 0: 2,048 tokens count as much as 4 requests that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.client import CoreClient, LoadedCore
+from pagerunner.engine.frontend.desk import OutputDesk
+from pagerunner.engine.frontend.observer import EngineObserver
+from pagerunner.engine.frontend.output_processor import OutputProcessor
+from pagerunner.engine.frontend.stream import OutputStream
+from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
+from pagerunner.types import EngineRequest
+
+WAITING_WEIGHT = 4
+"""A request that waits counts as so many that run, as in vLLM."""
+UNITS_OF_A_REQUEST = 32
+"""So many units of 16 tokens that needn't be computed count as much as a request that runs."""
+MOST_UNITS = 512
+"""Units of a prompt that are looked at: beyond 8,192 tokens an engine that has nothing to do is better than a prefix."""
+MOST_SENT = 65_536
+"""Units that are remembered of each engine, 1 Mi tokens: some 10 MB."""
+
+
+class Replica:
+    """One engine core as a frontend sees it: the way to it, the requests that it runs, and its level of sleep (-1 is awake).
+
+    `asked` is its own part of `EngineObserver`. `died` is called when the core ends.
+    """
+
+    def __init__(
+        self, core: LoadedCore, outputs: OutputProcessor, asked: EngineObserver, died: Callable[[], None]
+    ) -> None:
+        self.desk = OutputDesk(outputs, asked)
+        self.client = CoreClient(core, receive=self._receive, died=self._core_died)
+        self.level = -1
+        self._observer, self._died = asked, died
+        self._sent: dict[bytes, None] = {}  # hashes of units, the latest last
+
+    @property
+    def memory_plan(self) -> dict[str, Any]:
+        """The core's memory plan as plain JSON values."""
+        plan: dict[str, Any] = msgspec.json.decode(self.client.ready.memory_plan)
+        return plan
+
+    @property
+    def load(self) -> int:
+        """How much it has to do: requests that run, and more for those that wait."""
+        stats, progress = self.desk.stats, self.desk.progress
+        waiting = max(progress.queued, stats.waiting)  # the core also knows those of other frontends
+        return WAITING_WEIGHT * waiting + max(progress.unfinished - progress.queued, stats.running)
+
+    def units_sent(self, hashes: Sequence[bytes]) -> int:
+        """How many leading units of a prompt it has been sent before."""
+        return next((index for index, one in enumerate(hashes) if one not in self._sent), len(hashes))
+
+    def submit(
+        self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float, hashes: Sequence[bytes]
+    ) -> OutputStream:
+        """Send a request's sequences. Raises InvalidRequestError, or EngineDeadError when the core is gone."""
+        try:
+            message = wire.Add.of(requests)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"The request holds a value that cannot be sent: {error}.") from error
+        stream = self.desk.add(request_id, text, requests, arrival)
+        try:
+            self.client.send(message)
+        except EngineDeadError:
+            self.desk.leave(request_id)
+            self.desk.progress.dropped([one.request_id for one in requests])
+            raise
+        for one in reversed(hashes):  # a prompt's end is forgotten before its beginning
+            self._sent.pop(one, None)
+            self._sent[one] = None
+        while len(self._sent) > MOST_SENT:
+            del self._sent[next(iter(self._sent))]
+        return stream
+
+    def abort(self, sequence_ids: Sequence[str]) -> None:
+        """Have the core end these sequences, if it lives."""
+        if sequence_ids and self.client.death is None:
+            self.client.send(wire.Abort(list(sequence_ids)))
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Have the core sleep. Raises its error."""
+        if level:
+            self._sent.clear()
+        try:
+            await self.client.call(lambda call_id: wire.Sleep(call_id, level, mode))
+        finally:
+            await self._learn_level()
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Have the core wake up. Raises its error."""
+        try:
+            await self.client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        finally:
+            await self._learn_level()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Have the core forget all cached prompt pages. False when some belong to running requests."""
+        self._sent.clear()
+        return bool(await self.client.call(wire.ResetPrefixCache))
+
+    def fault(self, stall_seconds: float) -> str | None:
+        """Why it can't serve: it is dead, or has requests and was silent for `stall_seconds`. None if it can."""
+        if self.client.death is not None:
+            return str(self.client.death)
+        silent = self.stalled_seconds()
+        if silent <= stall_seconds:
+            return None
+        return (
+            f"The engine has {self.desk.progress.unfinished} unfinished requests and has made no step for {silent:.0f} "
+            f"seconds; more than {stall_seconds:.0f} count as a stall."
+        )
+
+    def stalled_seconds(self) -> float:
+        """Seconds without a sign of life while there is something to do."""
+        return 0.0 if self.level >= 0 else self.desk.progress.stalled_seconds()
+
+    async def _learn_level(self) -> None:
+        """Take over the core's level. A sleep or wake-up that fails may have changed the level, too."""
+        level = await self.client.sleep_level()
+        self.desk.progress.touch()
+        self.level = -1 if level is None else level
+        self._observer.on_sleep(level)
+
+    def _receive(self, message: wire.FromCore) -> None:
+        self.abort(self.desk.receive(message))
+
+    def _core_died(self, error: EngineDeadError) -> None:
+        self.desk.fail_all(error)
+        self._observer.on_death()
+        self._died()
+
+
+class Chooser:
+    """Finds the engine for a request."""
+
+    def __init__(self, replicas: Sequence[Replica], stall_seconds: float, *, prefixes: bool) -> None:
+        """`prefixes`: the engines keep what they have computed of prompts."""
+        self._replicas = replicas
+        self._stall_seconds = stall_seconds
+        self._prefixes = prefixes and len(replicas) > 1
+        self._recent = RecentPrompts()
+        self._turn = 0
+
+    def hashes(self, request: EngineRequest) -> list[bytes]:
+        """Those of the units at the beginning of a prompt; none where there is nothing to choose."""
+        if not self._prefixes:
+            return []
+        chain = PrefixChain(chain_seed(request.cache_salt), self._recent)
+        chain.cover(request.prompt_token_ids, MOST_UNITS * UNIT_TOKENS)
+        return chain.hashes
+
+    def choose(self, hashes: Sequence[bytes], rank: int | None) -> Replica:
+        """The engine for a prompt with such hashes, or the one with the number `rank`, whatever it has to do.
+
+        Raises:
+            InvalidRequestError: there is no engine with this number.
+            EngineDeadError: no engine is left, or this one is gone.
+        """
+        count = len(self._replicas)
+        if rank is not None:
+            if not 0 <= rank < count:
+                raise InvalidRequestError(
+                    f"data_parallel_rank must be in [0, {count}), as data_parallel_size is {count}; got {rank}.",
+                    param="data_parallel_rank",
+                )
+            return check_alive([self._replicas[rank]])[0]
+        living = check_alive(self._replicas)
+        fine = [one for one in living if one.level <= 0 and one.fault(self._stall_seconds) is None] or living
+        self._turn = (self._turn + 1) % len(fine)  # of equal ones each has its turn
+        return min(
+            fine[self._turn :] + fine[: self._turn],
+            key=lambda one: one.load - one.units_sent(hashes) / UNITS_OF_A_REQUEST,
+        )
+
+
+def check_alive(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that are alive. Raises EngineDeadError with their reasons if none is."""
+    living = [one for one in replicas if one.client.death is None]
+    if not living:
+        raise EngineDeadError(" ".join(dict.fromkeys(str(one.client.death) for one in replicas)))
+    return living

@@ -1,0 +1,86 @@
+"""What each of several engines behind one server gets of the machine: memory and cores of its host, and devices. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagerunner.config import EngineArgs
+from pagerunner.errors import ConfigError
+from pagerunner.threads import thread_settings
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+_DEVICE_FILES = Path("/dev")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The share of engine `index` of `count`: bytes of host memory (None: all there are), and environment variables for its process."""
+
+    index: int
+    count: int
+    available: int | None
+    environment: Mapping[str, str]
+
+
+def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[Share]:
+    """Equal shares for the engines that `args` ask for. One core of the machine is the server's.
+
+    An engine sees the devices of its own ranks only. Example: engine 1 with two ranks has devices 2 and 3.
+
+    Raises ConfigError if there are devices, but not enough of them.
+    """
+    count = args.data_parallel_size
+    threads = thread_settings(environ, reserved=1, engines=count)
+    if count == 1:
+        return [Share(0, 1, None, threads)]
+    memory, devices = available_memory() // count, _devices(args, environ)
+    each = args.num_ranks
+    return [
+        Share(
+            index,
+            count,
+            memory,
+            {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])} if devices else threads,
+        )
+        for index in range(count)
+    ]
+
+
+def _devices(args: EngineArgs, environ: Mapping[str, str]) -> list[str]:
+    """The CUDA devices that the engines divide, as CUDA_VISIBLE_DEVICES names them; none where they run on the CPU."""
+    if args.device == "cpu":
+        return []
+    if _VISIBLE in environ:
+        found = [name.strip() for name in environ[_VISIBLE].split(",") if name.strip()]
+    else:
+        files = [path for path in _DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+        found = [str(number) for number in range(len(files))]
+    wanted = args.data_parallel_size * args.num_ranks
+    if len(found) >= wanted or (not found and args.device == "auto"):
+        return found
+    ranks = f", each of {args.num_ranks} ranks," if args.num_ranks > 1 else ""
+    raise ConfigError(
+        f"data_parallel_size={args.data_parallel_size}{ranks} takes {wanted} CUDA devices, and {len(found)} can be seen "
+        f'({_VISIBLE} says which ones). Lower it, or take device="cpu".'
+    )
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may still take, the container's limit included."""
+    available = 8 * 2**30
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    if _CGROUP_LIMIT.exists():
+        limit = _CGROUP_LIMIT.read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(_CGROUP_USED.read_text()))
+    return max(available, 0)

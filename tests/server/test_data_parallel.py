@@ -1,0 +1,218 @@
+"""Several engines behind one port, over the fake core: requests are shared out, and the end of one engine is not the server's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from helpers import fake_core
+from helpers.patience import patient, until
+from helpers.server_process import set_options
+from helpers.serving import RunningServer, readers, running_server
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def two(text_side: Path) -> Iterator[RunningServer]:
+    args = EngineArgs(model=str(text_side), data_parallel_size=2, enable_sleep_mode=True)
+    with pytest.MonkeyPatch.context() as patch:
+        set_options(patch, step_seconds=0.002)
+        with running_server(args) as server:
+            yield server
+
+
+def finished(server: RunningServer) -> list[float]:
+    """Sequences that each engine has finished."""
+    reasons = ("stop", "length", "abort")
+    server.wait_idle()
+    return [
+        sum(server.metric("request_success_total", engine=engine, finished_reason=reason) for reason in reasons)
+        for engine in ("0", "1")
+    ]
+
+
+def ask(server: RunningServer, prompt: Any, rank: int | str | None = None, **more: Any) -> httpx.Response:
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    return server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, **more}, headers=headers)
+
+
+def test_requests_are_shared_out_and_a_clients_choice_counts(two: RunningServer) -> None:
+    before = finished(two)
+    for number in range(8):
+        assert ask(two, [40 + number, 50]).status_code == 200
+    assert [now - old for now, old in zip(finished(two), before, strict=True)] == [4, 4]
+    before = finished(two)
+    for path, body in (
+        ("completions", {"prompt": "hello", "max_tokens": 1, "n": 3}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}),
+        ("completions", {"prompt": ["one", "two"], "max_tokens": 1}),
+        ("responses", {"input": "hello", "max_output_tokens": 1}),
+        ("messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}),
+    ):
+        response = two.post(f"/v1/{path}", {"model": "tiny", **body}, headers={"X-data-parallel-rank": "1"})
+        assert response.status_code == 200, response.text
+    assert [now - old for now, old in zip(finished(two), before, strict=True)] == [0, 8]
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (2, "data_parallel_rank must be in [0, 2), as data_parallel_size is 2; got 2."),
+        ("one", "X-data-parallel-rank must be the number of an engine, got 'one'."),
+        ("-1", "X-data-parallel-rank must be the number of an engine, got '-1'."),
+        ("9" * 40, "X-data-parallel-rank must be the number of an engine"),
+    ],
+)
+def test_a_wrong_choice_is_refused(two: RunningServer, rank: int | str, said: str) -> None:
+    response = ask(two, "hello", rank)
+    assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+
+def test_prompts_with_one_beginning_go_to_one_engine(two: RunningServer) -> None:
+    shared = list(range(100, 420))
+    assert ask(two, [*shared, 7], rank=1).status_code == 200
+    before = finished(two)
+    for number in range(5):
+        assert ask(two, [*shared, 500 + number]).status_code == 200
+    assert [now - old for now, old in zip(finished(two), before, strict=True)] == [0, 5]
+
+
+def test_metrics_have_a_sample_for_each_engine(two: RunningServer) -> None:
+    families = {one.name: one for one in text_string_to_metric_families(two.get("/metrics").text)}
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:request_success",
+        "vllm:time_to_first_token_seconds",
+        "vllm:cache_config_info",
+        "vllm:gpu_cache_usage_perc",
+        "vllm:engine_sleep_state",
+        "pagerunner:engine_up",
+        "pagerunner:startup_seconds",
+        "pagerunner_core_process_open_fds",
+    ):
+        assert {sample.labels["engine"] for sample in families[name].samples} == {"0", "1"}, name
+    assert [sample.value for sample in families["pagerunner:engine_up"].samples] == [1, 1]
+
+
+def test_memory_and_the_page_show_the_engine_that_is_asked_for(two: RunningServer) -> None:
+    for path in ("memory", "ui/live"):
+        response = two.get(f"/{path}?engine=2")
+        assert response.status_code == 400 and "engine must be in [0, 2), got '2'" in response.text
+    with readers_of(two, 1):
+        found = [two.get(f"/memory?engine={engine}").json()["state"]["requests"] for engine in (0, 1)]
+        assert [len(requests) for requests in found] == [0, 1]
+        for engine in (0, 1):
+            with httpx.stream("GET", f"{two.url}/ui/live?engine={engine}") as stream:
+                frame = json.loads(next(stream.iter_lines()).removeprefix("data: "))
+            assert frame["engines"] == [2, engine] and frame["stats"]["running"] == engine
+
+
+class readers_of:  # noqa: N801 - reads as a phrase
+    """A stream on an engine while the block runs."""
+
+    def __init__(self, server: RunningServer, rank: int) -> None:
+        headers, body = {"X-data-parallel-rank": str(rank)}, {"prompt": "abc", "max_tokens": 1900, "stream": True}
+        self._stream = httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers, timeout=30
+        )
+
+    def __enter__(self) -> None:
+        self._lines = self._stream.__enter__().iter_lines()
+        assert next(self._lines)
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(None, None, None)
+
+
+def test_sleep_and_pause_are_states_of_all(two: RunningServer) -> None:
+    for down, up in (("sleep?level=1", "wake_up"), ("pause", "resume")):
+        assert two.post(f"/{down}").status_code == 200
+        assert two.get("/is_paused").json() == {"is_paused": True}
+        states = [two.engine.replicas[number].level for number in (0, 1)]
+        assert states == [1, 1] if down.startswith("sleep") else [0, 0]
+        assert two.post(f"/{up}").status_code == 200
+        assert two.get("/is_paused").json() == {"is_paused": False}
+    assert two.post("/reset_prefix_cache").json() == {"success": True}
+    assert all(ask(two, "hello", rank).status_code == 200 for rank in (0, 1))
+
+
+@pytest.mark.days(2)
+def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with running_server(EngineArgs(model=str(text_side), data_parallel_size=2)) as server:
+        streams = readers(server.url, 4, prompt="abc", max_tokens=300, extra_body={"ignore_eos": True})
+        os.kill(server.engine.replicas[1].client.pid, signal.SIGKILL)
+        for reader in streams:
+            reader.join(patient(10))
+        said = "The process of engine 1 of 2 was ended by SIGKILL"
+        assert sum(said in str(reader.error) for reader in streams) == 2
+        assert sum(reader.error is None and reader.reason == "length" for reader in streams) == 2
+        health = server.get("/health")
+        assert health.status_code == 200 and said in health.json()["lost"]["1"]
+        assert all(ask(server, [40 + number]).status_code == 200 for number in range(4))
+        response = ask(server, "hello", 1)
+        assert response.status_code == 503 and said in response.json()["error"]["message"]
+        text = server.get("/metrics").text
+        assert 'pagerunner:engine_up{engine="0",model_name="tiny"} 1.0' in text
+        assert 'pagerunner:engine_up{engine="1",model_name="tiny"} 0.0' in text
+        assert server.post("/reset_prefix_cache").json() == {"success": True}, "the other one does what is asked"
+        response = ask(server, [fake_core.CRASH])
+        assert response.status_code == 503 and "engine 0 of 2" in response.json()["error"]["message"]
+        until(lambda: server.get("/health").status_code == 503)
+        for engine in ("engine 0 of 2", "engine 1 of 2"):
+            assert engine in server.get("/health").json()["error"]["message"]
+
+
+@pytest.mark.days(2)
+def test_when_one_engine_refuses_to_sleep_none_sleeps(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(EngineArgs(model=str(text_side), data_parallel_size=2, enable_sleep_mode=True)) as server:
+        client = server.engine.replicas[1].client
+        real = client.call
+
+        async def call(make: Any) -> Any:
+            if type(make(0)).__name__ == "Sleep":
+                raise CheckpointError("no memory to lock")
+            return await real(make)
+
+        monkeypatch.setattr(client, "call", call)
+        assert server.post("/sleep?level=1").status_code == 500
+        assert [one.level for one in server.engine.replicas] == [-1, -1]
+        assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert all(ask(server, "hello", rank).status_code == 200 for rank in (0, 1))
+
+
+@pytest.mark.days(2)
+def test_an_engine_that_can_not_come_up_is_the_servers_error(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, start="checkpoint_error")
+    args = EngineArgs(model=str(text_side), data_parallel_size=2)
+    with pytest.raises(CheckpointError, match="is truncated"), running_server(args):
+        pass
+
+
+@pytest.mark.days(2)
+def test_two_real_engines_answer_alike() -> None:
+    args = EngineArgs(model=str(demo_path()), device="cpu", data_parallel_size=2, max_model_len=512, max_num_seqs=4)
+    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+        body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+        texts = [
+            server.post("/v1/completions", body, headers={"X-data-parallel-rank": str(rank)}).json()["choices"][0][
+                "text"
+            ]
+            for rank in (0, 1)
+        ]
+        assert texts[0] == texts[1] and texts[0]
+        plans = [server.get(f"/memory?engine={engine}").json()["plan"] for engine in (0, 1)]
+        assert plans[0] == plans[1], "each has half of the memory, and no more"
