@@ -17,7 +17,7 @@ from helpers.patience import patient
 from helpers.ranks import Ranks, say
 from helpers.threads_of_ranks import in_threads
 from pagerunner.dist.base import Comm, CommError, sum_in_order
-from pagerunner.dist.gloo import GlooComm, GlooStage
+from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.null import NullComm
 
 pytestmark = pytest.mark.days(2)  # most of them start processes
@@ -178,31 +178,3 @@ def test_bytes_come_from_one_rank(tmp_path: Path) -> None:
     found = in_threads(2, tmp_path / "ranks", act, SHORT)
     assert isinstance(found[1], ValueError) and "rank 1 has bytes, and rank 0 tells them" in str(found[1])
     assert isinstance(found[0], CommError)
-
-
-def test_stages_pass_streams_on_and_tell_tokens_back(tmp_path: Path) -> None:
-    """Two ranks in each of three stages. Nobody waits for who receives, until many have been sent."""
-    steps, depth = 9, 2
-
-    def act(world: GlooComm) -> list[float]:
-        stage = GlooStage(world, 2, depth)
-        assert (stage.number, stage.is_first, stage.is_last) == (world.rank // 2, world.rank < 2, world.rank > 3)
-        found = []
-        for step in range(steps):
-            x = torch.full((2, 3), float(10 * step + world.rank % 2), dtype=torch.bfloat16)
-            if not stage.is_first:
-                stage.receive(x)
-            if stage.is_last:
-                stage.tell(x[:, 0].long() + 1)
-            else:
-                stage.send(x * 2)
-        for _ in range(0 if stage.is_last else steps):
-            tokens = torch.zeros(2, dtype=torch.int64)
-            stage.hear(tokens)
-            found.append(tokens.tolist())
-        return found if not stage.is_last else [len(stage._sent)]
-
-    *others, last, also_last = in_threads(6, tmp_path / "ranks", act)
-    assert [last, also_last] == [[depth * 3], [depth * 3]]
-    for rank, found in enumerate(others):
-        assert found == [[4 * (10 * step + rank % 2) + 1] * 2 for step in range(steps)]

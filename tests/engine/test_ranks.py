@@ -16,6 +16,7 @@ from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_hybrid_direc
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.effort import TEST_DAY, effort, share_of_the_day
 from helpers.families import MAKERS
+from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.dist.gloo import GlooComm, GlooStage
@@ -230,6 +231,7 @@ def test_ranks_with_a_share_each_have_the_tokens_of_the_whole_model(family: str,
     assert run(core, requests(3, 5)) == wanted
 
 
+KINDS = sorted({*CONFIGS, *PACKED})
 FAMILIES = sorted({*MAKERS} - {"qwen3_5", "qwen3_5_moe", "llama4", "kimi_k2", "kimi_k25", "mistral3"})
 """Others are the same models with other configs."""
 
@@ -248,6 +250,17 @@ def test_stages_have_the_tokens_of_the_whole_model(family: str, tmp_path: Path) 
     workers = DividedRanks(divided, tmp_path / "ranks")
     assert run(build_on(divided, workers), requests(4, 5)) == wanted
     assert len(workers.digests()) == 1
+
+
+@pytest.mark.parametrize("kind", [KINDS[number] for number in share_of_the_day(len(KINDS), len(KINDS))])
+def test_stages_have_weights_in_every_format(kind: str, tmp_path: Path) -> None:
+    """Columns that are ordered by group can't be divided among ranks, but layers can be."""
+    made = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, hidden_size=256, intermediate_size=512)
+    quantise(made, kind)
+    args = EngineArgs(model=str(made), device="cpu", max_model_len=96, max_num_seqs=4)
+    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, pipeline_parallel_size=3))
+    wanted = run(build_on(alone, load_worker(alone)), requests(6, 3))
+    assert run(build_on(divided, DividedRanks(divided, tmp_path / "ranks")), requests(6, 3)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -269,3 +269,36 @@ def test_sizes_that_can_not_be_divided_are_refused_with_those_that_can(tmp_path:
         build_share(config, "float32", "cpu", 0, 5)
     with pytest.raises(ConfigError, match=r"4 key/value heads can't be divided among 3 ranks"):
         build_share(config, "float32", "cpu", 0, 3)
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2, 3)], ids=["first", "middle", "last"])
+def test_a_stage_loads_its_own_tensors_and_knows_the_others(layers: range, tmp_path: Path) -> None:
+    """A tied embedding is on the first and on the last stage. Its copy in the file is looked at there, and passed over elsewhere."""
+    path = make_checkpoint(tmp_path, "qwen2", num_hidden_layers=3, tie_word_embeddings=True)
+    held = load_file(path / "model.safetensors")
+    embedding = held["model.embed_tokens.weight"]
+
+    def loaded(**more: torch.Tensor) -> Model:
+        save_file(held | more, path / "model.safetensors")
+        model, share = build_share(read_model_config(str(path)), "float32", "cpu", 0, 1, layers=layers)
+        materialize(model, torch.empty(weights_bytes(model), dtype=torch.uint8))
+        load_weights(model, path, share=share)
+        return model
+
+    copy = {"lm_head.weight": embedding.clone()}
+    own = {tensor.name for tensor in loaded(**copy).checkpoint()}
+    number, middle = layers.start, layers == range(1, 2)
+    assert {name for name in own if ".layers." in name} == {name for name in held if f".layers.{number}." in name}
+    assert {name for name in own if ".layers." not in name} == (
+        set() if middle else {"model.embed_tokens.weight"} | ({"model.norm.weight"} if number else set())
+    )
+    with pytest.raises(CheckpointError, match="the tensor model.extra.weight is not part of the model"):
+        loaded(**{"model.extra.weight": embedding.clone()})
+    if middle:
+        loaded(**{"lm_head.weight": embedding + 1})
+    else:
+        with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"):
+            loaded(**{"lm_head.weight": embedding + 1})
+    del held[f"model.layers.{number}.self_attn.o_proj.weight"]
+    with pytest.raises(CheckpointError, match=rf"lacks the tensor model\.layers\.{number}\.self_attn\.o_proj\.weight"):
+        loaded()

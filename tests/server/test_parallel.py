@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from helpers import faulty_ranks
-from helpers.effort import share_of_the_day
+from helpers.effort import TEST_DAY, share_of_the_day
 from helpers.patience import patient, until
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner.config import EngineArgs
@@ -22,9 +22,8 @@ from pagerunner.errors import CapacityError
 
 pytestmark = pytest.mark.days(3)  # most of them start processes
 
-ARGS = EngineArgs(
-    model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_blocks_override=640, tensor_parallel_size=2
-)
+WAY = {("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY // 6 % 2]: 2}
+ARGS = EngineArgs(model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_blocks_override=640, **WAY)
 
 
 def ranks_of(server: RunningServer) -> list[int]:

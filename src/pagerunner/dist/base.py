@@ -48,6 +48,8 @@ class Stage(Protocol):
 
     number: int
     count: int
+    in_graphs: bool
+    """Whether CUDA graphs can record what is sent and received."""
 
     @property
     def world(self) -> Comm:

@@ -124,6 +124,8 @@ class GlooComm:
 class GlooStage:
     """See Stage. What has been sent is kept until `depth` more steps have been."""
 
+    in_graphs = False
+
     def __init__(self, world: GlooComm, ranks: int, depth: int) -> None:
         """Each stage has so many `ranks`. `depth` is more than the number of steps that the first stage may be ahead of the last."""
         self.world, self.ranks, self.depth = world, ranks, depth

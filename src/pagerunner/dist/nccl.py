@@ -1,4 +1,4 @@
-"""NcclComm: ranks on CUDA devices of one machine, each on the device of its own number.
+"""NcclComm and NcclStage: ranks on CUDA devices of one machine, each on the device of its own number.
 
 torch's process group of NCCL makes the calls. They run on the stream that is current, so CUDA graphs record them as they record kernels.
 Nothing is taken down at the end: the end of a communicator waits for the other ranks, and for graphs. A rank leaves by `os._exit`.
@@ -71,27 +71,38 @@ class NcclComm:
 
 
 class NcclStage(GlooStage):
-    """See Stage. Tokens go through a group of their own, as they go the other way: in one group a send would wait for the other's receive.
+    """See Stage. Tokens go through a group of their own: in one group a send would wait for what is sent the other way.
 
     While kernels are compiled ahead nothing is sent; see NcclComm.
     """
 
-    def __init__(self, host: GlooStage, rehearsing: Callable[[], bool]) -> None:
-        """The stage of `host`, by which bytes go."""
+    in_graphs = True
+
+    def __init__(self, host: GlooStage, device: torch.device, rehearsing: Callable[[], bool]) -> None:
+        """The stage of `host`. Sends something each way, as NCCL connects two ranks when they first speak, which no graph can record."""
         super().__init__(host.world, host.ranks, host.depth)
         self._rehearsing = rehearsing
         self._groups = [_group(host.world, name) for name in ("stream", "tokens")]
-        self._kept: deque[tuple[Any, torch.Tensor]] = deque(maxlen=host.depth * host.count)
+        self._told: deque[tuple[Any, torch.Tensor]] = deque(maxlen=self.depth * self.count)
+        x = torch.zeros(2, dtype=torch.int64, device=device)
+        if not self.is_first:
+            self.receive(x)
+        if not self.is_last:
+            self.send(x)
+            self.hear(x)
+        else:
+            self.tell(x)
+        torch.cuda.synchronize(device)
 
     def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
         if self._rehearsing():
             return
         self.world.calls += 1
-        work = self._groups[tag].send([x.view(-1).view(torch.uint8)], to, tag)
+        sent = self._groups[tag].send([x.view(-1).view(torch.uint8)], to, tag)
         if tag == STREAM:
-            work.wait()  # of the current stream, not of the host: a graph must have it behind it
+            sent.wait()  # the stream of kernels waits, and not the host: a graph ends with what it has begun
         else:
-            self._kept.append((work, x))
+            self._told.append((sent, x))
 
     def _take(self, x: torch.Tensor, source: int, tag: int) -> None:
         if not self._rehearsing():

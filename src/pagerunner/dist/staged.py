@@ -1,4 +1,4 @@
-"""StagedComm: ranks that share one CUDA device. What they send goes through the host."""
+"""StagedComm and StagedStage: ranks that share one CUDA device. What they send goes through the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.gloo import GlooComm, GlooStage
 
 
 class StagedComm:
@@ -34,3 +34,22 @@ class StagedComm:
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""
         return self._host.broadcast_bytes(data, root)
+
+
+class StagedStage(GlooStage):
+    """See Stage, and StagedComm."""
+
+    def __init__(self, host: GlooStage, rehearsing: Callable[[], bool]) -> None:
+        """The stage of `host`."""
+        super().__init__(host.world, host.ranks, host.depth)
+        self.rehearsing = rehearsing
+
+    def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
+        if not self.rehearsing():
+            super()._give(x.cpu(), to, tag)
+
+    def _take(self, x: torch.Tensor, source: int, tag: int) -> None:
+        if not self.rehearsing():
+            there = torch.empty_like(x, device="cpu")
+            super()._take(there, source, tag)
+            x.copy_(there)

@@ -142,7 +142,7 @@ def make_runner(
         ),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
-            engine=None if config.enforce_eager else graph_engine(device),
+            engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
             mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
@@ -167,8 +167,8 @@ def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
     return StepThreads(weights_bytes(model) // layers, token_bytes // layers, ranks)
 
 
-def kernels_name(resolved: Resolved) -> str:
-    """A name made of everything that decides which kernels a start needs.
+def kernels_name(resolved: Resolved, stage: int = 0) -> str:
+    """A name made of everything that decides which kernels a start of a `stage` needs.
 
     If a thing is missing here, a start compiles some kernels late.
     """
@@ -183,7 +183,7 @@ def kernels_name(resolved: Resolved) -> str:
         (
             model,
             config.tensor_parallel_size,
-            resolved.stages,
+            resolved.stages[stage],
             sorted(held),
             sizes,
             choices,

@@ -24,7 +24,7 @@ from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
 from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import PeerComm
-from pagerunner.dist.staged import StagedComm
+from pagerunner.dist.staged import StagedComm, StagedStage
 from pagerunner.engine.core.executors.base import Started
 from pagerunner.engine.startup.machine import TRY_CUDA_RANKS, device_of_rank
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
@@ -184,7 +184,8 @@ def load_worker(
             comm = _joined(comm, device)
     if device.type == "cuda" and isinstance(stage, GlooStage):
         with meter.phase("ranks", "communicators"):
-            stage = NcclStage(stage, rehearsing)
+            shared = os.environ.get(TRY_CUDA_RANKS) == "shared"
+            stage = StagedStage(stage, rehearsing) if shared else NcclStage(stage, device, rehearsing)
     model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
@@ -192,7 +193,7 @@ def load_worker(
         runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
-            runner.warm_up(name=kernels_name(resolved))
+            runner.warm_up(name=kernels_name(resolved, stage.number if stage is not None else 0))
         for thread in loading:
             thread.join()  # no thread may use the device while graphs are captured
         with meter.phase("capture", "graphs"):
