@@ -122,7 +122,7 @@ def check_devices(args: EngineArgs) -> None:
 
 def device_of_rank(rank: int) -> int:
     """The number of a rank's CUDA device. All ranks see all devices, under the same numbers."""
-    return rank % int(torch.cuda.device_count())
+    return rank % max(int(torch.cuda.device_count()), 1)
 
 
 def device_memory() -> DeviceMemory:
