@@ -148,6 +148,19 @@ def raw_int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr
 
 
 @triton.jit
+def behind(x, last, never, WORDS: tl.constexpr):
+    """`x` of 16 bits, not before `last` has been loaded, too: the compiler doesn't know that `never` is 0.
+
+    It would put loads behind the first products, which wait for the loads before these: one latency of memory after another.
+    """
+    if WORDS:
+        x = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xF8;", "=r,r,r,r,r", [x, last, never], dtype=x.dtype, is_pure=True, pack=2
+        )
+    return x
+
+
+@triton.jit
 def scaled_e2m1(pairs, scales, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of the high or the low nibbles of bytes times scales; with WORDS, scales are 2 ** 64 times as large, in bfloat16,
     and the results are 2 ** -62 of the numbers, in the order of `raw_int4`."""

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.codes import E2M1, INT4, raw_int4, scaled_e2m1, uses_words
+from pagerunner.ops.kernels.codes import E2M1, INT4, behind, raw_int4, scaled_e2m1, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import Product, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
@@ -72,9 +72,17 @@ def _run_scales(ptr, features, segment, PLUS: tl.constexpr, K: tl.constexpr, G: 
 
 
 @triton.jit
+def _lane_scales(ptr, rows, segment, PLUS: tl.constexpr, K: tl.constexpr, G: tl.constexpr):
+    """The same as they lie in memory, [RUNS, 8, B, N / 8], of rows and segments [8, 1 or B, N / 8]: each in the lane whose codes it multiplies."""
+    EACH: tl.constexpr = 2 * 16 // G
+    run = (segment * RUNS)[None, :, :, :] + tl.arange(0, RUNS)[:, None, None, None]
+    return tl.load(ptr + (rows * (K // G))[None, :, :, :] + (tl.minimum(run * EACH, K // G - EACH) + PLUS))
+
+
+@triton.jit
 def load_step(matrix, step, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr,
           WORDS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Bytes [8, B, N / 8, C] of one step, and their scales and zero points."""
+    """Bytes [8, B, N / 8, C] of one step, and their scales and zero points. Rows and segments are as `_lane_scales` wants them, or [1 or B, N]."""
     w_rows, at, s_ptr, z_ptr, features, segment = matrix
     BYTES: tl.constexpr = SEGMENT // 2
     STEP: tl.constexpr = B * P * BYTES
@@ -88,6 +96,11 @@ def load_step(matrix, step, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, B
         second = scales
         if ZEROS:
             second = _group_values(z_ptr, features, segment, K, G)
+    elif len(segment.shape) == 3:
+        scales = _lane_scales(s_ptr, features, segment, 0, K, G)
+        second = scales
+        if G == 16:
+            second = _lane_scales(s_ptr, features, segment, 1, K, G)
     else:
         scales = _run_scales(s_ptr, features, segment, 0, K, G, WORDS)
         second = scales
@@ -110,8 +123,11 @@ def _own_bytes(codes):
 
 
 @triton.jit
-def _for_bytes(scales):
-    """Scales [B, N, R] of runs, for the bytes that `_own_bytes` gives."""
+def _for_bytes(scales, WORDS: tl.constexpr):
+    """Scales of runs, [B, N, R] or as `_lane_scales` gives them, for the bytes that `_own_bytes` gives."""
+    if len(scales.shape) == 4:
+        own = tl.permute(_e2m1_scales(scales, WORDS), (2, 3, 1, 0))
+        scales = tl.reshape(own, (own.shape[0], 8 * own.shape[1], own.shape[3]))
     B: tl.constexpr = scales.shape[0]
     N: tl.constexpr = scales.shape[1]
     R: tl.constexpr = scales.shape[2]
@@ -136,22 +152,29 @@ def _own_inputs(first, second, WORDS: tl.constexpr):
 
 
 @triton.jit
-def load_inputs(source, step, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr):
-    """Inputs of the low and of the high nibbles of a step, [B, C, M] each."""
+def load_inputs(source, step, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr):
+    """Inputs of a step as `_own_inputs` takes them: two halves of the low nibbles', and two of the high nibbles'."""
     place, column, live = source
     FIRST: tl.constexpr = B * P * SEGMENT
     place += step * FIRST
     inside = live & (column < K - step * FIRST)
-    low = _own_inputs(tl.load(place, mask=inside, other=0.0), tl.load(place + 8, mask=inside, other=0.0), WORDS)
-    high = _own_inputs(tl.load(place + 16, mask=inside, other=0.0), tl.load(place + 24, mask=inside, other=0.0), WORDS)
-    return low, high
+    low, more_low = tl.load(place, mask=inside, other=0.0), tl.load(place + 8, mask=inside, other=0.0)
+    high, more_high = tl.load(place + 16, mask=inside, other=0.0), tl.load(place + 24, mask=inside, other=0.0)
+    return low, more_low, high, more_high
+
+
+@triton.jit
+def all_loaded(inputs, never, WORDS: tl.constexpr):
+    """Some steps' inputs, the first of which can't be used before all are on their way. `never`: see `codes.behind`."""
+    first, last = inputs[0], inputs[len(inputs) - 1]
+    return ((behind(first[0], last[3], never, WORDS), first[1], first[2], first[3]),) + inputs[1:]
 
 
 @triton.jit
 def add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZEROS: tl.constexpr):
     """`acc` [B, N, M] and the products of one step."""
     codes, scales, second = weights
-    low, high = inputs
+    low, high = _own_inputs(inputs[0], inputs[1], WORDS), _own_inputs(inputs[2], inputs[3], WORDS)
     codes = _own_bytes(codes)
     dtype: tl.constexpr = low.dtype
     if FORM == INT4:
@@ -168,9 +191,9 @@ def add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZERO
             product += ((8.0 - OFFSET) - second.to(tl.float32))[:, :, None] * sums
         acc += product * scale_numbers(scales)[:, :, None]
     else:
-        numbers = scaled_e2m1(codes, _for_bytes(scales), False, dtype, WORDS)
+        numbers = scaled_e2m1(codes, _for_bytes(scales, WORDS), False, dtype, WORDS)
         acc = tl.dot(numbers, low, acc, input_precision="ieee")
-        numbers = scaled_e2m1(codes, _for_bytes(second), True, dtype, WORDS)
+        numbers = scaled_e2m1(codes, _for_bytes(second, WORDS), True, dtype, WORDS)
         acc = tl.dot(numbers, high, acc, input_precision="ieee")
     return acc
 
@@ -248,7 +271,7 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
         old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
     acc = tl.zeros((B, BN, BM), tl.float32)
     for i in tl.static_range(STEPS):
-        acc = add_step(acc, steps[i], load_inputs(source, i, K, P, B, WORDS), FORM, WORDS, ZEROS)
+        acc = add_step(acc, steps[i], load_inputs(source, i, K, P, B), FORM, WORDS, ZEROS)
         if i + AHEAD < STEPS:
             steps = steps + (load_step(matrix, i + AHEAD, K, G, P, B, FORM, WORDS, ZEROS),)
     dtype: tl.constexpr = y_ptr.dtype.element_ty

@@ -24,7 +24,16 @@ from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import E2M1
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_packed import RUNS, SEGMENT, add_step, load_inputs, load_step, own_pieces, reads
+from pagerunner.ops.kernels.linear_packed import (
+    RUNS,
+    SEGMENT,
+    add_step,
+    all_loaded,
+    load_inputs,
+    load_step,
+    own_pieces,
+    reads,
+)
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4
@@ -61,6 +70,16 @@ def _places(segment):
 
 
 @triton.jit
+def _segments(first, BN: tl.constexpr, FORM: tl.constexpr):
+    """Segments of BN pieces of rows, the first of which are `first` [B], as `load_step` wants them: [8, B, BN / 8] of e2m1, else [B, BN]."""
+    if FORM == E2M1:
+        segments = first[None, :, None] + (tl.arange(0, PIECES)[:, None] + tl.zeros((1, BN // 8), tl.int32))[:, None, :]
+    else:
+        segments = first[:, None] + (tl.arange(0, BN) % PIECES)[None, :]
+    return segments
+
+
+@triton.jit
 def _up_rows(tile, local, features, F: tl.constexpr, KIND: tl.constexpr):
     """Rows of the matrix that are `local` rows of a tile: F gates, then their ups. Beyond the last feature they are the last one's."""
     feature = tl.minimum(tile * F + local % F, features - 1)
@@ -94,30 +113,43 @@ def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_ex
     segment = tl.arange(0, B) * PIECES
     rows = _up_rows(tile, tl.arange(0, BN // 8), N, F, KIND)
     w_rows = w_ptr + (rows.to(tl.int64) * (K // 2))[None, None, :, None]
-    pieces = tl.arange(0, BN)
-    rows = _up_rows(tile, pieces // PIECES, N, F, KIND)[None, :]
-    matrix = (w_rows, _places(segment), s_ptr, z_ptr, rows, segment[:, None] + (pieces % PIECES)[None, :])
+    if FORM == E2M1:
+        own_rows = rows[None, None, :]
+    else:
+        own_rows = _up_rows(tile, tl.arange(0, BN) // PIECES, N, F, KIND)[None, :]
+    matrix = (w_rows, _places(segment), s_ptr, z_ptr, own_rows, _segments(segment, BN, FORM))
     steps = ()
     for i in tl.static_range(min(AHEAD, STEPS)):
         steps = steps + (load_step(matrix, i, K, G, PIECES, B, FORM, WORDS, ZEROS),)
     column = _columns(segment)
     source = (x_ptr + pair // A * K + column, column, column >= 0)
+    NEAR: tl.constexpr = min(AHEAD, STEPS) if FORM == E2M1 else 1  # steps whose inputs are in flight
+    inputs = ()
+    for i in tl.static_range(NEAR):
+        inputs = inputs + (load_inputs(source, i, K, PIECES, B),)
+    rows = first_row + _up_rows(tile, tl.arange(0, 2 * F), N, F, KIND)
+    if FACTORS:
+        factors = tl.load(r_ptr + rows)
+    if BIAS:
+        biases = tl.load(bias_ptr + rows).to(tl.float32)
+    if FORM == E2M1:
+        inputs = all_loaded(inputs, pair >> 31, WORDS)
     acc = tl.zeros((B, BN, PIECES), tl.float32)
     for i in tl.static_range(STEPS):
-        inputs = load_inputs(source, i, K, PIECES, B, WORDS)
-        acc = add_step(acc, steps[i], inputs, FORM, WORDS, ZEROS)
+        acc = add_step(acc, steps[i], inputs[i], FORM, WORDS, ZEROS)
         if i + AHEAD < STEPS:
             steps = steps + (load_step(matrix, i + AHEAD, K, G, PIECES, B, FORM, WORDS, ZEROS),)
+        if i + NEAR < STEPS:
+            inputs = inputs + (load_inputs(source, i + NEAR, K, PIECES, B),)
     y = tl.reshape(own_pieces(acc, PIECES), (2 * F,))
     if FORM == E2M1 and WORDS:
         y *= 4611686018427387904.0  # 2 ** 62
-    rows = first_row + _up_rows(tile, tl.arange(0, 2 * F), N, F, KIND)
     if FACTORS:
-        y *= tl.load(r_ptr + rows)
+        y *= factors
     if WEIGH:
         y *= tl.load(weights_ptr + pair)
     if BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)
+        y += biases
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.trans(tl.reshape(y.to(dtype).to(tl.float32), (2, F))))
     features = tile * F + tl.arange(0, F)
@@ -131,8 +163,11 @@ def _experts_step(matrix, first_rows, step, K: tl.constexpr, G: tl.constexpr, FO
     w_ptr, s_ptr, z_ptr, own, rows = matrix
     zero = tl.zeros(first_rows.shape, tl.int32)
     w_rows = w_ptr + (first_rows[:, None] + own[None, :])[None, :, :, None] * (K // 2)
-    segment = zero[:, None] + (tl.arange(0, rows.shape[0]) % PIECES)[None, :]
-    one = (w_rows, _places(zero), s_ptr, z_ptr, first_rows[:, None] + rows[None, :], segment)
+    if FORM == E2M1:
+        own_rows = (first_rows[:, None] + own[None, :])[None, :, :]
+    else:
+        own_rows = first_rows[:, None] + rows[None, :]
+    one = (w_rows, _places(zero), s_ptr, z_ptr, own_rows, _segments(zero, rows.shape[0], FORM))
     return load_step(one, step, K, G, PIECES, 1, FORM, WORDS, ZEROS)
 
 
@@ -147,6 +182,7 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     AHEAD steps are in flight. ADD: to what `out` holds.
     """
     ALL: tl.constexpr = STEPS * (A // B)
+    NEAR: tl.constexpr = STEPS if FORM == E2M1 else 1  # steps whose inputs are in flight
     F: tl.constexpr = BN // PIECES
     tile, token = tl.program_id(0), tl.program_id(1)
     weights_ptr += token * A
@@ -182,13 +218,18 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
         acc = tl.zeros((B, BN, PIECES), tl.float32)
         pairs = token * A + turn * B + some
         source = (x_ptr + pairs[None, None, :, None, None] * K + column, column, column >= 0)
+        inputs = ()
+        for k in tl.static_range(NEAR):
+            inputs = inputs + (load_inputs(source, k, K, PIECES, 1),)
+        if FORM == E2M1:
+            inputs = all_loaded(inputs, token >> 31, WORDS)
         for k in tl.static_range(STEPS):
-            acc = add_step(
-                acc, steps[turn * STEPS + k], load_inputs(source, k, K, PIECES, 1, WORDS), FORM, WORDS, ZEROS
-            )
+            acc = add_step(acc, steps[turn * STEPS + k], inputs[k], FORM, WORDS, ZEROS)
             if turn * STEPS + k + AHEAD < ALL:
                 own_rows = first_rows[(turn * STEPS + k + AHEAD) // STEPS]
                 steps = steps + (_experts_step(matrix, own_rows, (k + AHEAD) % STEPS, K, G, FORM, WORDS, ZEROS),)
+            if k + NEAR < STEPS:
+                inputs = inputs + (load_inputs(source, k + NEAR, K, PIECES, 1),)
         if WEIGH:
             acc *= tl.load(weights_ptr + turn * B + some)[:, None, None]
         if FACTORS:
