@@ -130,6 +130,7 @@ class DividedRanks(Ranks):
         return [future.result() for future in futures]
 
     def run(self, plan: StepPlan) -> SamePending:
+        self.plans += 1
         return SamePending(plan, self._each(lambda worker: worker.run(plan), self._workers)[self._answering])
 
     def digests(self) -> set[str]:
@@ -229,6 +230,46 @@ def test_ranks_with_a_share_each_have_the_tokens_of_the_whole_model(family: str,
     divided = resolve(msgspec.structs.replace(args, tensor_parallel_size=2, enable_expert_parallel=whole))
     core = build_on(divided, DividedRanks(divided, tmp_path / "ranks"))
     assert run(core, requests(3, 5)) == wanted
+
+
+SAMPLED = [
+    {"temperature": 0},
+    {"temperature": 0.9},
+    {"temperature": 1.4, "logprobs": 1},
+    {"temperature": 1, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.2, "top_k": 400},
+    {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 1, "min_p": 0.02, "logit_bias": {7: 2.0, 500: 1.0}},
+    {"temperature": 0, "logprobs": 2, "repetition_penalty": 1.3},
+]
+
+
+def test_random_traffic_has_the_same_tokens_on_three_ranks_as_on_one(tmp_path: Path) -> None:
+    """Each step's results and tables are compared between ranks. Tokens are sampled in every way, from token ids in unequal parts."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
+    made = make_checkpoint(tmp_path, "llama", vocab_size=515, num_hidden_layers=2, **sizes)
+    limits = {"max_model_len": 96, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 14}
+    args = EngineArgs(model=str(made), poison_fresh_pages=True, device="cpu", **limits)  # type: ignore[arg-type]
+    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, tensor_parallel_size=3))
+    workers = DividedRanks(divided, tmp_path / "ranks")
+    one, three = build_on(alone, load_worker(alone)), build_on(divided, workers)
+    choose, same, number = random.Random(TEST_DAY), 0, 0
+    while workers.plans < effort(60, 5_000) or not three.stats().preemptions_total:
+        asked = []
+        for _ in range(choose.randint(1, 12)):
+            prompt = [choose.randrange(515) for _ in range(choose.randint(1, 40))]
+            params = SamplingParams(max_tokens=choose.randint(1, 24), ignore_eos=True, **choose.choice(SAMPLED))
+            most = params.max_tokens or 1
+            asked.append(
+                EngineRequest(
+                    request_id=f"{number}", prompt_token_ids=prompt, params=params, seed=number, max_tokens=most
+                )
+            )
+            number += 1
+        wanted, found = run(one, asked), run(three, asked)
+        same += sum(found[name] == tokens for name, tokens in wanted.items())
+        assert found.keys() == wanted.keys() and len(workers.digests()) == 1
+    assert same >= number - max(1, number // 1000), "more than near ties differ"
 
 
 KINDS = sorted({*CONFIGS, *PACKED})

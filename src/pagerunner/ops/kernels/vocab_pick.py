@@ -8,12 +8,22 @@ import triton.language as tl
 
 from pagerunner.ops.kernels import sample as whole
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
-from pagerunner.ops.kernels.sample import _from_runs, _invert, _key, _run_masses, _runs_kernel, _value, uniform_of
-from pagerunner.ops.sample import SEED, TEMPERATURE, WORDS, SlotSettings
-
-_LOWEST, _NOT_FINITE = tl.constexpr(-2147483648), tl.constexpr(-2139095041)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_SEED, _WORDS, _TEMPERATURE = tl.constexpr(SEED), tl.constexpr(WORDS), tl.constexpr(TEMPERATURE)
+from pagerunner.ops.kernels.sample import (
+    _LOG2_E,
+    _LOWEST,
+    _NOT_FINITE,
+    _SEED,
+    _TEMPERATURE,
+    _WORDS,
+    _from_runs,
+    _invert,
+    _key,
+    _run_masses,
+    _runs_kernel,
+    _value,
+    uniform_of,
+)
+from pagerunner.ops.sample import SlotSettings
 
 
 @triton.jit(do_not_specialize=["first_id"])
@@ -128,8 +138,8 @@ def own_mass(
     sums = torch.empty(rows, runs, dtype=torch.float32, device=device)
     masses_N = torch.empty(rows, dtype=torch.float64, device=device)
     _runs_kernel[(rows, tiles)](
-        logits_NO, slots_N, settings.scales, tops, tops, sums, vocab, logits_NO.stride(0), RUN=whole.RUN, TILE=whole.TILE,
-        **dependent(device),
+        logits_NO, slots_N, settings.scales, masses_N.view(torch.int64), tops, sums, vocab, logits_NO.stride(0),
+        RUN=whole.RUN, TILE=whole.TILE, **dependent(device),
     )  # fmt: skip
     _mass_kernel[(rows,)](
         best_N,

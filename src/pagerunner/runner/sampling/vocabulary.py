@@ -28,7 +28,8 @@ class DividedVocabulary:
 
     def whole(self, logits_NO: torch.Tensor) -> torch.Tensor:
         """The rows' logits of all token ids, [N, V]."""
-        parts_RNO = self._comm.all_gather(pad(logits_NO, (0, self._widest - logits_NO.shape[1])))
+        missing = self._widest - logits_NO.shape[1]
+        parts_RNO = self._comm.all_gather(pad(logits_NO, (0, missing)) if missing else logits_NO)
         return torch.cat([part_NO[:, : len(ids)] for part_NO, ids in zip(parts_RNO, self._ids, strict=True)], 1)
 
     def best(self, logits_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
