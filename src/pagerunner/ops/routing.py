@@ -177,18 +177,10 @@ def route(
 
 
 @gpu_kernel("moe_routing")
-def own_experts(
-    weights_TA: torch.Tensor,
-    experts_TA: torch.Tensor,
-    order_P: torch.Tensor | None,
-    starts_E1: torch.Tensor | None,
-    tiles: Tiles | None,
-    first: int,
-    count: int,
-) -> Routes:
-    """Of routes, given part by part, those to `count` experts from `first` on, numbered from 0. Other pairs have no expert, and weight 0."""
+def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int) -> Routes:
+    """The routes to `count` of their `experts` from `first` on, numbered from 0. Other pairs have no expert, and weight 0."""
     here_TA = (experts_TA >= first) & (experts_TA < first + count)
-    return Routes(weights_TA.masked_fill(~here_TA, 0.0), (experts_TA - first).masked_fill_(~here_TA, -1))
+    return Routes(routes.weights_TA.masked_fill(~here_TA, 0.0), (experts_TA - first).masked_fill_(~here_TA, -1))
 
 
 @route.on_cpu

@@ -9,6 +9,8 @@ Shape letters: S rows, N rows that draw, R ranks, O a rank's own token ids, P pa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
@@ -16,6 +18,15 @@ from pagerunner.ops.philox import uniforms
 from pagerunner.ops.sample import SEED, TEMPERATURE, SlotSettings, first_above, greedy, invert
 
 _LOW = 0xFFFFFFFF
+
+
+class DrawnRows(NamedTuple):
+    """Rows that draw without filters: the largest logits of all ranks, float32, and slots and positions as `ops.sample.sample` has them."""
+
+    best_N: torch.Tensor
+    slots_N: torch.Tensor
+    positions_N: torch.Tensor
+    settings: SlotSettings
 
 
 @gpu_kernel("vocab_pick")
@@ -41,25 +52,17 @@ def tokens_of_keys(keys_RSP: torch.Tensor, vocab_size: int) -> tuple[torch.Tenso
 
 
 @gpu_kernel("vocab_pick")
-def own_mass(
-    logits_NO: torch.Tensor, best_N: torch.Tensor, slots_N: torch.Tensor, settings: SlotSettings
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The weight of this rank's tokens, float64 [N], and what `own_draw` takes of it.
-
-    `best` float32 [N] are the largest logits of all ranks. The temperature of slot `slots[n]` isn't 0.
-    """
-    temperature_N1 = settings.scales[:, TEMPERATURE].index_select(0, slots_N)[:, None]
-    weights_NO = ((logits_NO.float() - best_N[:, None]) / temperature_N1).exp_().nan_to_num_(0.0, 0.0)
+def own_mass(logits_NO: torch.Tensor, rows: DrawnRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The weight of this rank's tokens, float64 [N], and what `own_draw` takes of it."""
+    temperature_N1 = rows.settings.scales[:, TEMPERATURE].index_select(0, rows.slots_N)[:, None]
+    weights_NO = ((logits_NO.float() - rows.best_N[:, None]) / temperature_N1).exp_().nan_to_num_(0.0, 0.0)
     return weights_NO.sum(dim=-1, dtype=torch.float64), (weights_NO,)
 
 
 @gpu_kernel("vocab_pick")
 def own_draw(
     logits_NO: torch.Tensor,
-    best_N: torch.Tensor,
-    slots_N: torch.Tensor,
-    positions_N: torch.Tensor,
-    settings: SlotSettings,
+    rows: DrawnRows,
     masses_RN: torch.Tensor,
     own: tuple[torch.Tensor, ...],
     rank: int,
@@ -69,10 +72,10 @@ def own_draw(
 
     `masses` and `own` are what all ranks, and this one, have from `own_mass`. Without a finite best logit an id means nothing.
     """
-    uniform_N = uniforms(settings.words[:, SEED][slots_N], positions_N + 1)
+    uniform_N = uniforms(rows.settings.words[:, SEED][rows.slots_N], rows.positions_N + 1)
     running_NR = masses_RN.T.cumsum(dim=-1)
     owner_N1, left_N1 = first_above(running_NR, uniform_N[:, None] * running_NR[:, -1:])
     mass_N = masses_RN.T.gather(1, owner_N1).squeeze(-1)
     inside_N = (left_N1.squeeze(-1) / mass_N).clamp_(0.0, 1.0).nan_to_num_(0.0)
     tokens_N = invert(own[0], inside_N) + first_id
-    return tokens_N.masked_fill_((owner_N1.squeeze(-1) != rank) | ~best_N.isfinite(), 0)
+    return tokens_N.masked_fill_((owner_N1.squeeze(-1) != rank) | ~rows.best_N.isfinite(), 0)

@@ -280,11 +280,11 @@ def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
     x, total = torch.randn(tokens, features), torch.zeros(tokens, features)
     logits = torch.randn(tokens, experts)
     logits[0] = torch.arange(experts)
-    routes = route.kernel(logits, Routing(2, normalise=True))
+    routes, plain = (way(logits, Routing(2, normalise=True)) for way in (route.kernel, route.twin))
     for first, count in ((0, 2), (2, 3)):
         here = slice(first, first + count)
-        own = own_experts.kernel(*routes, first, count)
-        want = own_experts.twin(*route.twin(logits, Routing(2, normalise=True)), first, count)
+        own = own_experts.kernel(routes.experts_TA, routes, first, count)
+        want = own_experts.twin(plain.experts_TA, plain, first, count)
         assert torch.equal(own.experts_TA.long(), want.experts_TA)
         torch.testing.assert_close(own.weights_TA, want.weights_TA)
         parts = [one[here].clone() if isinstance(one, torch.Tensor) else experts_of(one, here) for one in matrices]

@@ -195,8 +195,8 @@ def test_experts_that_were_read_are_counted():
 def test_a_ranks_experts_have_their_range_of_the_order_and_tiles(tokens):
     routes = route.kernel(torch.randn(tokens, 12), Routing(3))
     for first, count in ((0, 5), (5, 7)):
-        own = own_experts.kernel(*routes, first, count)
-        chosen = own_experts.twin(*routes._replace(experts_TA=routes.experts_TA.long()), first, count).experts_TA
+        own = own_experts.kernel(routes.experts_TA, routes, first, count)
+        chosen = own_experts.twin(routes.experts_TA.long(), routes, first, count).experts_TA
         assert torch.equal(own.experts_TA.long(), chosen)
         assert torch.equal(own.weights_TA, routes.weights_TA.masked_fill(chosen < 0, 0.0))
         for expert in range(count):

@@ -41,10 +41,11 @@ def drawn(logits, bounds, position, asked, way):
     _, best = picked(logits, bounds, way)
     mass, draw = getattr(vocab_pick.own_mass, way), getattr(vocab_pick.own_draw, way)
     parts = [logits[:, first:stop] for first, stop in zip(bounds, bounds[1:], strict=False)]
-    found = [mass(part, best, slots, asked) for part in parts]
+    own_rows = vocab_pick.DrawnRows(best, slots, positions, asked)
+    found = [mass(part, own_rows) for part in parts]
     masses = torch.stack([one for one, _ in found])
     tokens = [
-        draw(part, best, slots, positions, asked, masses, own, rank, bounds[rank])
+        draw(part, own_rows, masses, own, rank, bounds[rank])
         for rank, (part, (_, own)) in enumerate(zip(parts, found, strict=True))
     ]
     return torch.stack(tokens).amax(0)

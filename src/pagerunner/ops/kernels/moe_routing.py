@@ -453,17 +453,10 @@ def _own_kernel(weights_ptr, experts_ptr, starts_ptr, own_weights_ptr, own_ptr, 
             _store_tiles(tiles_ptr, experts, starts, ends - starts, E, BE)
 
 
-def own_experts(
-    weights_TA: torch.Tensor,
-    experts_TA: torch.Tensor,
-    order_P: torch.Tensor | None,
-    starts_E1: torch.Tensor | None,
-    tiles: Tiles | None,
-    first: int,
-    count: int,
-) -> Routes:
+def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int) -> Routes:
     """See `ops/routing.py`. Pairs stay in their order, of which the experts that are here have one range."""
-    weights_TA, experts_TA = weights_TA.contiguous(), experts_TA.contiguous()
+    (weights_TA, _, order_P, starts_E1, tiles), experts_TA = routes, experts_TA.contiguous()
+    weights_TA = weights_TA.contiguous()
     own, own_weights, num_pairs = torch.empty_like(experts_TA), torch.empty_like(weights_TA), experts_TA.numel()
     own_tiles = None if tiles is None else _starts(count, weights_TA)[1]
     if num_pairs:

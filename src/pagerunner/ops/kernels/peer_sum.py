@@ -92,10 +92,8 @@ def peer_sum_twice(
     flags_ptr = (tl.load(peers_ptr + peers) + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + rank
     own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
     own_ptr = tl.multiple_of(own.to(element), 16)
-    first_room, second_room = (
-        ((epoch & 1) * PROGRAMS + program) * N * SLOT,
-        ((1 - (epoch & 1)) * PROGRAMS + program) * N * SLOT,
-    )
+    first_room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
+    second_room = ((1 - (epoch & 1)) * PROGRAMS + program) * N * SLOT
     if SEND:
         for peer in tl.static_range(N):
             place = (program * N + peer) * PART + at

@@ -8,22 +8,8 @@ import triton.language as tl
 
 from pagerunner.ops.kernels import sample as whole
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
-from pagerunner.ops.kernels.sample import (
-    _LOG2_E,
-    _LOWEST,
-    _NOT_FINITE,
-    _SEED,
-    _TEMPERATURE,
-    _WORDS,
-    _from_runs,
-    _invert,
-    _key,
-    _run_masses,
-    _runs_kernel,
-    _value,
-    uniform_of,
-)
-from pagerunner.ops.sample import SlotSettings
+from pagerunner.ops.kernels.sample import _LOG2_E, _LOWEST, _NOT_FINITE, _SEED, _TEMPERATURE, _WORDS
+from pagerunner.ops.vocab_pick import DrawnRows
 
 
 @triton.jit(do_not_specialize=["first_id"])
@@ -34,7 +20,7 @@ def _keys_kernel(logits_ptr, out_ptr, first_id, vocab, row_stride, TILE: tl.cons
     ids = tile * TILE + tl.arange(0, TILE)
     mask = ids < vocab
     x = tl.load(logits_ptr + row * row_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    key = tl.where(mask, _key(x), _LOWEST)
+    key = tl.where(mask, whole._key(x), _LOWEST)
     top = tl.max(key, 0)
     first = tl.min(tl.where(key == top, ids, 2147483647), 0) + first_id
     tl.store(
@@ -55,7 +41,7 @@ def _tokens_kernel(
     keys = tl.load(keys_ptr + at, mask=(rank < RANKS) & (part < parts), other=-9223372036854775808)
     key = tl.max(tl.max(keys, 1), 0)
     tl.store(tokens_ptr + row, tl.minimum(4294967295 - (key & 4294967295), vocab - 1))
-    tl.store(best_ptr + row, _value((key >> 32).to(tl.int32)))
+    tl.store(best_ptr + row, whole._value((key >> 32).to(tl.int32)))
 
 
 @triton.jit
@@ -69,7 +55,7 @@ def _mass_kernel(
     scale = _LOG2_E / tl.load(scales_ptr + tl.load(slots_ptr + row) * 2 * _WORDS + _TEMPERATURE)
     run = tl.arange(0, RUNS)
     tops = tl.load(tops_ptr + row * num_runs + run, mask=run < num_runs, other=_LOWEST)
-    mass = tl.sum(_run_masses(tops, sums_ptr + row * num_runs, run, num_runs, best, scale), 0)
+    mass = tl.sum(whole._run_masses(tops, sums_ptr + row * num_runs, run, num_runs, best, scale), 0)
     tl.store(out_ptr + row, tl.where(best - best == 0.0, mass, 0.0))
 
 
@@ -85,16 +71,16 @@ def _draw_kernel(
     slot, best = tl.load(slots_ptr + row), tl.load(best_ptr + row)
     ranks = tl.arange(0, PADDED)
     masses = tl.load(masses_ptr + ranks * tl.num_programs(0) + row, mask=ranks < RANKS, other=0.0)
-    uniform = uniform_of(tl.load(words_ptr + slot * _WORDS + _SEED), tl.load(positions_ptr + row) + 1)
-    owner, inside = _invert(masses, ranks, uniform, PADDED)
+    uniform = whole.uniform_of(tl.load(words_ptr + slot * _WORDS + _SEED), tl.load(positions_ptr + row) + 1)
+    owner, inside = whole._invert(masses, ranks, uniform, PADDED)
     token = owner * 0
     if (owner == rank) & (best - best == 0.0):
         scale = _LOG2_E / tl.load(scales_ptr + slot * 2 * _WORDS + _TEMPERATURE)
         run = tl.arange(0, RUNS)
         tops = tl.load(tops_ptr + row * num_runs + run, mask=run < num_runs, other=_LOWEST)
-        runs = _run_masses(tops, sums_ptr + row * num_runs, run, num_runs, best, scale)
+        runs = whole._run_masses(tops, sums_ptr + row * num_runs, run, num_runs, best, scale)
         source = logits_ptr + row * row_stride
-        token = first_id + _from_runs(source, runs, run, vocab, best, scale, _NOT_FINITE, 0.0, inside, RUN, RUNS)
+        token = first_id + whole._from_runs(source, runs, run, vocab, best, scale, _NOT_FINITE, 0.0, inside, RUN, RUNS)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -127,24 +113,22 @@ def tokens_of_keys(keys_RSP: torch.Tensor, vocab_size: int) -> tuple[torch.Tenso
     return tokens_S, best_S
 
 
-def own_mass(
-    logits_NO: torch.Tensor, best_N: torch.Tensor, slots_N: torch.Tensor, settings: SlotSettings
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def own_mass(logits_NO: torch.Tensor, rows: DrawnRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See `ops/vocab_pick.py`. The runs' largest logits and weights are kept."""
-    logits_NO, device = _dense(logits_NO), logits_NO.device
-    (rows, vocab), tiles = logits_NO.shape, blocks(logits_NO.shape[1], whole.TILE)
+    logits_NO, device, scales = _dense(logits_NO), logits_NO.device, rows.settings.scales
+    (count, vocab), tiles = logits_NO.shape, blocks(logits_NO.shape[1], whole.TILE)
     runs = tiles * (whole.TILE // whole.RUN)
-    tops = torch.empty(rows, runs, dtype=torch.int32, device=device)
-    sums = torch.empty(rows, runs, dtype=torch.float32, device=device)
-    masses_N = torch.empty(rows, dtype=torch.float64, device=device)
-    _runs_kernel[(rows, tiles)](
-        logits_NO, slots_N, settings.scales, masses_N.view(torch.int64), tops, sums, vocab, logits_NO.stride(0),
-        RUN=whole.RUN, TILE=whole.TILE, **dependent(device),
+    tops = torch.empty(count, runs, dtype=torch.int32, device=device)
+    sums = torch.empty(count, runs, dtype=torch.float32, device=device)
+    masses_N = torch.empty(count, dtype=torch.float64, device=device)
+    whole._runs_kernel[(count, tiles)](
+        logits_NO, rows.slots_N, scales, masses_N.view(torch.int64), tops, sums, vocab, logits_NO.stride(0), RUN=whole.RUN,
+        TILE=whole.TILE, **dependent(device),
     )  # fmt: skip
-    _mass_kernel[(rows,)](
-        best_N,
-        slots_N,
-        settings.scales,
+    _mass_kernel[(count,)](
+        rows.best_N,
+        rows.slots_N,
+        scales,
         tops,
         sums,
         masses_N,
@@ -158,22 +142,21 @@ def own_mass(
 
 def own_draw(
     logits_NO: torch.Tensor,
-    best_N: torch.Tensor,
-    slots_N: torch.Tensor,
-    positions_N: torch.Tensor,
-    settings: SlotSettings,
+    rows: DrawnRows,
     masses_RN: torch.Tensor,
     own: tuple[torch.Tensor, ...],
     rank: int,
     first_id: int,
 ) -> torch.Tensor:
     """See `ops/vocab_pick.py`."""
-    logits_NO, (tops, sums), ranks = _dense(logits_NO), own, masses_RN.shape[0]
-    rows, vocab = logits_NO.shape
-    tokens_N = torch.empty(rows, dtype=torch.int64, device=logits_NO.device)
-    _draw_kernel[(rows,)](
-        logits_NO, best_N, slots_N, positions_N, settings.words, settings.scales, masses_RN, tops, sums, tokens_N, rank,
-        first_id, vocab, logits_NO.stride(0), tops.shape[1], RANKS=ranks, PADDED=padded(ranks), RUNS=padded(tops.shape[1]),
+    (logits_NO, (tops, sums), ranks), (best_N, slots_N, positions_N, settings) = (
+        (_dense(logits_NO), own, len(masses_RN)),
+        rows,
+    )
+    tokens_N = torch.empty(len(best_N), dtype=torch.int64, device=logits_NO.device)
+    _draw_kernel[(len(best_N),)](
+        logits_NO, best_N, slots_N, positions_N, settings.words, settings.scales, masses_RN, tops, sums, tokens_N, rank, first_id,
+        logits_NO.shape[1], logits_NO.stride(0), tops.shape[1], RANKS=ranks, PADDED=padded(ranks), RUNS=padded(tops.shape[1]),
         RUN=whole.RUN, num_warps=8, **dependent(logits_NO.device),
     )  # fmt: skip
     return tokens_N

@@ -29,6 +29,7 @@ from pagerunner.ops.async_copy import BestCopies, BestCopy, ToHost, bits_to_devi
 from pagerunner.ops.mask import allow_bits
 from pagerunner.ops.sample import WORDS, SlotSettings, sample
 from pagerunner.ops.tables import write_entries
+from pagerunner.ops.vocab_pick import DrawnRows
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
@@ -255,13 +256,12 @@ class Sampler:
         free = [row for row, slot in enumerate(rows.slots) if self._free[slot] and row not in others]
         if not free or self._vocabulary is None:
             return False
-        own = (logits_SV, found[1], rows.slots_S, rows.positions_S)
-        if len(free) == len(rows.slots):
-            found[0].copy_(self._vocabulary.draw(*own, self.settings))
-        else:
-            index_N = self._layout(free, rows.slots).index
-            tokens_N = self._vocabulary.draw(*(one.index_select(0, index_N) for one in own), self.settings)
-            found[0].index_copy_(0, index_N, tokens_N)
+        index_N = self._layout(free, rows.slots).index
+        own = (one.index_select(0, index_N) for one in (logits_SV, found[1], rows.slots_S, rows.positions_S))
+        logits_NO, *drawn = (
+            (logits_SV, found[1], rows.slots_S, rows.positions_S) if len(free) == len(rows.slots) else own
+        )
+        found[0].index_copy_(0, index_N, self._vocabulary.draw(logits_NO, DrawnRows(*drawn, self.settings)))
         return True
 
     def _layout(self, odd: Sequence[int], slots: Sequence[int]) -> Layout:

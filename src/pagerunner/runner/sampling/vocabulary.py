@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from pagerunner.dist.base import Comm
-from pagerunner.ops.sample import SlotSettings
-from pagerunner.ops.vocab_pick import best_keys, own_draw, own_mass, tokens_of_keys
+from pagerunner.ops.vocab_pick import DrawnRows, best_keys, own_draw, own_mass, tokens_of_keys
 
 
 class DividedVocabulary:
@@ -37,16 +36,8 @@ class DividedVocabulary:
         keys_SP = best_keys(logits_SO, self._first, self._widest)
         return tokens_of_keys(self._comm.all_gather(keys_SP), self._ids[-1].stop)
 
-    def draw(
-        self,
-        logits_NO: torch.Tensor,
-        best_N: torch.Tensor,
-        slots_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        settings: SlotSettings,
-    ) -> torch.Tensor:
-        """Tokens, int64 [N], of rows that draw without filters; see `ops.sample.sample`. `best` are their largest logits of all."""
-        masses_N, own = own_mass(logits_NO, best_N, slots_N, settings)
+    def draw(self, logits_NO: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
+        """Tokens, int64 [N], of rows that draw without filters; see `ops.sample.sample`."""
+        masses_N, own = own_mass(logits_NO, rows)
         masses_RN = self._comm.all_gather(masses_N)
-        rank, row = self._comm.rank, (logits_NO, best_N, slots_N, positions_N, settings)
-        return self._comm.all_gather(own_draw(*row, masses_RN, own, rank, self._first)).amax(0)
+        return self._comm.all_gather(own_draw(logits_NO, rows, masses_RN, own, self._comm.rank, self._first)).amax(0)
