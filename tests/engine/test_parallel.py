@@ -23,7 +23,7 @@ import pytest
 import torch
 import zmq
 
-from helpers import faulty_ranks
+from helpers import faulty_ranks, graph_stages
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.effort import TEST_DAY, effort
@@ -33,9 +33,10 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors import process, watch
-from pagerunner.engine.core.executors.process import ProcessExecutor
+from pagerunner.engine.core.executors.process import ProcessExecutor, RanksStep
 from pagerunner.engine.rank import what_it_runs
 from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.build import build_core
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
@@ -155,6 +156,34 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, stages: int, tmp_
     assert len(rank_pids()) == ranks
     del llm
     assert rank_pids() == []
+
+
+def test_stages_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages take the graph of the same size, as the stream that they pass on is padded. Penalties are for the last stage alone."""
+    args = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=24, **LIMITS)
+    asked = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, presence_penalty=0.5 * (n == 1)) for n in range(3)
+    ]
+
+    def tokens(core: EngineCore) -> tuple[list[Any], set[bool]]:
+        for n, params in enumerate(asked):
+            core.add(
+                EngineRequest(request_id=f"r{n}", prompt_token_ids=[7, 8 + n], params=params, seed=0, max_tokens=12)
+            )
+        found: dict[str, list[int]] = {}
+        while core.has_work:
+            for update in core.step():
+                found.setdefault(update.request_id, []).extend(update.new_token_ids)
+        return sorted(found.items()), set(in_graph)
+
+    in_graph: list[bool] = []
+    alone, _ = tokens(build_core(args))
+    result = RanksStep.result
+    monkeypatch.setattr(RanksStep, "result", lambda step: (result(step), in_graph.append(step.in_graph))[0])
+    core = graph_stages.build(msgspec.structs.replace(args, pipeline_parallel_size=3))
+    assert tokens(core) == (alone, {True})
+    core._executor._compare()  # type: ignore[attr-defined]
+    core._executor.close()
 
 
 def test_a_chat_with_a_grammar_and_text_is_that_of_one_rank() -> None:

@@ -48,20 +48,16 @@ class Stage(Protocol):
 
     number: int
     count: int
+    is_first: bool
+    """It has the embedding."""
+    is_last: bool
+    """It has the output weights, and samples."""
     in_graphs: bool
-    """Whether CUDA graphs can record what is sent and received."""
+    """CUDA graphs can record what is sent and received."""
 
     @property
     def world(self) -> Comm:
         """The ranks of all stages."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage has the embedding."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage has the output weights, and samples."""
 
     def begin_layer(self) -> None:
         """Count a layer, by which others see that this rank moves."""

@@ -130,17 +130,8 @@ class GlooStage:
         """Each stage has so many `ranks`. `depth` is more than the number of steps that the first stage may be ahead of the last."""
         self.world, self.ranks, self.depth = world, ranks, depth
         self.number, self.count = world.rank // ranks, world.size // ranks
+        self.is_first, self.is_last = self.number == 0, self.number == self.count - 1
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
-
-    @property
-    def is_first(self) -> bool:
-        """See Stage."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """See Stage."""
-        return self.number == self.count - 1
 
     def begin_layer(self) -> None:
         """See Stage."""

@@ -122,7 +122,8 @@ def resolve(
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if memory_bytes is not None and device == "cpu":
         memory_bytes //= args.num_ranks * args.data_parallel_size  # ranks and engines on CPUs share it
-    stages = layers_of_stages(model.num_layers, args.pipeline_parallel_size, _asked_layers(args))
+    asked_layers = os.environ.get(LAYERS_OF_STAGES, "") if args.pipeline_parallel_size > 1 else ""
+    stages = layers_of_stages(model.num_layers, args.pipeline_parallel_size, asked_layers)
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
@@ -156,10 +157,6 @@ def resolve(
         available=available if memory_bytes is None and card is None else None,
         offline_tokens=offline_tokens,
     )
-
-
-def _asked_layers(args: EngineArgs) -> str:
-    return os.environ.get(LAYERS_OF_STAGES, "") if args.pipeline_parallel_size > 1 else ""
 
 
 def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, plan_only: bool) -> list[ModelConfig]:
