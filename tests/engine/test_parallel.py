@@ -125,7 +125,7 @@ def checkpoint(family: str, path: Path) -> Path:
 def test_tokens_are_those_of_one_rank(family: str, ranks: int, stages: int, tmp_path: Path) -> None:
     """Four ranks have two key/value heads, so two of them keep the same one. Vocabularies and inner features aren't multiples.
 
-    With stages four steps are in flight, and tied embeddings are on two stages.
+    With stages four steps are in flight, and tied embeddings are on two stages. On some days ranks have whole experts.
     """
     settings = {
         "model": str(checkpoint(family, tmp_path)),
@@ -138,6 +138,7 @@ def test_tokens_are_those_of_one_rank(family: str, ranks: int, stages: int, tmp_
         use_tqdm=False,
         tensor_parallel_size=ranks,
         pipeline_parallel_size=stages,
+        enable_expert_parallel=(family, ranks) == ("qwen3_moe", 2) and TEST_DAY // 6 % 2 == 0,
         enable_sleep_mode=True,
         poison_fresh_pages=True,
     )
