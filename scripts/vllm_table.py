@@ -62,6 +62,7 @@ DIFFERS = {
     "--generation-config": "`auto` or `vllm`; not a directory",
     "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
+    "--weight-transfer-config": "the `backend` is `nccl`, or `gloo`, which vLLM doesn't have; see [Reinforcement learning](rl.md)",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }

@@ -45,6 +45,9 @@ ENGINE_PREFIXES = tuple(
 On NixOS a compiler is a script that finds headers, libraries and the loader of programs in NIX_*. NIX_CONFIG isn't among them: it
 may hold access tokens.
 """
+HOST_IP = "PAGERUNNER_HOST_IP"
+"""The variable with this machine's address, for engines and trainers on several machines. Without it nothing leaves the machine."""
+LOOPBACK = "127.0.0.1"
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
@@ -63,6 +66,11 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
         for name, value in environ.items()
         if (name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS)
     }
+
+
+def host_ip(environ: Mapping[str, str] = os.environ) -> str:
+    """The address at which processes of an engine listen: loopback unless the user has named another one."""
+    return environ.get(HOST_IP) or LOOPBACK
 
 
 def private_directory() -> Path:

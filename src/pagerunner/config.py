@@ -14,6 +14,7 @@ from pagerunner.errors import ConfigError
 Option = TypeVar("Option")
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
+TransferBackend = Literal["nccl", "gloo"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "auto"
@@ -75,7 +76,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
     models/configs/pooling.py). `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field
     that is not there. `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see
-    engine/structured_output/options.py). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
+    engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
+    weights: {"backend": "nccl"}, or "gloo". `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
     """
@@ -105,6 +107,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     pooler_config: str | dict[str, Any] | None = None
     hf_overrides: str | dict[str, Any] | None = None
     structured_outputs_config: str | dict[str, Any] | None = None
+    weight_transfer_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
@@ -219,6 +222,23 @@ def read_option(name: str, option: str | dict[str, Any] | None, kind: type[Optio
         return msgspec.convert(option or {}, type=kind)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{name} must be JSON such as {example}: {error}.") from None
+
+
+class WeightTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How new weights come. The names are vLLM's, but for "gloo", which is for CPUs."""
+
+    backend: TransferBackend
+
+
+def transfer_backend(args: EngineArgs, device: str) -> TransferBackend | None:
+    """How new weights come to this device, None if the engine takes none. Raises ConfigError for what isn't there."""
+    if args.weight_transfer_config is None:
+        return None
+    example = '{"backend": "nccl"}'
+    backend = read_option("weight_transfer_config", args.weight_transfer_config, WeightTransferConfig, example).backend
+    if backend == "nccl" and device == "cpu":
+        raise ConfigError('weight_transfer_config: NCCL is for CUDA devices; on a CPU the backend is "gloo".')
+    return backend
 
 
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):

@@ -87,6 +87,9 @@ STALL_SECONDS = _limit(
 RANK_SECONDS = _limit(
     "RANK_SECONDS", 30, "seconds that a rank may be behind the others, or give no sign of life, before the engine ends"
 )
+TRANSFER_SECONDS = _limit(
+    "TRANSFER_SECONDS", 300, "seconds that an engine waits for a trainer, and for each piece of new weights"
+)
 TEMPLATE_MEGABYTES = _limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates")
 FAULTS += [
     f"{name} names no limit; there are {', '.join(limit.name for limit in TABLE)}."

@@ -31,6 +31,14 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types.weights import (
+    NO_RPC,
+    FinishUpdate,
+    StartUpdate,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+    read_request,
+)
 
 Prompt = str | dict[str, Any]
 Message = dict[str, Any]
@@ -285,6 +293,52 @@ class LLM:
         with self._whole():
             pass
         self._core.wake_up(tags)
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Join the group of a trainer, which sends new weights: {"init_info": {"master_address", "master_port", "rank_offset", "world_size"}}.
+
+        The trainer is rank 0 and has a TCPStore at that address; see `docs/rl.md`. Waits until all are there.
+
+        Raises:
+            ConfigError: the engine was started without weight_transfer_config.
+            InvalidRequestError: a field is missing or wrong, or the address is another machine's.
+            RequestFailedError: not all have come in time.
+        """
+        self._core.change_weights(read_request(request, WeightTransferInitRequest).init_info)
+
+    def start_weight_update(self) -> None:
+        """Begin an update of the weights. Nothing runs until its finish."""
+        try:
+            with self._whole():
+                self._core.change_weights(StartUpdate())
+        finally:
+            with self._whole():
+                self._advance(self._core.take_unreported())
+
+    def update_weights(self, request: Any) -> None:
+        """Take tensors that the trainer broadcasts meanwhile: {"update_info": {"names", "dtype_names", "shapes", "packed"}}.
+
+        Names, dtypes and shapes are those of a checkpoint, and are checked before the first byte is received.
+
+        Raises:
+            InvalidRequestError: one of them isn't the model's. The update has ended, and has changed nothing unless other calls have.
+            CheckpointError, RequestFailedError: a number is NaN or infinite, or the trainer is gone. Nothing runs until all weights have been
+                sent again, or `sleep(level=2)` and `wake_up` have read the checkpoint.
+        """
+        self._core.change_weights(read_request(request, WeightTransferUpdateRequest).update_info)
+
+    def finish_weight_update(self) -> None:
+        """End the update, and forget cached prompts. Raises InvalidRequestError if tensors are missing, as `update_weights` does."""
+        with self._whole():
+            self._core.change_weights(FinishUpdate())
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """The number of ranks, which is how many processes a trainer's group has beside the trainer."""
+        return self._config.num_ranks
+
+    def collective_rpc(self, *_: Any, **__: Any) -> None:
+        """vLLM's call of any function on its ranks, which is refused. Raises ConfigError that names what is there instead."""
+        raise ConfigError(NO_RPC)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt pages. Returns False when some belong to running requests."""

@@ -23,6 +23,7 @@ from helpers.device import (
     needs_cuda,
     wait_for_host_copies,
 )
+from helpers.trainer import sender_to
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.engine.startup.measure import DRIVER_BYTES
@@ -270,3 +271,17 @@ def test_memory_taken_while_asleep_is_missed_with_numbers_and_waking_works_when_
         llm.sleep(level)
         llm.wake_up()
         assert results(llm) == before
+
+
+@needs_cuda
+def test_new_weights_are_computed_with_and_outlive_sleep(tmp_path: Path) -> None:
+    first, second = (make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", seed=seed) for seed in range(2))
+    expected = greedy(device_llm(second, dtype="bfloat16", skip_tokenizer_init=True, **LIMITS))
+    options = {"enable_sleep_mode": True, "weight_transfer_config": {"backend": "gloo"}, "skip_tokenizer_init": True}
+    llm = device_llm(first, dtype="bfloat16", **options, **LIMITS)
+    before = greedy(llm)
+    sender_to(llm).send(load_file(second / "model.safetensors").items())
+    assert greedy(llm) == expected != before
+    llm.sleep(1)
+    llm.wake_up()
+    assert greedy(llm) == expected

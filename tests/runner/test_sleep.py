@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.fake_driver import FakeDriver, FakeHost
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.runner import sleep
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
@@ -373,3 +373,21 @@ def test_a_deeper_level_while_asleep_discards_what_was_kept() -> None:
     parts.sleeper.sleep(2)
     parts.sleeper.wake_up()
     assert parts.reloads == 1 and torch.equal(parts.weights, parts.values)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_weights_that_have_changed_outlive_level_1_and_are_read_again_after_level_2(finished: bool) -> None:
+    parts = _Parts()
+    parts.sleeper.begin_update()
+    parts.values = parts.values.flip(0).clone()
+    parts.weights.copy_(parts.values)
+    if finished:  # an update that fails has no end
+        parts.sleeper.end_update()
+    parts.sleeper.sleep(1)
+    with pytest.raises(EngineSleepingError, match="weights are asleep"):
+        parts.sleeper.begin_update()
+    parts.sleeper.wake_up()
+    assert parts.reloads == 0 and torch.equal(parts.weights, parts.values)
+    parts.sleeper.sleep(2)
+    parts.sleeper.wake_up()
+    assert parts.reloads == 1

@@ -64,6 +64,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
+        "weight_transfer_config": 'how a trainer sends new weights: JSON, {"backend": "nccl"} or {"backend": "gloo"}',
         "enforce_eager": "don't capture CUDA graphs",
         "cudagraph_capture_sizes": "numbers of requests to capture decode steps for, for example 1,2,4,8",
     },
@@ -75,8 +76,14 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
 _SERVER_ONLY = frozenset({"served_model_name", "pooler_config", "structured_outputs_config", "kv_cache_metrics_sample"})
 # What `generate` and `chat` have no use for.
-TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode"}
-BENCH_EXCLUDED = _SERVER_ONLY | {"tokenizer", "tokenizer_revision", "generation_config", "chat_template"}
+TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode", "weight_transfer_config"}
+BENCH_EXCLUDED = _SERVER_ONLY | {
+    "weight_transfer_config",
+    "tokenizer",
+    "tokenizer_revision",
+    "generation_config",
+    "chat_template",
+}
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size

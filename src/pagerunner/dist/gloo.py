@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo, Store
 
+from pagerunner.children import LOOPBACK
 from pagerunner.dist.base import CommError, sum_in_order
 
-_LOOPBACK = "127.0.0.1"
 _FOR_EVER = datetime.timedelta(days=1)
 STREAM, TOKENS = 0, 1  # tags
+
+
+def gloo_group(store: Store, rank: int, size: int, seconds: float, address: str = LOOPBACK) -> ProcessGroupGloo:
+    """Join a group that meets in `store`, with a socket at `address`, on a port that the kernel chooses. Raises RuntimeError."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = datetime.timedelta(seconds=seconds)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 class GlooComm:
@@ -42,16 +50,12 @@ class GlooComm:
         self.rank, self.size, self.seconds = rank, size, seconds
         self.calls = 0
         """How many calls this rank has begun. A rank that has begun fewer than the others is the one that they wait for."""
-        limit = datetime.timedelta(seconds=seconds)
         self.waits = False
         """Whether this rank is in a call, and so may wait for others."""
         self.store = FileStore(str(directory / name), size)
-        self.store.set_timeout(limit)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = limit
+        self.store.set_timeout(datetime.timedelta(seconds=seconds))
         with self._told("meeting the others"):
-            self._group = ProcessGroupGloo(self.store, rank, size, options)
+            self._group = gloo_group(self.store, rank, size, seconds)
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm. Each rank gets all parts and adds them up itself."""

@@ -7,6 +7,7 @@ Nothing is taken down at the end: the end of a communicator waits for the other 
 from __future__ import annotations
 
 import datetime
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,29 @@ from typing import Any
 import torch
 import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
+from pagerunner.children import LOOPBACK, host_ip
 from pagerunner.dist.gloo import STREAM, GlooComm, GlooStage
 
+_SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
 """NCCL takes memory when it first uses an algorithm, which it chooses by size."""
+
+
+def nccl_settings() -> dict[str, str]:
+    """What NCCL is told unless the user says otherwise: nothing needs multicast among the devices of a machine, and nothing leaves the machine."""
+    return _SETTINGS if host_ip() != LOOPBACK else {**_SETTINGS, "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def nccl_group(store: Store, rank: int, size: int, seconds: float) -> Any:
+    """Join a group that meets in `store`, each rank with its current device. Raises RuntimeError."""
+    for name, value in nccl_settings().items():
+        os.environ.setdefault(name, value)
+    nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
+    options = nccl.Options()
+    options._timeout = datetime.timedelta(seconds=seconds)
+    return nccl(store, rank, size, options)
 
 
 class NcclComm:
@@ -111,7 +129,4 @@ class NcclStage(GlooStage):
 
 
 def _group(host: GlooComm, name: str) -> Any:
-    nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
-    options = nccl.Options()
-    options._timeout = datetime.timedelta(seconds=host.seconds)
-    return nccl(PrefixStore(name, host.store), host.rank, host.size, options)
+    return nccl_group(PrefixStore(name, host.store), host.rank, host.size, host.seconds)

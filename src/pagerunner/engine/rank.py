@@ -191,7 +191,7 @@ class Rank:
                         self._results.put(self._reports.steps, pending)
                 case orders.Compare(call_id):
                     self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))
-                case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp():
+                case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp() | orders.ChangeWeights():
                     error = self._call(worker, order)
                     self._reports.send(orders.Done(self._launch.rank, order.call_id, worker.sleep_level, error))
                 case _:
@@ -206,6 +206,8 @@ class Rank:
                     worker.sleep(level)
                 case orders.WakeUp(_, tags):
                     worker.wake_up(tags)
+                case orders.ChangeWeights(_, change):
+                    worker.change_weights(change)
         except PagerunnerError as error:
             return WireError.of(error)
         except Exception as error:

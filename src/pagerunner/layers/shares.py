@@ -8,7 +8,7 @@ of the checkpoint's tensor [9216, 4096] it reads rows 4,608 to 9,215.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -134,10 +134,6 @@ class Share:
         declared = {tensor.name: tensor for tensor in self.whole.checkpoint(prefix)}
         for tensor in own.checkpoint(prefix):
             yield replace(tensor, sink=PartSink(declared[tensor.name], tensor.sink, self))
-
-    def elsewhere(self, own: Collection[str]) -> set[str]:
-        """Names of the whole model's tensors that aren't among a stage's or a rank's `own`."""
-        return {tensor.name for tensor in self.whole.checkpoint()}.difference(own)
 
 
 class PartSink(Sink):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import CapacityError, ConfigError, EngineSleepingError
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import first_line, out_of_memory
 from pagerunner.runner.arena import TAGS, Arena, Tag
@@ -64,6 +64,10 @@ class WeightsStore:
     def reload(self) -> None:
         """Fill the mapped region from the checkpoint."""
         self._reload()
+        self.renew()
+
+    def renew(self) -> None:
+        """The region has other weights than before."""
 
     def wait(self) -> None:
         """Wait until the region is filled."""
@@ -84,13 +88,17 @@ class WeightsOnHost(WeightsStore):
         self._make_copy = make_copy
         self._copy = make_copy()
         self._copy.start()
+        self._left = False
 
     def keep(self) -> None:
         """See WeightsStore.keep. Waits for a copy that is still being made. Raises CapacityError without host memory."""
+        if self._left:
+            self.renew()
         self._copy.finish()
 
     def leave(self) -> None:
         """See WeightsStore.leave. At most one piece is waited for."""
+        self._left = True
         self._copy.stop()
 
     def discard(self) -> None:
@@ -101,12 +109,12 @@ class WeightsOnHost(WeightsStore):
         """See WeightsStore.restore."""
         self._copy.restore()
 
-    def reload(self) -> None:
-        """See WeightsStore.reload."""
-        super().reload()
-        self._copy.wait()  # the next copy is made beside the stream that fills the region
+    def renew(self) -> None:
+        """See WeightsStore.renew. The next copy is made beside the stream that fills the region, so that stream is waited for."""
+        self._copy.wait()
         self._copy = self._make_copy()
         self._copy.start()
+        self._left = False
 
     def wait(self) -> None:
         """See WeightsStore.wait."""
@@ -238,6 +246,17 @@ class Sleeper:
         self.state = "parked" if self._asleep else "running"
         if not self._asleep:
             self.level = None
+
+    def begin_update(self) -> None:
+        """The weights are about to change. Raises EngineSleepingError while their region is unmapped."""
+        if "weights" in self._asleep:
+            raise EngineSleepingError('The weights are asleep; wake_up(tags=["weights"]) wakes them.')
+        self._weights.leave()
+        self._weights.discard()
+
+    def end_update(self) -> None:
+        """The weights have changed, and don't any more."""
+        self._weights.renew()
 
     def _wake(self, tags: Sequence[Tag]) -> None:
         """Weights first: while they are copied, the pages are mapped."""

@@ -38,6 +38,7 @@ from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.server.protocol.responses import ResponseBody, ResponsesRequest
 from pagerunner.server.service import LABEL_HEADER, Service
 from pagerunner.server.standard_metrics import CountedRequests, HttpMetrics
+from pagerunner.types.weights import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 logger = logging.getLogger(__name__)
 _refusals = SparingLog(logger, most=20)
@@ -144,6 +145,12 @@ def _add_routes(routes: _Routes, service: Service, metrics: Metrics, load: Calla
     add("POST", "/resume", control.resume, admin)
     add("GET", "/is_paused", control.is_paused, admin)
     add("POST", "/reset_prefix_cache", control.reset_prefix_cache, admin)
+    add("POST", "/init_weight_transfer_engine", control.init_weight_transfer_engine, admin, WeightTransferInitRequest)
+    add("POST", "/start_weight_update", control.start_weight_update, admin)
+    add("POST", "/update_weights", control.update_weights, admin, WeightTransferUpdateRequest)
+    add("POST", "/finish_weight_update", control.finish_weight_update, admin)
+    add("GET", "/get_world_size", control.get_world_size, admin)
+    add("POST", "/collective_rpc", control.collective_rpc, admin)
     info = Information(service, metrics, load)
     add("GET", "/v1/models", info.models, client, answer=ModelList)
     add("GET", "/v1/models/{model:path}", info.model, client, answer=ModelCard)

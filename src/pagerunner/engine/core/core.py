@@ -15,6 +15,7 @@ from pagerunner.engine.core.executors.base import Executor, Pending
 from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
+from pagerunner.engine.core.updates import WeightUpdates
 from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
@@ -24,6 +25,7 @@ from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 from pagerunner.types.checks import in_vocabulary
+from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
 
 SleepMode = Literal["abort", "wait", "keep"]
 GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
@@ -46,6 +48,7 @@ class EngineCore:
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._executor = executor
+        self._weights = WeightUpdates(executor)
         self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
@@ -228,23 +231,21 @@ class EngineCore:
     @property
     def is_sleeping(self) -> bool:
         """Whether the engine is parked at any level."""
-        return self._executor.sleep_level is not None
+        return self.sleep_level is not None
 
     @property
     def sleep_level(self) -> int | None:
-        """The level the engine sleeps at, None while it runs."""
-        return self._executor.sleep_level
+        """The level the engine sleeps at, None while it runs. While its weights are being updated it is paused (0)."""
+        level = self._executor.sleep_level
+        return 0 if level is None and self._weights.held else level
 
     def check_awake(self) -> None:
         """Raise EngineSleepingError while the engine sleeps or is paused."""
         level = self.sleep_level
         if level is not None:
             self.check_alive()  # an engine whose ranks have ended in its sleep doesn't sleep
-            raise EngineSleepingError(
-                f"The engine sleeps (level {level}); call wake_up first."
-                if level
-                else "The engine is paused; wake_up lets it go on."
-            )
+            paused = self._weights.held or "The engine is paused; wake_up lets it go on."
+            raise EngineSleepingError(f"The engine sleeps (level {level}); call wake_up first." if level else paused)
 
     def prepare_sleep(self, level: int, mode: str) -> None:
         """Raise now what `sleep` would raise, and make sure that the weights will outlive the sleep. Requests go on.
@@ -255,12 +256,15 @@ class EngineCore:
             raise ConfigError("Sleep needs an engine started with enable_sleep_mode=True (--enable-sleep-mode).")
         one_of("sleep mode", mode, ("abort", "wait", "keep"))
         self.check_alive()
+        self._weights.check_sleep(level)
         to_finish = len(self._scheduler.request_ids) if mode == "wait" and self.is_sleeping else 0
         if to_finish and self.sleep_level != 0:
             raise EngineSleepingError(
                 f"The engine sleeps (level {self.sleep_level}) and can't finish its {to_finish} unfinished sequences first, "
                 'as mode "wait" asks. Call wake_up before, or use mode "keep" or "abort".'
             )
+        if to_finish and self._weights.held:
+            raise EngineSleepingError(self._weights.held)
         self._executor.prepare_sleep(level)
         if to_finish:
             self._executor.wake_up(None)
@@ -291,17 +295,37 @@ class EngineCore:
             if level > 0:
                 self._scheduler.reset_prefix_cache()
             self._executor.sleep(level)
+            self._weights.slept(level)
         except Exception:
             self._unreported += updates
             raise
         return updates
 
     def take_unreported(self) -> list[RequestUpdate]:
-        """The updates that a failed `sleep` has caused. Each is given once."""
+        """The updates that a failed `sleep`, or the start of an update of the weights, has caused. Each is given once."""
         updates, self._unreported = self._unreported, []
         return updates
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back; the engine runs again when every region is mapped."""
+        """Take memory back; the engine runs again when every region is mapped.
+
+        Raises EngineSleepingError if an update of the weights has failed. The memory is there then, and no step runs.
+        """
         self.check_alive()
         self._executor.wake_up(tags)
+        self._weights.check_whole()
+
+    def change_weights(self, change: WeightChange) -> None:
+        """Do a part of an update of the weights; see `types/weights.py`.
+
+        From its start to its finish no step runs. Requests that were running go on afterwards, with the keys and values that the old
+        weights have made; prompts find none of these. `take_unreported` has what the steps in flight have made.
+
+        Raises what is wrong. If weights may be half new then, no step runs until all of them have come.
+        """
+        self.check_alive()
+        if isinstance(change, StartUpdate):
+            self._unreported += self._drain()
+        self._weights.change(change)
+        if isinstance(change, FinishUpdate):
+            self._scheduler.reset_prefix_cache()

@@ -28,6 +28,7 @@ from pagerunner.memory.units import human_bytes
 from pagerunner.sched.live import Wait
 from pagerunner.sched.stats import SchedulerStats as SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types.weights import WeightChange
 
 _KINDS: dict[str, type[PagerunnerError]] = {
     kind.__name__: kind
@@ -127,6 +128,13 @@ class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
     tags: list[str] | None
 
 
+class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
+    """Call `core.change_weights(change)`."""
+
+    call_id: int
+    change: WeightChange
+
+
 class ReadSleepLevel(msgspec.Struct, frozen=True, tag="read_sleep_level"):
     """Read `core.sleep_level`, which is None while the engine is awake."""
 
@@ -156,8 +164,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
-ToCore = Add | Abort | Sleep | WakeUp | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch | Shutdown
+Call = Sleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
+ToCore = Add | Abort | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
 

@@ -114,7 +114,7 @@ class CoreLoop:
                 self._report(self._forget(request_ids) + self._core.abort(request_ids))
             case wire.Shutdown():
                 self._running = False
-            case wire.Sleep(mode="wait") | wire.WakeUp():
+            case wire.Sleep(mode="wait") | wire.WakeUp() | wire.ChangeWeights():
                 self._after_running(message)
             case _:
                 self._call(message)
@@ -154,10 +154,10 @@ class CoreLoop:
         self._after_work = kept
         return updates
 
-    def _after_running(self, message: wire.Sleep | wire.WakeUp) -> None:
+    def _after_running(self, message: wire.Sleep | wire.WakeUp | wire.ChangeWeights) -> None:
         """Sleep when the unfinished requests are done.
 
-        Meanwhile their readers are served. A wake-up comes after this sleep, not before.
+        Meanwhile their readers are served. What wakes the engine or changes its weights comes after this sleep, not before.
         """
         if isinstance(message, wire.Sleep):
             try:
@@ -182,6 +182,9 @@ class CoreLoop:
                     updates = self._core.sleep(level, mode)
                 case wire.WakeUp(_, tags):
                     self._core.wake_up(tags)
+                case wire.ChangeWeights(_, change):
+                    self._core.change_weights(change)
+                    updates = self._core.take_unreported()
                 case wire.ReadSleepLevel():
                     value = self._core.sleep_level
                 case wire.ResetPrefixCache():

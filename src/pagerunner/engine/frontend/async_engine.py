@@ -32,6 +32,7 @@ from pagerunner.text.stop_strings import automaton
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
+from pagerunner.types.weights import InitTransfer, WeightChange
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,9 @@ class AsyncEngine:
         stall_seconds: float,
         *,
         prefixes: bool,
+        ranks: int,
     ) -> None:
-        self._home = HomeProcess("AsyncEngine")
+        self._home, self._ranks = HomeProcess("AsyncEngine"), ranks
         self._frontend = frontend
         self.dead = asyncio.Event()
         self.replicas = [
@@ -120,7 +122,7 @@ class AsyncEngine:
                 core.kill()
             raise
         observer, prefixes = observer or EngineObserver(), args.enable_prefix_caching
-        engine = cls(cores, frontend, observer, stall_seconds, prefixes=prefixes)
+        engine = cls(cores, frontend, observer, stall_seconds, prefixes=prefixes, ranks=args.num_ranks)
         try:
             if engine._renderer is not None:
                 engine._template_variables = await engine._renderer.variables()
@@ -392,6 +394,26 @@ class AsyncEngine:
         """Take the memory back: "weights", "kv_cache", or all (None). A caller who is cancelled stops waiting only."""
         self._home.check()
         await self._whole(self._of_all(lambda one: one.wake_up(tags)))
+
+    async def change_weights(self, change: WeightChange) -> None:
+        """Do a part of an update of the weights, as LLM's methods for it do; requests wait from its start to its finish.
+
+        A caller who is cancelled stops waiting only.
+        """
+        self._home.check()
+        alive = check_alive(self.replicas)
+
+        def own(one: Replica) -> WeightChange:
+            if not isinstance(change, InitTransfer):
+                return change
+            return msgspec.structs.replace(change, rank_offset=change.rank_offset + alive.index(one) * self._ranks)
+
+        await self._whole(self._of_all(lambda one: one.change_weights(own(one))))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of all cores that live."""
+        return self._ranks * len(check_alive(self.replicas))
 
     async def _of_all(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
         """The answers of all cores that live. Raises the error of the first that can't answer."""

@@ -21,6 +21,7 @@ from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.types import EngineRequest
+from pagerunner.types.weights import WeightChange
 
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
@@ -95,15 +96,21 @@ class Replica:
         """Have the core sleep. Raises its error."""
         if level:
             self._sent.clear()
-        try:
-            await self.client.call(lambda call_id: wire.Sleep(call_id, level, mode))
-        finally:
-            await self._learn_level()
+        await self._change(lambda call_id: wire.Sleep(call_id, level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Have the core wake up. Raises its error."""
+        names = None if tags is None else list(tags)
+        await self._change(lambda call_id: wire.WakeUp(call_id, names))
+
+    async def change_weights(self, change: WeightChange) -> None:
+        """Have the core do a part of an update of its weights. Raises its error."""
+        self._sent.clear()
+        await self._change(lambda call_id: wire.ChangeWeights(call_id, change))
+
+    async def _change(self, make: Callable[[int], wire.Call]) -> None:
         try:
-            await self.client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+            await self.client.call(make)
         finally:
             await self._learn_level()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagerunner import limits
-from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs
+from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs, transfer_backend
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.machine import (
     DeviceMemory,
@@ -110,6 +110,7 @@ def resolve(
     if args.enable_expert_parallel:
         model = replace(model, expert_share=ExpertShare())
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
+    transfer_backend(args, device)  # it may refuse
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
     if dtype == "float16" and model.family.startswith("gemma3"):

@@ -70,7 +70,7 @@ def load_model(
     comm: Comm,
     stage: Stage | None,
 ) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None]]:
-    """The model, the arena's region that holds its weights, and what fills that region again. Of several ranks, the share of this one.
+    """The model, its share if it is one of several ranks', the arena's region that holds its weights, and what fills that region again.
 
     `comm` joins the ranks of one stage.
     """

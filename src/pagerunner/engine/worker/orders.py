@@ -14,6 +14,7 @@ from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.types import StepPlan, StepResult
+from pagerunner.types.weights import WeightChange
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,14 +72,21 @@ class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
     tags: list[str] | None
 
 
+class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
+    """Call `Worker.change_weights(change)`."""
+
+    call_id: int
+    change: WeightChange
+
+
 class Compare(msgspec.Struct, frozen=True, tag="compare"):
     """Call `Worker.state_digest()`."""
 
     call_id: int
 
 
-Call = PrepareSleep | Sleep | WakeUp | Compare
-Order = Join | TakePages | Run | PrepareSleep | Sleep | WakeUp | Compare
+Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
+Order = Join | TakePages | Run | Call
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):

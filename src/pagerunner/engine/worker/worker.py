@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 
-from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, Stage
 from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
@@ -31,6 +30,9 @@ from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
 from pagerunner.engine.worker.card import Card
+from pagerunner.engine.worker.weights import WorkerWeights
+from pagerunner.layers.shares import Share
+from pagerunner.models.checkpoint.loader import Model
 from pagerunner.ops.ahead import load_libraries, rehearsing
 from pagerunner.ops.peer_sums import PeerSums, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
@@ -40,15 +42,17 @@ from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.types import StepPlan
+from pagerunner.types.weights import WeightChange
 
 
 class Worker:
     """Runs plans on one runner. See executors/base.py for the methods."""
 
-    def __init__(self, runner: ModelRunner, sleeper: Sleeper, clock: DeviceClock) -> None:
+    def __init__(self, runner: ModelRunner, sleeper: Sleeper, clock: DeviceClock, weights: WorkerWeights) -> None:
         self._runner = runner
         self._sleeper = sleeper
         self._clock = clock
+        self._weights = weights
 
     def run(self, plan: StepPlan) -> PendingStep:
         """See Executor.run."""
@@ -78,6 +82,10 @@ class Worker:
         """See Executor.wake_up."""
         self._sleeper.wake_up(tags)
 
+    def change_weights(self, change: WeightChange) -> None:
+        """See Executor.change_weights."""
+        self._weights.change(change, self._sleeper)
+
     @property
     def sleep_level(self) -> int | None:
         """See Executor.sleep_level. A failed sleep or wake counts as asleep."""
@@ -103,9 +111,11 @@ class LoadedWorker:
     """A worker with everything but its pages, of which only the first is mapped."""
 
     rank: int
-    config: EngineConfig
+    resolved: Resolved
     card: Card | None
     arena: Arena
+    model: Model
+    share: Share | None
     weights: torch.Tensor
     runner: ModelRunner
     reload: Callable[[], None]
@@ -124,11 +134,11 @@ class LoadedWorker:
         """The worker with as many bytes of pages. To be called once. Raises CapacityError."""
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
-        kept_on = self.card if self.config.enable_sleep_mode else None
-        ranks = self.config.num_ranks * self.config.data_parallel_size
+        kept_on = self.card if self.resolved.config.enable_sleep_mode else None
+        ranks = self.resolved.config.num_ranks * self.resolved.config.data_parallel_size
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
-        clock = DeviceClock.of(torch.device(self.config.device))
-        return Worker(self.runner, sleeper, clock)
+        clock = DeviceClock.of(torch.device(self.resolved.config.device))
+        return Worker(self.runner, sleeper, clock, WorkerWeights(self.model, self.share, self.rank, self.resolved))
 
     def close(self) -> None:
         """See LoadedRanks.close."""
@@ -200,9 +210,11 @@ def load_worker(
             runner.capture()
     return LoadedWorker(
         rank=rank,
-        config=config,
+        resolved=resolved,
         card=card,
         arena=arena,
+        model=model,
+        share=share,
         weights=weights,
         runner=runner,
         reload=partial(reload, resolved, fill_weights, runner),

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,54 +155,28 @@ def load_weights(
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape or dtype; named.
     """
     directory = Path(path)
-    declared = model.checkpoint() if share is None else share.checkpoint(model)
-    known = {tensor.name: tensor for tensor in declared}
-    elsewhere = set() if share is None else share.elsewhere(known)
-    names = known.keys() | elsewhere
-    if share is not None and not any(isinstance(tensor.owner, Embedding) for tensor in known.values()):
-        elsewhere.add("lm_head.weight")  # a copy of a tied embedding, which is looked at where that is
+    filling = Filling(model, share)
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     started = time.perf_counter()
-    pending = {name for name, tensor in known.items() if not tensor.instead_of and not tensor.sink.optional}
-    extra = []
-    filled: dict[str, tuple[str, str]] = {}
-    scales: list[str] = []
-    unused: list[str] = []
-    with _Copies(
-        copy, _stream(model), lambda done: progress(min(done, total), total) if progress is not None else None
+    with Copies(
+        copy, stream_of(model), lambda done: progress(min(done, total), total) if progress is not None else None
     ) as copies:
         for file in files:
             for given, tensor in _tensors(file, files[file]):
-                name = own_name(given, names)
-                if name in filled:
-                    other, first = filled[name]
-                    where = "it" if other == file.name else other
-                    raise CheckpointError(
-                        f"{file} holds {given}, and {where} holds {first}: the same tensor of the model twice."
-                    )
-                filled[name] = file.name, given
-                sink = _take(pending, known.get(name))
+                name, sink = filling.claim(file, given, tensor)
                 if sink is not None:
-                    _check_tensor(file, name, tensor, sink, model.asked_by)
-                    copies.add(sink, tensor, _Place(file, given, name))
-                elif name.startswith(model.unused_tensors):
-                    unused.append(name)
-                elif place_of(name) is not None:
-                    scales.append(name)
-                elif name not in elsewhere and not _is_derived(name):
-                    extra.append((file, name, tensor if name == "lm_head.weight" else None))
-                if sink is None:
+                    copies.add(sink, tensor, Place(file, given, name))
+                else:
                     copies.count(tensor.nbytes)
-    if scales:
+    if scales := filling.scales:
         logger.info("%s: %d scales of fp8 keys and values, such as %s.", directory, len(scales), scales[0])
-    for file, name, tied in extra:
-        _check_extra(file, name, tied, known, model.asked_by)
-    if pending:
-        raise CheckpointError(f"{directory}: {_lacking(sorted(pending), filled, known, model.asked_by)}")
-    if unused:
+    filling.check_extra()
+    if filling.pending:
+        raise CheckpointError(f"{directory}: the checkpoint lacks {filling.lacking(filling.pending)}")
+    if unused := filling.unused:
         logger.info("%s: %d tensors such as %s are not used by text generation.", directory, len(unused), unused[0])
-    if _stream(model) is not None:
+    if stream_of(model) is not None:
         torch.cuda.empty_cache()  # what packing took is for pages now
     if progress is not None:
         progress(total, total)
@@ -212,15 +186,71 @@ def load_weights(
     )
 
 
-def _lacking(names: list[str], filled: Container[str], known: Mapping[str, CheckpointTensor], asked_by: str) -> str:
-    """Which tensors are missing, and what asks for them: the format, or the model's sizes."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    said = f"the checkpoint lacks the tensor {names[0]}{more} that "
-    layer = re.match(r".*?layers\.(\d+)\.", names[0])
-    if layer and not any(name.startswith(layer[0]) and name in filled for name in known):
-        return f"{said}config.json asks for. No file has a tensor of layer {layer[1]}; is num_hidden_layers right?"
-    quantised = isinstance(known[names[0]].owner, Linear | Experts)
-    return f"{said}{asked_by if quantised else Module.asked_by} asks for."
+class Filling:
+    """What becomes of the tensors that come for a model, each once, in any order. It is good for one load.
+
+    `names` are those of the whole model's tensors, `pending` those of this rank's that are still to come. `scales` and `unused` came, and fill no weights.
+    """
+
+    def __init__(self, model: Model, share: Share | None) -> None:
+        """With a `share` the model is that of one of several ranks."""
+        declared = model.checkpoint() if share is None else share.checkpoint(model)
+        self._model = model
+        self.known = {tensor.name: tensor for tensor in declared}
+        whole = () if share is None else share.whole.checkpoint()
+        self._elsewhere = {tensor.name: tensor for tensor in whole if tensor.name not in self.known}  # in other stages
+        self.names = self.known.keys() | self._elsewhere
+        # a copy of a tied embedding is looked at where that is
+        self._looks = share is None or any(isinstance(tensor.owner, Embedding) for tensor in self.known.values())
+        self.pending = {
+            name for name, tensor in self.known.items() if not tensor.instead_of and not tensor.sink.optional
+        }
+        self.scales: list[str] = []
+        self.unused: list[str] = []
+        self._extra: list[tuple[Path, str, torch.Tensor | None]] = []
+        self._filled: dict[str, tuple[str, str]] = {}
+
+    def claim(self, file: Path, given: str, tensor: torch.Tensor) -> tuple[str, Sink | None]:
+        """The model's name for a tensor of `file`, and what takes it, if anything does. Its numbers aren't read.
+
+        Raises CheckpointError for a tensor that has come already, or has another shape or dtype.
+        """
+        name = own_name(given, self.names)
+        if name in self._filled:
+            other, first = self._filled[name]
+            where = "it" if other == file.name else other
+            raise CheckpointError(
+                f"{file} holds {given}, and {where} holds {first}: the same tensor of the model twice."
+            )
+        self._filled[name] = file.name, given
+        sink = _take(self.pending, self.known.get(name))
+        if sink is not None:
+            _check_tensor(file, name, tensor, sink, self._model.asked_by)
+        elif name in self._elsewhere:
+            _check_tensor(file, name, tensor, self._elsewhere[name].sink, self._model.asked_by)
+        elif name.startswith(self._model.unused_tensors):
+            self.unused.append(name)
+        elif place_of(name) is not None:
+            self.scales.append(name)
+        elif not _is_derived(name) and (self._looks or name != "lm_head.weight"):
+            self._extra.append((file, name, tensor if name == "lm_head.weight" else None))
+        return name, sink
+
+    def check_extra(self) -> None:
+        """Raise CheckpointError for a tensor that isn't the model's. To be called when all copies are done."""
+        for file, name, tied in self._extra:
+            _check_extra(file, name, tied, self.known, self._model.asked_by)
+
+    def lacking(self, missing: Iterable[str]) -> str:
+        """Which tensors are missing, and what asks for them: the format, or the model's sizes."""
+        names = sorted(missing)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said = f"the tensor {names[0]}{more} that "
+        layer = re.match(r".*?layers\.(\d+)\.", names[0])
+        if layer and not any(name.startswith(layer[0]) and name in self._filled for name in self.known):
+            return f"{said}config.json asks for. No file has a tensor of layer {layer[1]}; is num_hidden_layers right?"
+        quantised = isinstance(self.known[names[0]].owner, Linear | Experts)
+        return f"{said}{self._model.asked_by if quantised else Module.asked_by} asks for."
 
 
 def _device(model: Model) -> torch.device:
@@ -228,38 +258,42 @@ def _device(model: Model) -> torch.device:
     return next(tensor.device for module in model.modules() for tensor in module.weights.values())
 
 
-def _stream(model: Model) -> torch.cuda.Stream | None:
+def stream_of(model: Model) -> torch.cuda.Stream | None:
     """The stream that orders what is done to the weights: the caller's current one. None on a CPU."""
     device = _device(model)
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-class _Place(NamedTuple):
-    """A tensor of a checkpoint: its file, its name there, and the name by which the model knows it."""
+class Place(NamedTuple):
+    """A tensor of a checkpoint: its file, its name there, and the name by which the model knows it; the tensor, if no file holds it."""
 
     file: Path
     given: str
     name: str
+    held: torch.Tensor | None = None
 
     def __str__(self) -> str:
         return f"{self.file}: {self.name}"
 
 
-def _damage(place: _Place, dtype: torch.dtype) -> str:
+def _damage(place: Place, dtype: torch.dtype) -> str:
     """What is wrong with a tensor that is NaN or infinite somewhere, if not in the file then in `dtype`."""
-    with _opened(place.file) as tensors:
-        numbers = tensors.get_tensor(place.given)
+    numbers = place.held
+    if numbers is None:
+        with _opened(place.file) as tensors:
+            numbers = tensors.get_tensor(place.given)
     if numbers.dtype not in FLOATS:
         return HOLDS_NAN
     wrong = (~numbers.isfinite()).nonzero()
     if len(wrong):
         first = tuple(wrong[0].tolist())
-        return f"holds {numbers[first].item():g} at {list(first)}; weights must be finite. The file is damaged."
+        said = f"holds {numbers[first].item():g} at {list(first)}; weights must be finite. The file is damaged."
+        return said if place.held is None else said.removesuffix(" The file is damaged.")
     largest = numbers.abs().max().item()
     return f"holds {largest:g}, {beyond(dtype, largest)}"
 
 
-class _Copies:
+class Copies:
     """Copies made by threads, of which only a few are begun ahead; `done` is told the bytes that are finished.
 
     Leaving the context waits for all copies, and raises the first error. After an error no copy is left running.
@@ -269,9 +303,9 @@ class _Copies:
         self._copy, self._stream, self._done, self._bytes = copy, stream, done, 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
         self._begun: deque[tuple[Future[None], int]] = deque()
-        self._looked_at: list[tuple[_Place, torch.Tensor]] = []
+        self._looked_at: list[tuple[Place, torch.Tensor]] = []
 
-    def __enter__(self) -> _Copies:
+    def __enter__(self) -> Copies:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -294,7 +328,7 @@ class _Copies:
             place, dtype = min(damaged, key=lambda found: found[0])
             raise CheckpointError(f"{place} {_damage(place, dtype)}")
 
-    def add(self, sink: Sink, source: torch.Tensor, place: _Place) -> None:
+    def add(self, sink: Sink, source: torch.Tensor, place: Place) -> None:
         """Begin a copy, once there is a thread for it soon. A small one that stays on the host is made at once."""
         if self._copy is copy_now and source.nbytes < _SMALL:
             self._put(sink, source, place)
@@ -304,7 +338,7 @@ class _Copies:
             self._finish()
         self._begun.append((self._pool.submit(self._put, sink, source, place), source.nbytes))
 
-    def _put(self, sink: Sink, source: torch.Tensor, place: _Place) -> None:
+    def _put(self, sink: Sink, source: torch.Tensor, place: Place) -> None:
         # A thread has a mode and a current stream of its own. Weights made in this mode change only in it, and what a sink
         # computes must come after the copies that it computes from. Without a stream, torch.cuda would still start CUDA.
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,4 +1,4 @@
-"""The endpoints that act on the engine itself: sleep and wake, and forgetting the prefix cache. Parameters are vLLM's."""
+"""The endpoints that act on the engine itself: sleep and wake, forgetting the prefix cache, new weights. Parameters and bodies are vLLM's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.server.http import read_as, read_body
 from pagerunner.server.service import Service, json_response
+from pagerunner.types.weights import (
+    NO_RPC,
+    FinishUpdate,
+    StartUpdate,
+    WeightChange,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 
 CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/pause", "/resume"))
 QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -17,6 +26,7 @@ QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
         "wait_for_inflight_requests": ("true", "false"),
         "clear_cache": ("true", "false"),
     },
+    "/get_world_size": {"include_dp": ("true", "false")},
     "/reset_prefix_cache": {"reset_running_requests": ("false",), "reset_external": ("false",)},
 }
 """The parameters of each path, and the values that they take."""
@@ -74,6 +84,37 @@ class Control:
         await self._engine.wake_up()
         return json_response({"status": "resumed"})
 
+    async def init_weight_transfer_engine(self, request: Request) -> Response:
+        """Join a trainer's group, which has to come meanwhile. The trainer is rank 0."""
+        return await self._changed(
+            (await read_as(request, WeightTransferInitRequest)).init_info, "Weight transfer initialized"
+        )
+
+    async def start_weight_update(self, request: Request) -> Response:
+        """Begin an update of the weights. Requests wait until its finish."""
+        return await self._changed(await _empty(request, StartUpdate()), "Weight update started")
+
+    async def update_weights(self, request: Request) -> Response:
+        """Take tensors, which the trainer broadcasts meanwhile. If that fails, the engine stays paused until all weights are new or old."""
+        return await self._changed((await read_as(request, WeightTransferUpdateRequest)).update_info, "Weights updated")
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        """End the update. Cached prompts are forgotten, and requests go on."""
+        return await self._changed(await _empty(request, FinishUpdate()), "Weight update finished")
+
+    async def _changed(self, change: WeightChange, said: str) -> Response:
+        await self._engine.change_weights(change)
+        return json_response({"message": said})
+
+    async def get_world_size(self, request: Request) -> Response:
+        """How many processes the engine has in a trainer's group."""
+        _only(request, "include_dp")
+        return json_response({"world_size": self._engine.world_size})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Refused: no code that is sent is run."""
+        raise InvalidRequestError(NO_RPC)
+
     async def is_paused(self, request: Request) -> Response:
         """Whether the engine is paused, or sleeps."""
         _only(request)
@@ -104,6 +145,12 @@ def _check(path: str, name: str, value: str) -> None:
     allowed = QUERIES[path][name]
     if value not in allowed:
         raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.", param=name)
+
+
+async def _empty(request: Request, change: WeightChange) -> WeightChange:
+    if await read_body(request) not in (b"", b"{}"):
+        raise InvalidRequestError(f"{request.url.path} takes no body.")
+    return change
 
 
 def _only(request: Request, *allowed: str) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.types import StepPlan, StepResult
+from pagerunner.types.weights import WeightChange
 
 
 class Pending(Protocol):
@@ -45,6 +46,10 @@ class Executor(Protocol):
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory back; see runner/sleep.py."""
+        ...
+
+    def change_weights(self, change: WeightChange) -> None:
+        """Do a part of an update of the weights; see `types/weights.py`. Raises what is wrong; the weights may be half new then."""
         ...
 
     @property

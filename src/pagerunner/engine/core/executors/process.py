@@ -22,6 +22,7 @@ import zmq
 
 from pagerunner import limits
 from pagerunner.children import engine_environment, private_directory, start, starting
+from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.rank import what_it_runs
@@ -33,14 +34,8 @@ from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
 from pagerunner.types import StepPlan, StepResult
+from pagerunner.types.weights import WeightChange
 
-NCCL_SETTINGS = {
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
-"""Unless the user says otherwise: nothing needs multicast among the devices of a machine, and nothing leaves the machine."""
 LOADER = "pagerunner.engine.worker.worker:load_worker"
 COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
@@ -132,7 +127,7 @@ class Ranks:
         self.start_seconds = 0.0
         """Until all of them were there."""
         self._end = weakref.finalize(self, _end, self.watch, self._sockets)
-        environment = {**NCCL_SETTINGS, **engine_environment(), **thread_settings(os.environ, reserved=0)}
+        environment = {**nccl_settings(), **engine_environment(), **thread_settings(os.environ, reserved=0)}
         # what depends on who asked is settled already
         args = msgspec.structs.replace(resolved.args, max_num_batched_tokens=resolved.config.max_num_batched_tokens)
         processes: list[subprocess.Popen[bytes]] = []
@@ -320,6 +315,13 @@ class ProcessExecutor:
         """See Executor.wake_up."""
         names: list[str] | None = None if tags is None else [*parse_tags(tags)]
         self._all(lambda call_id: orders.WakeUp(call_id, names))
+
+    def change_weights(self, change: WeightChange) -> None:
+        """See Executor.change_weights."""
+        try:
+            self._ranks.ask(lambda call_id: orders.ChangeWeights(call_id, change))
+        except RankRefusal as refusal:
+            raise refusal.error from None
 
     def _all(self, make: Callable[[int], orders.Order]) -> None:
         self._levels = dict.fromkeys(range(self._ranks.size), 0)  # as long as an answer is missing, they don't run

@@ -1,0 +1,76 @@
+"""The way of new weights from a trainer to an engine: a group of torch's in which the trainer is rank 0 and broadcasts.
+
+All meet in a TCPStore that the trainer has. What a rank sends of its own is what torch's process groups say to each other, and no object is
+pickled. So a trainer needs nothing of this package; `scripts/rl_trainer.py` is one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, TCPStore
+
+from pagerunner.children import HOST_IP, LOOPBACK, host_ip
+from pagerunner.config import TransferBackend
+from pagerunner.dist.gloo import gloo_group
+from pagerunner.dist.nccl import nccl_group
+from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.limits import knob
+
+
+class TransferGroup:
+    """An engine's rank in a trainer's group. After an error it is of no use."""
+
+    def __init__(
+        self, address: str, port: int, rank: int, size: int, backend: TransferBackend, device: torch.device, seconds: float
+    ) -> None:
+        """Join the trainer, whose store is at `address`. Waits for it, and for each piece later, for up to so many seconds.
+
+        Raises:
+            InvalidRequestError: the address is another machine's, and the engine may talk to its own machine only.
+            RequestFailedError: not all of the `size` processes have come.
+        """
+        if host_ip() == LOOPBACK and not _is_loopback(address):
+            raise InvalidRequestError(
+                f"master_address={address!r} is another machine, and this engine listens on {LOOPBACK} only; {HOST_IP} in its environment "
+                "is the address by which other machines reach it.",
+                param="master_address",
+            )
+        self._device = device if backend == "nccl" else torch.device("cpu")
+        self._seconds = seconds
+        try:
+            limit = datetime.timedelta(seconds=seconds)
+            store = TCPStore(address, port, size, is_master=False, timeout=limit, wait_for_workers=False)
+            self._group: Any = (
+                nccl_group(store, rank, size, seconds)
+                if backend == "nccl"
+                else gloo_group(store, rank, size, seconds, host_ip())
+            )
+        except RuntimeError as error:
+            raise self._failed(f"could not join {size} processes at {address}:{port}", error) from error
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """What the trainer broadcasts next, as uint8 [num_bytes]. Raises RequestFailedError."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        piece = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        try:
+            self._group.broadcast([piece], options).wait()
+        except RuntimeError as error:
+            raise self._failed(f"has lost the trainer before {num_bytes:,} bytes of new weights", error) from error
+        return piece
+
+    def _failed(self, what: str, error: RuntimeError) -> RequestFailedError:
+        limit = f"{self._seconds:g} seconds {knob('TRANSFER_SECONDS')}"
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0][:200]
+        return RequestFailedError(f"The engine {what} ({reason}). It waits for a trainer for up to {limit}.")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,75 @@
+"""A rank's side of weight updates: it joins the trainer's group, takes its share of what comes, and keeps the host copy true."""
+
+from __future__ import annotations
+
+import torch
+
+from pagerunner import limits
+from pagerunner.config import transfer_backend
+from pagerunner.dist.transfer import TransferGroup
+from pagerunner.engine.startup.resolve import Resolved
+from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.layers.shares import Share
+from pagerunner.models.checkpoint.loader import Model
+from pagerunner.models.checkpoint.updates import Update
+from pagerunner.runner.sleep import Sleeper
+from pagerunner.types.weights import FinishUpdate, InitTransfer, StartUpdate, UpdateWeights, WeightChange
+
+
+class WorkerWeights:
+    """What a rank does of a weight update."""
+
+    def __init__(self, model: Model, share: Share | None, rank: int, resolved: Resolved) -> None:
+        self._model, self._share = model, share
+        self._rank, self._ranks = rank, resolved.config.num_ranks
+        self._quantised = resolved.model.format is not None
+        self._device = resolved.config.device
+        self._backend = transfer_backend(resolved.args, self._device)
+        self._group: TransferGroup | None = None
+        self._update: Update | None = None
+
+    def change(self, change: WeightChange, sleeper: Sleeper) -> None:
+        """See Executor.change_weights. Calls come in an order that the core has checked."""
+        group, update = self._group, self._update
+        match change:
+            case InitTransfer():
+                self._group = None
+                self._group = self._join(change)
+            case StartUpdate(whole=whole):
+                if group is None:
+                    raise InvalidRequestError("No trainer is known; call init_weight_transfer_engine first.")
+                sleeper.begin_update()
+                self._update = Update(self._model, self._share, whole=whole, quantised=self._quantised)
+            case UpdateWeights() if group is not None and update is not None:
+                self._group = None  # what the trainer still sends after an error isn't for the next call
+                update.take(change, group.receive)
+                self._group = group
+            case FinishUpdate() if update is not None:
+                update.finish()
+                sleeper.end_update()
+            case _:
+                raise RuntimeError(f"{type(change).__name__} comes out of order")
+
+    def _join(self, info: InitTransfer) -> TransferGroup:
+        if self._backend is None:
+            raise ConfigError(
+                "This engine takes no new weights; it was started without weight_transfer_config "
+                """(--weight-transfer-config '{"backend": "nccl"}')."""
+            )
+        if info.world_size < info.rank_offset + self._ranks:
+            raise InvalidRequestError(
+                f"world_size={info.world_size} is too small: rank_offset={info.rank_offset} and the engine's {self._ranks} ranks make "
+                f"{info.rank_offset + self._ranks}.",
+                param="world_size",
+            )
+        device = torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device("cpu")
+        seconds = float(limits.TRANSFER_SECONDS)
+        return TransferGroup(
+            info.master_address,
+            info.master_port,
+            info.rank_offset + self._rank,
+            info.world_size,
+            self._backend,
+            device,
+            seconds,
+        )
