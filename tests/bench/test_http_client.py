@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_a_process_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         measure(share("http://127.0.0.1:1/", 4), 2, lambda: None)
     with pytest.raises(ConfigError, match="--num-clients 9 needs a --max-concurrency of at least 9, got 8"):
         measure(share("http://127.0.0.1:1/", 4), 9, lambda: None)
+
+
+def test_an_error_ends_the_processes_at_once() -> None:
+    late = [Planned(at, 2, msgspec.Raw(b"{}")) for at in (300.0, 0.0, 300.0, 300.0)]  # the second process fails
+
+    def fail() -> None:
+        raise RuntimeError("stop")
+
+    with null() as url:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="stop"):
+            measure(msgspec.structs.replace(share(url, 1), requests=late), 2, fail)
+        assert time.monotonic() - began < patient(30)
 
 
 def test_nobody_listens() -> None:

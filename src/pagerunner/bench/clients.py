@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from urllib.parse import urlsplit
 
 import msgspec
@@ -77,10 +77,11 @@ def measure(share: Share, num_clients: int, progress: Callable[[], object]) -> O
     if num_clients == 1:
         asyncio.run(_send(share, begin, lambda report: take(0, report)))
     else:
-        with _clients(share, num_clients) as processes, ThreadPoolExecutor(num_clients) as threads:
+        # on an error or Ctrl-C the processes end first, and with them the threads
+        with ThreadPoolExecutor(num_clients) as threads, _clients(share, num_clients) as processes:
             begin = time.perf_counter() + _LEAD_SECONDS
             work = [threads.submit(_follow, process, number, begin, take) for number, process in enumerate(processes)]
-            for one in work:
+            for one in as_completed(work):
                 one.result()
     seconds = time.perf_counter() - begin
     return Outcome([samples[index] for index in range(len(share.requests))], seconds, max(busy))
