@@ -135,6 +135,7 @@ def test_the_log_line_and_the_verb_print_the_plan_that_runs(
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "enable_expert_parallel": False,
         "max_num_batched_tokens": resolved.config.max_num_batched_tokens,
         "max_num_batched_tokens_offline": resolved.config.max_num_batched_tokens,
     }
