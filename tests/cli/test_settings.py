@@ -148,7 +148,7 @@ def test_bad_variables(parse, name, value, sentence):
 
 def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
     words = ("-tp", "1", "--enable-prompt-tokens-details", "dir", "--data_parallel_size=1", "--swap-space", "0")
-    namespace = parse(*words, text="data-parallel-size-local: 1\nasync-scheduling: true")
+    namespace = parse(*words, text="nnodes: 1\nasync-scheduling: true")
     assert namespace.model_tag == "dir"
 
 
