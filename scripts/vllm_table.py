@@ -39,6 +39,8 @@ DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
     "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several",
+    "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "
+    "[Several API processes](server.md#several-api-processes)",
     "--data-parallel-size": "independent engines behind one port, of mixtures too; a prompt rather goes to the engine that has computed its "
     "beginning; one engine's crash ends its requests alone. `LLM` is one engine. See [Several engines](server.md#several-engines)",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",

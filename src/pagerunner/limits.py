@@ -90,6 +90,7 @@ RANK_SECONDS = _limit(
 TRANSFER_SECONDS = _limit(
     "TRANSFER_SECONDS", 300, "seconds that an engine waits for a trainer, and for each piece of new weights"
 )
+MAX_API_SERVERS = _limit("MAX_API_SERVERS", 64, "processes that serve a port (`--api-server-count`)")
 TEMPLATE_MEGABYTES = _limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates")
 FAULTS += [
     f"{name} names no limit; there are {', '.join(limit.name for limit in TABLE)}."

@@ -76,7 +76,7 @@ def test_siblings_travel_once_and_arrive_as_they_were() -> None:
     message = msgspec.msgpack.encode(wire.Add.of(requests))
     assert len(message) < len(msgspec.msgpack.encode(wire.Add.of(requests[:1]))) + 128 * 50
     core: Any = Adds()
-    loop = CoreLoop(core, socket=None, stall_seconds=60)  # type: ignore[arg-type]
+    loop = CoreLoop(core, sockets=[], stall_seconds=60)
     loop._add(msgspec.msgpack.decode(message, type=wire.Add))
     assert core.requests == requests
     assert [one.params.prompt_logprobs for one in core.requests[:2]] == [2, None]
@@ -86,7 +86,7 @@ def test_what_one_request_asks_for_holds_the_core_up_once_and_not_n_times() -> N
     message = wire.Add.of(family(128, allowed_token_ids=list(range(limits.MAX_ALLOWED_TOKEN_IDS))))
     core: Any = Adds()
     started = time.process_time()
-    CoreLoop(core, socket=None, stall_seconds=60)._add(message)  # type: ignore[arg-type]
+    CoreLoop(core, sockets=[], stall_seconds=60)._add(message)
     assert time.process_time() - started < 1.0, "it was 20 s"
     assert len(core.requests) == 128
 

@@ -216,7 +216,7 @@ def test_a_core_that_does_not_end_is_not_waited_for_either(
 
     async def close() -> None:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        core = client.LoadedCore("It", stuck, silent, tmp_path, exited, ready)
+        core = client.LoadedCore("It", 4711, stuck, silent, tmp_path, exited, ready)
         await client.CoreClient(core, receive=print, died=lambda error: None).close(timeout=0.1)
 
     asyncio.run(asyncio.wait_for(close(), 5))

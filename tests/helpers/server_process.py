@@ -18,11 +18,14 @@ from helpers import fake_core
 
 PROGRAM = """
 import sys
+import msgspec
 from helpers import fake_core
 from pagerunner.config import EngineArgs
 from pagerunner.server.launch import run_server
 options = dict(port=0, served_model_name="tiny", core_factory=fake_core.FACTORY, drain_seconds=float(sys.argv[2]))
-sys.exit(run_server(EngineArgs(model=sys.argv[1]), **options))
+options |= msgspec.json.decode(sys.argv[3]) if len(sys.argv) > 3 else {}
+args = EngineArgs(model=sys.argv[1], data_parallel_size=options.pop("engines", 1))
+sys.exit(run_server(args, **options))
 """
 
 
@@ -32,10 +35,12 @@ def set_options(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
 
 
 @contextmanager
-def server_process(model: Path, drain_seconds: float = 30) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`run_server` in a process of its own, as the command line runs it, and its URL."""
+def server_process(
+    model: Path, drain_seconds: float = 30, **options: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`run_server` in a process of its own, as the command line runs it, and its URL. `engines` is data_parallel_size."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", PROGRAM, str(model), str(drain_seconds)]
+    command = [sys.executable, "-c", PROGRAM, str(model), str(drain_seconds), msgspec.json.encode(options).decode()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     with process:
         try:

@@ -18,14 +18,14 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from pagerunner.engine.core.live import LiveState, LiveStep, StepLog
-from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
 from pagerunner.sched.live import Wait, page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.server import live
 from pagerunner.server.errors import HttpError
-from pagerunner.server.live import LatencyTap, LiveFeed, bitmap, frame, percentiles, splice
+from pagerunner.server.live import LiveFeed, bitmap, frame, percentiles, splice
+from pagerunner.server.metrics import Latencies, Metrics
 from pagerunner.types import StepPlan, StepRow
 
 
@@ -140,24 +140,14 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentiles(deque(float(value) for value in range(100))) == [50.0, 90.0, 99.0]
 
 
-def test_latencies_are_kept_only_while_somebody_looks_and_always_passed_on() -> None:
-    class Inner(EngineObserver):
-        seen: list[Any] = []
-
-        def on_inter_token(self, seconds: float) -> None:
-            self.seen.append(seconds)
-
-        def on_finished(self, sequence: FinishedSequence) -> None:
-            self.seen.append(sequence)
-
-    tap = LatencyTap(Inner())
-    tap.on_inter_token(1.0)
-    tap.open = True
-    tap.on_inter_token(2.0)
-    tap.on_first_token(3.0)
-    done = FinishedSequence(object(), "stop", 1, 0, 1.0, 1.0, 3.0, 3.0, 3.0)  # type: ignore[arg-type]
-    tap.on_finished(done)
-    assert (list(tap.inter_token), list(tap.first_token), Inner.seen) == ([2.0], [3.0], [1.0, 2.0, done])
+def test_latencies_are_kept_only_while_somebody_looks() -> None:
+    metrics = Metrics("m")
+    metrics.on_inter_token(1.0)
+    metrics.latencies.open = True
+    metrics.on_inter_token(2.0)
+    metrics.on_first_token(3.0)
+    metrics.of_engine(1).on_first_token(4.0)
+    assert (list(metrics.latencies.inter_token), list(metrics.latencies.first_token)) == ([2.0], [3.0])
 
 
 class FakeEngine:
@@ -180,7 +170,7 @@ class FakeEngine:
 
 
 def feed_of(engine: Any, closing: asyncio.Event | None = None, can_sleep: bool = True) -> LiveFeed:
-    return LiveFeed(engine, LatencyTap(EngineObserver()), closing or asyncio.Event(), can_sleep=can_sleep)
+    return LiveFeed(engine, Latencies(), closing or asyncio.Event(), can_sleep=can_sleep)
 
 
 async def read(events: AsyncGenerator[bytes, None]) -> dict[str, Any]:

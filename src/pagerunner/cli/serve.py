@@ -38,6 +38,8 @@ def build_parser() -> ConfiguredParser:
     origin_help = "web page that may call the server from a browser, as https://host; repeatable (default: none)"
     security.add_argument("--allowed-origin", action="append", metavar="ORIGIN", help=origin_help)
     server = named_group(parser, "server")
+    count_help = "processes that read requests and texts, in front of the same engines (default: %(default)s)"
+    server.add_argument("--api-server-count", type=parse_number, default=1, metavar="N", help=count_help)
     drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
     server.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
     server.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs, /redoc and /openapi.json")
@@ -92,6 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
         args,
         host=namespace.host,
         port=namespace.port,
+        api_server_count=namespace.api_server_count,
         api_keys=namespace.api_key or (),
         admin_keys=namespace.admin_key or (),
         allowed_origins=namespace.allowed_origin or (),

@@ -18,7 +18,7 @@ _REFUSED: dict[str, str] = {
         data-parallel-hybrid-lb data-parallel-external-lb expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
         master-port all2all-backend enable-eplb eplb-config enable-dbo max-parallel-loading-workers
-        ray-workers-use-nsight worker-cls worker-extension-cls api-server-count headless""",
+        ray-workers-use-nsight worker-cls worker-extension-cls headless""",
     "other choices of quantised weights": "calculate-kv-scales allow-deprecated-quantization quantization-config",
     "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
         lora-extra-vocab-size enable-lora-bias""",
@@ -58,8 +58,7 @@ _ONE = {"1"}
 _NOTHING = {"0", "0.0"}
 _EMPTY = {"{}"}
 NEUTRAL: dict[str, set[str]] = {
-    **dict.fromkeys(("--api-server-count", "--nnodes"), _ONE),
-    **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
+    **dict.fromkeys(("--nnodes", "--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
     **dict.fromkeys(("--cpu-offload-gb", "--long-prefill-token-threshold", "--node-rank"), _NOTHING),
     **dict.fromkeys(("--data-parallel-start-rank", "--num-lookahead-slots"), _NOTHING),

@@ -37,7 +37,7 @@ from pagerunner.server.protocol.messages import CountTokensRequest, MessagesAnsw
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.server.protocol.responses import ResponseBody, ResponsesRequest
 from pagerunner.server.service import LABEL_HEADER, Service
-from pagerunner.server.standard_metrics import CountedRequests, HttpMetrics
+from pagerunner.server.standard_metrics import SERVING, CountedRequests, HttpMetrics
 from pagerunner.types.weights import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ def create_app(
         redoc_url=None,
         openapi_url="/openapi.json" if docs else None,
     )
-    http = HttpMetrics(metrics.registry)
+    http = HttpMetrics(metrics.counted)
     routes = _Routes(app)
-    _add_routes(routes, service, metrics, lambda: http.serving)
+    _add_routes(routes, service, metrics, lambda: int(metrics.registry.get_sample_value(SERVING) or 0))
     for path, handler in page_routes(service, feeds).items():
         routes.hidden(path, handler, Access.PUBLIC if path in FILE_PATHS else Access.ADMIN)
     if docs:

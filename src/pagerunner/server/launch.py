@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from pagerunner import limits
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS
+from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, LoadedCore
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import ConfigError, EngineDeadError
@@ -29,7 +29,7 @@ from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once
 from pagerunner.server.errors import HttpError
 from pagerunner.server.gate import Keys
 from pagerunner.server.http_logs import HttpLogs
-from pagerunner.server.live import LatencyTap, LiveFeed
+from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
 from pagerunner.server.standard_metrics import add_process_metrics
@@ -64,12 +64,21 @@ class ServerOptions(TypedDict, total=False):
     chat: ChatOptions | None
 
 
-def run_server(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, **options: Unpack[ServerOptions]) -> int:
+def run_server(
+    args: EngineArgs,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_server_count: int = 1,
+    **options: Unpack[ServerOptions],
+) -> int:
     """Load the model and serve it until SIGINT or SIGTERM; returns the exit status: 0, or 1 when the engine core has died.
 
     With `api_keys` every route that isn't public asks for one of these keys. With `admin_keys` the control endpoints ask
     for one of those. See gate.Keys. Only loopback is served unless `host` says otherwise. `chat` says how the model writes
     tool calls and reasoning.
+
+    With `api_server_count` so many processes serve the port, see server/api_processes.py.
 
     The first signal stops accepting, and running requests may finish for `drain_seconds`. Then they end with an error. While
     the engine is paused or sleeps they end with an error at once. A second signal ends running requests at once, and clients
@@ -82,11 +91,23 @@ def run_server(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, *
         ConfigError, CheckpointError, CapacityError: before anything is served. A port in use is found before the
             model loads.
     """
+    if not 1 <= api_server_count <= limits.MAX_API_SERVERS:
+        raise ConfigError(
+            f"api_server_count must be in [1, {limits.MAX_API_SERVERS}], got {api_server_count} {limits.knob('MAX_API_SERVERS')}."
+        )
     _allow_many_connections()
     listener = bind(host, port)
+    if api_server_count > 1:  # the port was free; now others may take it too
+        host, port = listener.getsockname()[:2]
+        listener.close()
+        listener = bind(host, port, shared=True)
     if not options.get("api_keys") and not _is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
     try:
+        if api_server_count > 1:
+            from pagerunner.server.api_processes import supervise
+
+            return asyncio.run(supervise(args, listener, host, api_server_count, options))
         return asyncio.run(serve(args, listener, **options))
     finally:
         listener.close()
@@ -103,8 +124,10 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError when the address cannot be had."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket that does not listen yet. If it is `shared`, other processes of this user can listen there too.
+
+    Raises ConfigError when the address cannot be had."""
     if not 0 <= port <= 65_535:
         raise ConfigError(f"port must be in [0, 65535], got {port}.")
     try:
@@ -114,16 +137,16 @@ def bind(host: str, port: int) -> socket.socket:
     first_error: ConfigError | None = None
     for family, kind, protocol, _, address in found:
         try:
-            return _bind_one(family, kind, protocol, address)
+            return _bind_one(family, kind, protocol, address, shared)
         except OSError as error:
             first_error = first_error or _bind_error(host, port, error)
     raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
 
 
-def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...], shared: bool) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except BaseException:
         listener.close()
@@ -159,9 +182,11 @@ async def serve(
     chat: ChatOptions | None = None,
     stall_seconds: float = STALL_SECONDS,
     death_seconds: float = DEATH_SECONDS,
+    cores: Sequence[LoadedCore] | None = None,
     on_ready: Callable[[AsyncEngine, StopSignals], None] | None = None,
 ) -> int:
-    """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken."""
+    """What `run_server` runs: load, serve on `listener`, drain. `on_ready` is told when requests are taken. `cores` are those of the server
+    of which this process is one of several."""
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
     keys = Keys(
@@ -172,15 +197,12 @@ async def serve(
     )
     with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
         metrics = Metrics(names[0], spans)
-        latencies = LatencyTap(metrics)
         loading = asyncio.create_task(
-            AsyncEngine.from_args(args, observer=latencies, core_factory=core_factory, stall_seconds=stall_seconds)
+            AsyncEngine.from_args(
+                args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds, cores=cores
+            )
         )
-        await stop.wait(stop.asked, loading)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            logger.warning("Stopped while the model was loading.")
+        if not await stop.loaded(loading):
             return 0
         engine = loading.result()
         try:
@@ -190,10 +212,10 @@ async def serve(
                 if args.kv_cache_metrics_sample:
                     own.show_residency()
                 own.describe_start(replica.client.ready.startup)
-            add_process_metrics(metrics.registry, [one.client.pid for one in engine.replicas])
+            add_process_metrics(metrics.registry, [one.client.pid for one in engine.replicas], alone=cores is None)
             feeds = [
-                LiveFeed(engine, tap, closing=stop.asked, can_sleep=args.enable_sleep_mode, number=number)
-                for number, tap in enumerate(latencies.engines)
+                LiveFeed(engine, own.latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode, number=own.engine)
+                for own in engines
             ]
             app = create_app(Service(engine, names, args.model, chat), metrics, feeds, keys, docs=docs)
             server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), logs or HttpLogs()))
@@ -257,6 +279,15 @@ class StopSignals:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    async def loaded(self, loading: asyncio.Task[Any]) -> bool:
+        """Whether the task is done, or has been cancelled because of a signal."""
+        await self.wait(self.asked, loading)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            logger.warning("Stopped while the model was loading.")
+        return not loading.cancelled()
 
     async def wait(self, event: asyncio.Event, *tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
         """Wait until the event is set, a task is done, or time is up."""

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from pagerunner.engine.core.live import LiveState, LiveStep
-from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.async_engine import AsyncEngine
-from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.errors import PagerunnerError
 from pagerunner.server.errors import HttpError
+from pagerunner.server.metrics import Latencies
 from pagerunner.server.service import sse
-from pagerunner.types import EngineRequest
 
 PERIOD_SECONDS = 0.2
 COST_SHARE = 0.005
@@ -32,62 +30,6 @@ _HISTORY_STEPS = 240
 _RANKED_FRAMES = 5  # percentiles cost as much as the rest of a frame, and no person reads them five times a second
 _PERCENTILES = (0.5, 0.9, 0.99)
 logger = logging.getLogger(__name__)
-
-
-class LatencyTap(EngineObserver):
-    """An EngineObserver in front of another one, which keeps the latest latencies while `open`. `engines` are those of each engine."""
-
-    def __init__(self, inner: EngineObserver) -> None:
-        self.open = False
-        self.first_token: deque[float] = deque(maxlen=1_024)
-        self.inter_token: deque[float] = deque(maxlen=4_096)
-        self._inner = inner
-        self.engines: list[LatencyTap] = []
-
-    def of_engine(self, index: int) -> LatencyTap:
-        """See EngineObserver."""
-        self.engines.append(LatencyTap(self._inner.of_engine(index)))
-        return self.engines[-1]
-
-    def on_started(self, request: EngineRequest) -> None:
-        """See EngineObserver."""
-        self._inner.on_started(request)
-
-    def on_dropped(self, request: EngineRequest) -> None:
-        """See EngineObserver."""
-        self._inner.on_dropped(request)
-
-    def on_stats(self, stats: SchedulerStats) -> None:
-        """See EngineObserver."""
-        self._inner.on_stats(stats)
-
-    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
-        """See EngineObserver."""
-        self._inner.on_step(prompt_tokens, cached_tokens, generation_tokens)
-
-    def on_first_token(self, seconds: float) -> None:
-        """See EngineObserver."""
-        self._inner.on_first_token(seconds)
-        if self.open:
-            self.first_token.append(seconds)
-
-    def on_inter_token(self, seconds: float) -> None:
-        """See EngineObserver."""
-        self._inner.on_inter_token(seconds)
-        if self.open:
-            self.inter_token.append(seconds)
-
-    def on_finished(self, sequence: FinishedSequence) -> None:
-        """See EngineObserver."""
-        self._inner.on_finished(sequence)
-
-    def on_sleep(self, level: int | None) -> None:
-        """See EngineObserver."""
-        self._inner.on_sleep(level)
-
-    def on_death(self) -> None:
-        """See EngineObserver."""
-        self._inner.on_death()
 
 
 def percentiles(values: deque[float]) -> list[float]:
@@ -164,7 +106,7 @@ class LiveFeed:
     """
 
     def __init__(
-        self, engine: AsyncEngine, latencies: LatencyTap, closing: asyncio.Event, *, can_sleep: bool, number: int = 0
+        self, engine: AsyncEngine, latencies: Latencies, closing: asyncio.Event, *, can_sleep: bool, number: int = 0
     ) -> None:
         self._engine = engine
         self._engine_number = number

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -19,6 +22,8 @@ from pagerunner.types import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
+SHARED_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable of the environment by which prometheus_client counts for several processes."""
 
 
 def bounds(text: str) -> tuple[float, ...]:
@@ -170,11 +175,23 @@ _GROUP_TOTALS = {
 }
 
 
+class Latencies:
+    """The latest latencies of an engine, kept while it is `open`."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.first_token: deque[float] = deque(maxlen=1_024)
+        self.inter_token: deque[float] = deque(maxlen=4_096)
+
+
 class Registered:
-    """What the metrics of all engines share: the registry, and families by their names."""
+    """What the metrics of all engines share: the registry, families by their names, and the registry that this process counts in."""
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = self.counted = CollectorRegistry()
+        if SHARED_DIRECTORY in os.environ:  # all processes of the server count in files there, and each shows the sums
+            self.counted = CollectorRegistry()
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
         self.figures = Figures()
         self.registry.register(self.figures)
         self.residency = ResidencyMetrics(model_name)
@@ -183,7 +200,7 @@ class Registered:
     def family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
         """A family that this process counts in; made once."""
         if name not in self._families:
-            self._families[name] = kind(name, text, (*_LABELS, *labels), registry=self.registry, **options)
+            self._families[name] = kind(name, text, (*_LABELS, *labels), registry=self.counted, **options)
         return self._families[name]
 
 
@@ -205,10 +222,11 @@ class Metrics(EngineObserver):
         self.engine = engine
         self.last = SchedulerStats()
         self.tokens = (0, 0)
+        self.latencies = Latencies()
         self._others: dict[int, Metrics] = {}
         self._spans = spans or EngineObserver()
         self._shared = shared = shared or Registered(model_name)
-        self.registry = shared.registry
+        self.registry, self.counted = shared.registry, shared.counted
         self._values = values = {"model_name": model_name, "engine": str(engine)}
 
         def labelled(kind: type[Any], name: str, text: str, label: str, keys: Iterable[str]) -> dict[str, Any]:
@@ -311,10 +329,14 @@ class Metrics(EngineObserver):
     def on_first_token(self, seconds: float) -> None:
         """Observe a time to first token."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
+        if self.latencies.open:
+            self.latencies.first_token.append(seconds)
 
     def on_inter_token(self, seconds: float) -> None:
         """Observe a time between two tokens."""
         self._histograms["inter_token_latency_seconds"].observe(seconds)
+        if self.latencies.open:
+            self.latencies.inter_token.append(seconds)
 
     def on_started(self, request: EngineRequest) -> None:
         """Tell the spans."""

@@ -9,6 +9,7 @@ from functools import partial
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     GCCollector,
     Histogram,
     Metric,
@@ -24,6 +25,7 @@ from pagerunner.server.metrics import bounds
 
 UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version", "/ui/live"))
 """Probes, which would drown what clients do (vLLM leaves out the same), and a stream that lasts as long as somebody looks."""
+SERVING = "pagerunner:http_calls_running"
 _FINE = bounds("0.01 0.025 0.05 0.075 0.1 0.25 0.5 0.75 1 1.5 2 2.5 3 3.5 4 4.5 5 7.5 10 30 60")
 _COARSE: tuple[float, ...] = (0.1, 0.5, 1)
 _METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"))
@@ -46,8 +48,14 @@ class CoreProcesses(Collector):
         yield from found.values()
 
 
-def add_process_metrics(registry: CollectorRegistry, cores: Sequence[int]) -> None:
-    """Memory, CPU time and open files of this process, and under `pagerunner_core_` of the engines' own processes."""
+def add_process_metrics(registry: CollectorRegistry, cores: Sequence[int], *, alone: bool = True) -> None:
+    """Memory, CPU time and open files of this process, and under `pagerunner_core_` of the engines' own processes.
+
+    Nothing of this process if it isn't the server's only one: which one answers is chance.
+    """
+    if not alone:
+        registry.register(CoreProcesses(cores))
+        return
     ProcessCollector(registry=registry)
     registry.register(CoreProcesses(cores))
     PlatformCollector(registry=registry)
@@ -58,7 +66,8 @@ class HttpMetrics:
     """Counts and times requests by route. `serving` is how many calls of clients run now."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.serving = 0
+        text = "Calls of clients that are being answered."
+        self.serving = Gauge(SERVING, text, registry=registry, multiprocess_mode="livesum")
         handler, both = ("handler",), ("handler", "method")
 
         def summary(name: str, text: str) -> Summary:
@@ -112,9 +121,9 @@ class CountedRequests:
 
         metrics = self._metrics
         calls = scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/invocations"))
-        metrics.serving += calls
+        metrics.serving.inc(calls)
         try:
             await self._app(scope, receive, counted)
         finally:
-            metrics.serving -= calls
+            metrics.serving.dec(calls)
             metrics.count(scope, status, size, time.perf_counter() - started)

@@ -38,18 +38,63 @@ _LAST_WORDS_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class LoadedCore:
-    """A core process that has said `Ready`, and the socket to it. `who` names the process."""
+    """A core process that has said `Ready`, and the socket to it. `who` names the process.
+
+    `process` is None where another process has started it. This one is its frontend number `client` then.
+    """
 
     who: str
-    process: subprocess.Popen[bytes]
+    pid: int
+    process: subprocess.Popen[bytes] | None
     socket: zmq.asyncio.Socket
     directory: Path
     exited: asyncio.Future[int]
     ready: wire.Ready
+    client: int = 0
 
     def kill(self) -> None:
-        """End the process at once and remove what it used."""
-        _clean_up(self.process, self.socket, self.directory)
+        """End the process at once and remove what it used, if this process has started it."""
+        if self.process is not None:
+            _clean_up(self.process, self.socket, self.directory)
+        else:
+            self.socket.close()
+
+
+class CoreAddress(msgspec.Struct, frozen=True):
+    """A loaded core, for another process of the server. `exited` is the status with which it has ended, if it has."""
+
+    who: str
+    pid: int
+    directory: str
+    ready: wire.Ready
+    exited: int | None
+
+    @classmethod
+    def of(cls, core: LoadedCore) -> CoreAddress:
+        """That of a core that this process has started."""
+        exited = core.exited.result() if core.exited.done() else None
+        return cls(core.who, core.pid, str(core.directory), core.ready, exited)
+
+    def connect(self, client: int) -> LoadedCore:
+        """The core, of which this process is frontend number `client`. Who knows of its end sets `exited`."""
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if self.exited is not None:
+            exited.set_result(self.exited)
+        directory = Path(self.directory)
+        socket = _bound(_address(directory, client))
+        return LoadedCore(self.who, self.pid, None, socket, directory, exited, self.ready, client)
+
+
+def _address(directory: Path, client: int) -> str:
+    return f"ipc://{directory}/core{client}"
+
+
+def _bound(address: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+        socket.setsockopt(option, value)
+    socket.bind(address)
+    return socket
 
 
 def _who(share: Share) -> str:
@@ -61,10 +106,12 @@ async def launch_core(
     factory: str = DEFAULT_FACTORY,
     stall_seconds: float = STALL_SECONDS,
     share: Share | None = None,
+    clients: int = 0,
 ) -> LoadedCore:
     """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
 
-    The core logs its stacks when a step takes longer than `stall_seconds`. It takes its `share` of the machine (default: all there is).
+    The core logs its stacks when a step takes longer than `stall_seconds`. It takes its `share` of the machine (default: all there is). So
+    many `clients`, beside this process, can connect to it.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: as the core raised it.
@@ -74,18 +121,15 @@ async def launch_core(
     who = _who(share)
     with starting(who):
         directory = private_directory()
-    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     process: subprocess.Popen[bytes] | None = None
+    socket: zmq.asyncio.Socket | None = None
     try:
-        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
-            socket.setsockopt(option, value)
-        address = f"ipc://{directory}/core"
-        socket.bind(address)
+        socket = _bound(_address(directory, 0))
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         started = time.perf_counter()
         launch = wire.Launch(
             args=args,
-            address=address,
+            addresses=[_address(directory, client) for client in range(clients + 1)],
             factory=factory,
             available=share.available,
             log_level=level,
@@ -98,15 +142,15 @@ async def launch_core(
         loaded = ready.startup
         seconds = {"process and imports": time.perf_counter() - started - loaded.total, **loaded.seconds}
         ready = msgspec.structs.replace(ready, startup=msgspec.structs.replace(loaded, seconds=seconds))
-        return LoadedCore(who, process, socket, directory, exited, ready)
+        return LoadedCore(who, process.pid, process, socket, directory, exited, ready)
     except BaseException:
         _clean_up(process, socket, directory)
         raise
 
 
-async def launch_cores(args: EngineArgs, factory: str, stall_seconds: float) -> list[LoadedCore]:
+async def launch_cores(args: EngineArgs, factory: str, stall_seconds: float, clients: int = 0) -> list[LoadedCore]:
     """All cores that `args` ask for, which load at the same time. Raises the first error of `launch_core`, and none runs then."""
-    starts = [asyncio.create_task(launch_core(args, factory, stall_seconds, share)) for share in shares(args)]
+    starts = [asyncio.create_task(launch_core(args, factory, stall_seconds, share, clients)) for share in shares(args)]
     try:
         return await asyncio.gather(*starts)
     except BaseException:
@@ -135,12 +179,12 @@ class CoreClient:
         self._core = core
         self._receive = receive
         self._died = died
-        self.ready, self.pid = core.ready, core.process.pid
+        self.ready, self.pid = core.ready, core.pid
         self.death: EngineDeadError | None = None
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.FromCore)
-        self._call_ids = itertools.count()
+        self._call_ids = itertools.count(time.monotonic_ns())  # not those of a process that had the socket before
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._reader = asyncio.create_task(self._read(), name="pagerunner-core-reader")
         self._reader.add_done_callback(self._reader_done)
@@ -180,20 +224,22 @@ class CoreClient:
     def dump_stacks(self) -> None:
         """Make the core print its threads' stacks on standard error."""
         if not self._core.exited.done():
-            os.kill(self._core.process.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
 
     async def close(self, timeout: float = 5.0) -> None:
-        """End the process: asked first, killed after `timeout` seconds. Idempotent."""
+        """End the process, if it is this one's: asked first, killed after `timeout` seconds. Idempotent."""
         if self._closing:
             return
         self._closing = True
         if self.death is None:
-            self._core.socket.send(self._encoder.encode(wire.Shutdown()))
+            if self._core.process is not None:
+                self._core.socket.send(self._encoder.encode(wire.Shutdown()))
             self._die(EngineDeadError("The engine has been shut down."))
-        _, late = await asyncio.wait([self._core.exited], timeout=timeout)
-        if late:
-            self._core.process.kill()
-            await asyncio.wait(late, timeout=timeout)
+        if self._core.process is not None:
+            _, late = await asyncio.wait([self._core.exited], timeout=timeout)
+            if late:
+                self._core.process.kill()
+                await asyncio.wait(late, timeout=timeout)
         for task in (self._reader, self._watcher):
             task.cancel()
         await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
@@ -243,11 +289,12 @@ def _spawn(launch: wire.Launch, share: Share) -> subprocess.Popen[bytes]:
     return start("pagerunner.engine.core.process", environment, first_line=msgspec.json.encode(launch) + b"\n")
 
 
-def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket, directory: Path) -> None:
+def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket | None, directory: Path) -> None:
     if process is not None:
         if stuck := end({"the engine core": process}):
             logger.error(stuck.strip())
-    socket.close()
+    if socket is not None:
+        socket.close()
     shutil.rmtree(directory, ignore_errors=True)
 
 

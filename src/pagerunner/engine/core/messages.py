@@ -1,6 +1,6 @@
 """What the frontend and the engine core say to each other: typed msgspec structs as MessagePack, nothing else.
 
-The frontend binds a ZeroMQ PAIR socket in a private directory, the core connects to it. `Launch` goes to the core's
+Each frontend binds a ZeroMQ PAIR socket in a private directory, the core connects to it. `Launch` goes to the core's
 standard input as one line of JSON; everything later goes over the socket.
 """
 
@@ -68,14 +68,14 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the core process starts. `factory` is `module:function`, called with `args` and `available`, that returns an EngineCore.
+    """How the core process starts. `addresses` are those of its frontends; the first is who starts it. `factory` is `module:function`, called with `args` and `available`, that returns an EngineCore.
 
     `available` is what it may take of the host's memory, where it isn't the only engine. `log_level` is the frontend's, as a number of
     the logging package. A step of more than `stall_seconds` is reported.
     """
 
     args: EngineArgs
-    address: str
+    addresses: list[str]
     factory: str
     available: int | None
     log_level: int
@@ -160,12 +160,18 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     since: int
 
 
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """The process of frontend `client` has ended: end its sequences."""
+
+    client: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
 Call = Sleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
-ToCore = Add | Abort | Call | Shutdown
+ToCore = Add | Abort | Gone | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
 
@@ -215,10 +221,14 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
-    """What one step, or one abort, did. Sent without updates as a sign of progress during long prefills."""
+    """What one step, or one abort, did to a frontend's sequences. Sent without updates as a sign of progress during long prefills.
+
+    Stats come to all frontends, with the `level` that the core sleeps at (-1: it is awake).
+    """
 
     updates: list[RequestUpdate]
     stats: SchedulerStats | None = None
+    level: int = -1
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

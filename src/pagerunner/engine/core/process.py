@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,32 +44,35 @@ _LINGER_MS = 2_000
 
 
 class CoreLoop:
-    """Runs one core between two ends of a socket until it is told to stop or a step fails."""
+    """Runs one core for one or several frontends until it is told to stop or a step fails."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], stall_seconds: float) -> None:
+    def __init__(self, core: EngineCore, sockets: Sequence[zmq.Socket[bytes]], stall_seconds: float) -> None:
         self._core = core
         self._watchdog = Watchdog(stall_seconds)
-        self._socket = socket
+        self._sockets = sockets
+        self._client = 0  # whose message is being handled
+        self._owners: dict[str, int] = {}  # of unfinished sequences, where there are several frontends
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
         self._stats_at = 0.0
         # A sleep that waits for the running requests, and the messages that came after it.
-        self._after_work: list[wire.Call | wire.Add] = []
+        self._after_work: list[tuple[int, wire.Call | wire.Add]] = []
 
     def run(self) -> None:
         """Serve until `Shutdown`. Raises what a step raises."""
         core = self._core
         poller = zmq.Poller()
-        for source in (self._socket, core.failure_fd):
+        for source in (*self._sockets, core.failure_fd):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         while self._running:
             if not core.has_work:
                 poller.poll()
                 core.check_alive()
-            for message in self._receive():
+            for client, message in self._receive():
+                self._client = client
                 self._handle(message)
             if self._running and core.has_work:
                 self._watchdog.begin()
@@ -78,33 +81,50 @@ class CoreLoop:
                 self._report(updates)
             if self._after_work and not core.has_work:
                 put_off, self._after_work = self._after_work, []
-                for message in put_off:
+                for client, message in put_off:
+                    self._client = client
                     self._handle(message)
 
     def send(self, message: wire.FromCore) -> None:
-        """Send one message to the frontend."""
-        self._socket.send(self._encoder.encode(message))
+        """Send one message to the frontend whose message is being handled."""
+        self._sockets[self._client].send(self._encoder.encode(message))
 
-    def _receive(self) -> Iterator[wire.ToCore]:
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = self._decoder.decode(data)
-            except msgspec.DecodeError:  # a fault of the frontend, which must not end any request
-                logger.exception("A message of the frontend can't be understood and is passed over.")
-                continue
-            yield message
+    def _tell(self, updates: list[RequestUpdate], stats: wire.SchedulerStats | None) -> None:
+        """Tell each frontend of its own sequences, and all of them the stats."""
+        level = self._core.sleep_level if stats is not None else None
+        own: list[list[RequestUpdate]] = [[] for _ in self._sockets]
+        if len(own) == 1:
+            own = [updates]
+        else:
+            for update in updates:
+                own[self._owners.get(update.request_id, 0)].append(update)
+                if update.finish_reason is not None:
+                    self._owners.pop(update.request_id, None)
+        for socket, some in zip(self._sockets, own, strict=True):
+            if some or stats is not None:
+                socket.send(self._encoder.encode(wire.Updates(some, stats, -1 if level is None else level)))
+
+    def _receive(self) -> Iterator[tuple[int, wire.ToCore]]:
+        for client, socket in enumerate(self._sockets):
+            while True:
+                try:
+                    data = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                try:
+                    message = self._decoder.decode(data)
+                except msgspec.DecodeError:  # a fault of the frontend, which must not end any request
+                    logger.exception("A message of the frontend can't be understood and is passed over.")
+                    continue
+                yield client, message
 
     def _report(self, updates: list[RequestUpdate]) -> None:
         now = time.monotonic()
         if now - self._stats_at >= STATS_SECONDS or not self._core.has_work:
             self._stats_at = now
-            self.send(wire.Updates(updates, self._core.stats()))
+            self._tell(updates, self._core.stats())
         elif updates:
-            self.send(wire.Updates(updates))
+            self._tell(updates, None)
 
     def _handle(self, message: wire.ToCore) -> None:
         match message:
@@ -112,6 +132,9 @@ class CoreLoop:
                 self._add(message)
             case wire.Abort(request_ids):
                 self._report(self._forget(request_ids) + self._core.abort(request_ids))
+            case wire.Gone(client):
+                theirs = [name for name, of in self._owners.items() if of == client]
+                self._report(self._forget(theirs) + self._core.abort(theirs))
             case wire.Shutdown():
                 self._running = False
             case wire.Sleep(mode="wait") | wire.WakeUp() | wire.ChangeWeights():
@@ -121,13 +144,17 @@ class CoreLoop:
 
     def _add(self, message: wire.Add) -> None:
         added: list[str] = []
+        if len(self._sockets) > 1:
+            self._owners |= dict.fromkeys(message.request_ids, self._client)
         try:
             if self._after_work:
-                if any(isinstance(one, wire.Sleep) and one.level for one in self._after_work):
+                if any(isinstance(one, wire.Sleep) and one.level for _, one in self._after_work):
                     raise EngineSleepingError(
                         "The engine finishes what it runs and then sleeps; call wake_up afterwards."
                     )
-                self._after_work.append(message)  # it is to wait for the end of the pause that is about to begin
+                self._after_work.append(
+                    (self._client, message)
+                )  # it is to wait for the end of the pause that is about to begin
                 return
             requests = self._requests.decode(message.requests)
             if message.siblings:
@@ -137,6 +164,8 @@ class CoreLoop:
                 added.append(request.request_id)
         except Exception as error:  # whatever it is, it must end this request only
             self._core.abort(added)
+            for name in message.request_ids:
+                self._owners.pop(name, None)
             self.send(wire.Refused(message.request_ids, _request_error(error)))
         else:
             if not self._core.has_work:  # the engine is paused: no step will tell how many wait
@@ -145,12 +174,12 @@ class CoreLoop:
     def _forget(self, request_ids: list[str]) -> list[RequestUpdate]:
         """Drop requests that wait for a pause to begin; returns their last updates."""
         gone, kept, updates = set(request_ids), [], []
-        for message in self._after_work:
+        for client, message in self._after_work:
             if isinstance(message, wire.Add) and gone.issuperset(message.request_ids):
                 for name in message.request_ids:
                     updates.append(RequestUpdate(request_id=name, new_token_ids=[], finish_reason="abort"))
             else:
-                kept.append(message)
+                kept.append((client, message))
         self._after_work = kept
         return updates
 
@@ -169,7 +198,7 @@ class CoreLoop:
                 return
         waits = isinstance(message, wire.Sleep) and self._core.has_work
         if waits or self._after_work:
-            self._after_work.append(message)
+            self._after_work.append((self._client, message))
         else:
             self._call(message)
 
@@ -197,11 +226,10 @@ class CoreLoop:
         except EngineDeadError:  # a step that the call ran has failed
             raise
         except Exception as error:  # the call has failed and can be made again
-            if updates := self._core.take_unreported():
-                self._report(updates)
+            self._tell(self._core.take_unreported(), self._core.stats())
             self.send(wire.Reply(message.call_id, error=_call_error(message, error)))
         else:
-            self.send(wire.Updates(updates, self._core.stats()))
+            self._tell(updates, self._core.stats())
             self.send(wire.Reply(message.call_id, value))
 
 
@@ -235,20 +263,21 @@ def load_factory(path: str) -> Callable[[EngineArgs, int | None], EngineCore]:
     return factory
 
 
-def _exit_with_parent(parent: int, address: str) -> None:
+def _exit_with_parent(parent: int, addresses: list[str]) -> None:
     """Thread: end this process when the parent closes our standard input or is replaced by another parent."""
     wait_for_parents_end(parent)
-    path = Path(address.removeprefix("ipc://"))
+    paths = [Path(address.removeprefix("ipc://")) for address in addresses]
     try:
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+        for path in paths:
+            path.unlink(missing_ok=True)
+        paths[0].parent.rmdir()
     except OSError:
         pass  # the parent has removed it first, as it does when it ends regularly
     os._exit(0)
 
 
-def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
-    encode = msgspec.msgpack.encode
+def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
+    encode, socket = msgspec.msgpack.encode, sockets[0]
     try:
         core = load_factory(launch.factory)(launch.args, launch.available)
         plan = core.memory_plan
@@ -260,10 +289,11 @@ def _serve(launch: wire.Launch, socket: zmq.Socket[bytes]) -> int:
         return 1
     try:
         with set_apart():
-            CoreLoop(core, socket, launch.stall_seconds).run()
+            CoreLoop(core, sockets, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
         traceback.print_exc()
-        socket.send(encode(wire.Dead(wire.WireError.of(error))))
+        for socket in sockets:
+            socket.send(encode(wire.Dead(wire.WireError.of(error))))
         return 1
     return 0
 
@@ -278,18 +308,21 @@ def main() -> int:
     parent = os.getppid()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.core.process"), type=wire.Launch)
     set_up_logging(launch.log_level)
-    watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.address), daemon=True)
+    watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.addresses), daemon=True)
     watcher.start()
     context = zmq.Context(io_threads=1)
-    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(launch.address)
+    sockets: list[zmq.Socket[bytes]] = []
+    for address in launch.addresses:
+        socket = context.socket(zmq.PAIR)
+        for option, value in ((zmq.LINGER, _LINGER_MS), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            socket.setsockopt(option, value)
+        socket.connect(address)
+        sockets.append(socket)
     try:
-        return _serve(launch, socket)
+        return _serve(launch, sockets)
     finally:
-        socket.close()
+        for socket in sockets:
+            socket.close()
         context.term()
 
 

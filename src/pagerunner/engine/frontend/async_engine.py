@@ -79,6 +79,7 @@ class AsyncEngine:
         ]
         self._chooser = Chooser(self.replicas, stall_seconds, prefixes=prefixes)
         self._numbers = itertools.count()
+        self._name = f"c{cores[0].client}-" if cores[0].client else ""  # of several frontends
         self._stall_seconds = stall_seconds
         self._stopped = False
         self._changes: set[asyncio.Future[None]] = set()  # sleeps and wakes under way
@@ -97,6 +98,7 @@ class AsyncEngine:
         core_factory: str = DEFAULT_FACTORY,
         frontend_factory: Callable[[EngineArgs, int], Frontend] = build_frontend,
         stall_seconds: float = STALL_SECONDS,
+        cores: Sequence[LoadedCore] | None = None,
     ) -> AsyncEngine:
         """Start the core's process, wait until the model is loaded, and prepare the text side.
 
@@ -105,6 +107,7 @@ class AsyncEngine:
             observer: is told times and counts; see EngineObserver.
             core_factory: `module:function` that builds the core in the new process.
             frontend_factory: builds the text side from the arguments and the resolved length.
+            cores: those that another process of the server has started, instead of new ones.
             stall_seconds: silence after which `check_health` fails while requests are unfinished.
 
         Raises:
@@ -113,7 +116,7 @@ class AsyncEngine:
         """
         await asyncio.to_thread(check_options, args)
         args = await asyncio.to_thread(fetch_checkpoint, args)
-        cores = await launch_cores(args, core_factory, stall_seconds)
+        cores = cores or await launch_cores(args, core_factory, stall_seconds)
         try:
             length = min(core.ready.max_model_len for core in cores)
             frontend = await asyncio.to_thread(frontend_factory, args, length)
@@ -217,7 +220,7 @@ class AsyncEngine:
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
         # Siblings' ids are made of this id, and must not equal an id that another caller has chosen.
-        own_id = f"{request_id}-{next(self._numbers)}"
+        own_id = f"{request_id}-{self._name}{next(self._numbers)}"
         stop = tuple(params.stop or ())
         size = len(text) if isinstance(text, str) else 0
         size += sum(map(len, params.bad_words or ())) + _CHARS_OF_A_STOP_CHAR * sum(map(len, stop))

@@ -96,23 +96,16 @@ class Replica:
         """Have the core sleep. Raises its error."""
         if level:
             self._sent.clear()
-        await self._change(lambda call_id: wire.Sleep(call_id, level, mode))
+        await self.client.call(lambda call_id: wire.Sleep(call_id, level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Have the core wake up. Raises its error."""
-        names = None if tags is None else list(tags)
-        await self._change(lambda call_id: wire.WakeUp(call_id, names))
+        await self.client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
 
     async def change_weights(self, change: WeightChange) -> None:
         """Have the core do a part of an update of its weights. Raises its error."""
         self._sent.clear()
-        await self._change(lambda call_id: wire.ChangeWeights(call_id, change))
-
-    async def _change(self, make: Callable[[int], wire.Call]) -> None:
-        try:
-            await self.client.call(make)
-        finally:
-            await self._learn_level()
+        await self.client.call(lambda call_id: wire.ChangeWeights(call_id, change))
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached prompt pages. False when some belong to running requests."""
@@ -135,14 +128,12 @@ class Replica:
         """Seconds without a sign of life while there is something to do."""
         return 0.0 if self.level >= 0 else self.desk.progress.stalled_seconds()
 
-    async def _learn_level(self) -> None:
-        """Take over the core's level. A sleep or wake-up that fails may have changed the level, too."""
-        level = await self.client.sleep_level()
-        self.desk.progress.touch()
-        self.level = -1 if level is None else level
-        self._observer.on_sleep(level)
-
     def _receive(self, message: wire.FromCore) -> None:
+        # A sleep that fails may change the level too, and so may a call of another frontend.
+        if isinstance(message, wire.Updates) and message.stats is not None and message.level != self.level:
+            self.level = message.level
+            self.desk.progress.touch()
+            self._observer.on_sleep(None if self.level < 0 else self.level)
         self.abort(self.desk.receive(message))
 
     def _core_died(self, error: EngineDeadError) -> None:

@@ -1,0 +1,187 @@
+"""`--api-server-count`: several processes serve one port, in front of the same engines.
+
+The supervisor starts the engine cores and the API processes, and serves nothing itself. An API process is a whole server: it reads
+requests and texts, and has a socket of its own to each core. The kernel shares connections out among them (SO_REUSEPORT). Standard input is
+an API process's leash: on its lines come the launch, and later the ends of cores. What it says when it serves is the only line of its output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+
+import msgspec
+from prometheus_client.multiprocess import mark_process_dead
+
+from pagerunner.children import exit_reason, read_first_line, start_async
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.client import (
+    DEFAULT_FACTORY,
+    STALL_SECONDS,
+    CoreAddress,
+    CoreClient,
+    LoadedCore,
+    launch_cores,
+)
+from pagerunner.engine.frontend.frontend import check_options
+from pagerunner.engine.startup.hub import fetch_checkpoint
+from pagerunner.logs import set_up_logging
+from pagerunner.server.launch import ServerOptions, StopSignals, bind, serve
+from pagerunner.server.metrics import SHARED_DIRECTORY
+
+logger = logging.getLogger(__name__)
+
+MODULE = "pagerunner.server.api_processes"
+
+
+class ApiLaunch(msgspec.Struct, frozen=True):
+    """How an API process starts. `client` is its number, from 1 on, as the cores' frontend."""
+
+    args: EngineArgs
+    options: ServerOptions
+    host: str
+    port: int
+    cores: list[CoreAddress]
+    client: int
+    log_level: int
+
+
+class CoreEnd(msgspec.Struct, frozen=True):
+    """A core's process has ended with this status."""
+
+    core: int
+    status: int
+
+
+async def supervise(args: EngineArgs, listener: socket.socket, host: str, count: int, options: ServerOptions) -> int:
+    """Start cores and `count` API processes, and keep them until a signal comes or all cores are dead. Returns the exit status.
+
+    `listener` is bound to the port and doesn't listen. Raises as `run_server`.
+    """
+    factory, stall = options.get("core_factory", DEFAULT_FACTORY), options.get("stall_seconds", STALL_SECONDS)
+
+    async def load() -> tuple[EngineArgs, list[LoadedCore]]:
+        await asyncio.to_thread(check_options, args)
+        fetched = await asyncio.to_thread(fetch_checkpoint, args)
+        return fetched, await launch_cores(fetched, factory, stall, count)
+
+    with (
+        StopSignals().installed() as stop,
+        tempfile.TemporaryDirectory(prefix="pagerunner-metrics-") as metrics,
+    ):
+        loading = asyncio.create_task(load())
+        if not await stop.loaded(loading):
+            return 0
+        fetched, cores = loading.result()
+        level = logging.getLogger("pagerunner").getEffectiveLevel()
+        launch = ApiLaunch(fetched, options, host, listener.getsockname()[1], [], 0, level)
+        return await Supervisor(cores, launch, metrics, stop).run(count)
+
+
+class Supervisor:
+    """Keeps API processes."""
+
+    def __init__(self, cores: Sequence[LoadedCore], launch: ApiLaunch, metrics: str, stop: StopSignals) -> None:
+        self._cores, self._launch, self._metrics, self._stop = cores, launch, metrics, stop
+        self._clients = [CoreClient(core, receive=lambda message: None, died=self._tell_ends) for core in cores]
+        self._serving: dict[int, asyncio.subprocess.Process] = {}
+        self._announced: set[int] = set()
+
+    async def run(self, count: int) -> int:
+        """Start `count` of them, and return when all have ended: the exit status."""
+        signals = asyncio.create_task(self._pass_signals_on())
+        keepers = [asyncio.create_task(self._keep(client + 1, count)) for client in range(count)]
+        try:
+            await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)  # one that ends for good ends all
+            asked = self._stop.asked.is_set()
+            self._stop.asked.set()
+            await asyncio.gather(*keepers)
+            return 0 if asked else 1
+        finally:
+            signals.cancel()
+            for process in self._serving.values():
+                process.kill()
+            await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def _keep(self, client: int, count: int) -> None:
+        """Start an API process, and another one when it has crashed."""
+        while True:
+            launch = msgspec.structs.replace(
+                self._launch, client=client, cores=[CoreAddress.of(core) for core in self._cores]
+            )
+            process = await start_async(MODULE, {**os.environ, SHARED_DIRECTORY: self._metrics})
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            self._serving[client] = process
+            if announcement := await process.stdout.readline():
+                self._tell_ends()
+                if client not in self._announced and len(self._announced) == count - 1:
+                    print(f"{announcement.decode()}{(await process.stdout.readline()).decode()}", end="", flush=True)
+                self._announced.add(client)
+                await process.stdout.read()  # to its end
+            status = await process.wait()
+            del self._serving[client]
+            mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
+            for core in self._clients:
+                if core.death is None:
+                    core.send(wire.Gone(client))
+            if self._stop.asked.is_set() or all(core.death is not None for core in self._clients):
+                return
+            reason = exit_reason(f"API process {client} of {count}", status)
+            if not announcement:
+                logger.error("%s It had not begun to serve, so another one wouldn't either. The server ends.", reason)
+                return
+            logger.error("%s Its requests are ended, and it is started again.", reason)
+
+    async def _pass_signals_on(self) -> None:
+        for event in (self._stop.asked, self._stop.insisted, self._stop.forced):
+            await event.wait()
+            for process in self._serving.values():
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+
+    def _tell_ends(self, _: object = None) -> None:
+        """Say to all API processes which cores have ended. They may hear it twice."""
+        ends = [CoreEnd(index, core.exited.result()) for index, core in enumerate(self._cores) if core.exited.done()]
+        for process in self._serving.values():
+            if process.stdin is not None and not process.stdin.is_closing():
+                process.stdin.writelines([msgspec.json.encode(end) + b"\n" for end in ends])
+
+
+async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
+    cores = [address.connect(launch.client) for address in launch.cores]
+    loop = asyncio.get_running_loop()
+
+    def settle(end: CoreEnd) -> None:
+        if not (exited := cores[end.core].exited).done():
+            exited.set_result(end.status)
+
+    def listen() -> None:
+        # Unbuffered: a thread that holds a buffer's lock would abort the interpreter's end.
+        for line in open(sys.stdin.fileno(), "rb", buffering=0, closefd=False):
+            loop.call_soon_threadsafe(settle, msgspec.json.decode(line, type=CoreEnd))
+        os._exit(1)  # the supervisor is gone, and with it the cores
+
+    threading.Thread(target=listen, daemon=True).start()
+    return await serve(launch.args, listener, cores=cores, **launch.options)
+
+
+def main() -> int:
+    """Entry point of an API process."""
+    launch = msgspec.json.decode(read_first_line(MODULE), type=ApiLaunch)
+    set_up_logging(launch.log_level)
+    with bind(launch.host, launch.port, shared=True) as listener:
+        return asyncio.run(_serve(launch, listener))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

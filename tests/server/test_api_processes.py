@@ -1,0 +1,203 @@
+"""Several API processes at one port: who answers makes no difference, and the end of one is the end of its own requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers import fake_core
+from helpers.patience import patient, until
+from helpers.server_process import server_process, set_options
+from helpers.serving import readers
+from pagerunner.config import EngineArgs
+from pagerunner.errors import ConfigError
+from pagerunner.server.launch import bind, run_server
+
+Server = tuple[subprocess.Popen[str], str]
+API = b"server.api_processes"
+
+
+@pytest.fixture(scope="module")
+def two(text_side: Path) -> Iterator[Server]:
+    """Two API processes in front of two engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_options(patch, step_seconds=0.002)
+        with server_process(text_side, 5, api_server_count=2, engines=2) as found:
+            yield found
+
+
+def children(server: Server, module: bytes) -> list[int]:
+    pid = server[0].pid
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found += [one for task in Path(f"/proc/{pid}/task").glob("*/children") for one in task.read_text().split()]
+    return sorted({int(one) for one in found if module in command(one)})
+
+
+def command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:  # it has just ended
+        return b""
+
+
+def post(server: Server, path: str, body: Any = None, **options: Any) -> httpx.Response:
+    return httpx.post(f"{server[1]}/{path}", json=body, timeout=20, **options)  # a connection of its own
+
+
+def complete(server: Server, count: int, **body: Any) -> None:
+    given = {"prompt": [40, 50], "max_tokens": 3, **body}
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: post(server, "v1/completions", given).status_code, range(count)))
+    assert answers == [200] * count
+
+
+def total(server: Server, name: str, label: str = "") -> float:
+    """The sum of a metric's samples."""
+    text = httpx.get(f"{server[1]}/metrics").text
+    found = re.findall(rf"^{name}({{.*}})? (.+)$", text, re.MULTILINE)
+    return sum(float(value) for labels, value in found if label in labels)
+
+
+def open_streams(server: Server, pid: int) -> int:
+    """Connections that an API process has accepted."""
+    links = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    port = f":{int(server[1].rsplit(':', 1)[1]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(line[1].endswith(port) and line[3] == "01" and line[9] in inodes for line in lines)
+
+
+def test_whichever_process_answers_metrics_are_those_of_all(two: Server) -> None:
+    assert len(children(two, API)) == 2 and len(children(two, b"core.process")) == 2
+    before = {name: total(two, name) for name in ("vllm:request_success_total", "vllm:generation_tokens_total")}
+    complete(two, 40)
+    for _ in range(8):  # each is another connection
+        until(lambda: total(two, "vllm:request_success_total") == before["vllm:request_success_total"] + 40)
+        assert total(two, "vllm:generation_tokens_total") == before["vllm:generation_tokens_total"] + 120
+        assert total(two, "vllm:gpu_cache_usage_perc") == 0
+        assert total(two, "pagerunner:engine_up") == 2
+        assert total(two, "process_open_fds") == 0, "of which of them, nobody could say"
+        assert total(two, "vllm:time_per_output_token_seconds_count") == total(
+            two, "vllm:inter_token_latency_seconds_count"
+        )
+    assert min(total(two, "vllm:request_success_total", f'engine="{engine}"') for engine in (0, 1)) > 0
+
+
+def test_both_serve_and_load_is_that_of_both(two: Server) -> None:
+    streams = readers(two[1], 12, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})
+    counts = [open_streams(two, pid) for pid in children(two, API)]
+    assert sum(counts) >= 12 and min(counts) > 0, "the kernel shares connections out"
+    for _ in range(4):
+        assert httpx.get(f"{two[1]}/load").json() == {"server_load": 12}
+    until(lambda: total(two, "vllm:num_requests_running") == 12)
+    assert post(two, "pause?mode=abort").json() == {"status": "paused"}
+    for reader in streams:
+        reader.join(patient(10))
+        assert reader.reason == "abort", reader.error
+    for _ in range(6):
+        assert httpx.get(f"{two[1]}/is_paused").json() == {"is_paused": True}
+    assert post(two, "resume").status_code == 200
+    for _ in range(6):
+        until(lambda: httpx.get(f"{two[1]}/is_paused").json() == {"is_paused": False})
+    complete(two, 8)
+
+
+@pytest.mark.days(2)
+def test_a_crashed_process_is_started_again_and_others_requests_go_on(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, 5, api_server_count=2) as server:
+        complete(server, 10)
+        streams = readers(server[1], 8, prompt="abc", max_tokens=400, extra_body={"ignore_eos": True})
+        lost, kept = (open_streams(server, pid) for pid in children(server, API))
+        victim, other = children(server, API)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(children(server, API)) == 2 and victim not in children(server, API))
+        assert other in children(server, API)
+        until(lambda: total(server, "vllm:num_requests_running") == kept)
+        for reader in streams:
+            reader.join(patient(20))
+        assert sum(reader.error is not None for reader in streams) == lost
+        assert sum(reader.reason == "length" for reader in streams) == kept
+        until(lambda: total(server, "vllm:request_success_total") == 10 + kept)
+        assert total(server, "pagerunner:http_calls_running") == 0
+        until(lambda: serves(server, children(server, API)))
+        complete(server, 20)
+
+
+def serves(server: Server, pids: list[int]) -> bool:
+    """Whether all of them accept connections."""
+    with httpx.Client() as first, httpx.Client() as second, httpx.Client() as third, httpx.Client() as fourth:
+        for client in (first, second, third, fourth):
+            client.get(f"{server[1]}/health")
+        return all(open_streams(server, pid) for pid in pids)
+
+
+@pytest.mark.days(2)
+def test_a_core_that_is_killed_is_known_to_all_and_the_last_one_ends_the_server(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, 5, api_server_count=2, engines=2) as server:
+        cores = children(server, b"core.process")
+        os.kill(cores[1], signal.SIGKILL)
+        for _ in range(6):
+            until(lambda: "SIGKILL" in httpx.get(f"{server[1]}/health").text)
+            assert httpx.get(f"{server[1]}/health").status_code == 200
+        complete(server, 12)
+        assert total(server, "pagerunner:engine_up") == 1
+        [reader] = readers(server[1], 1, prompt="abc", max_tokens=1900)
+        response = post(server, "v1/completions", {"prompt": [fake_core.CRASH]})
+        assert response.status_code == 503 and "was told to crash" in response.text
+        reader.join(patient(10))
+        assert "was told to crash" in str(reader.error), "all frontends hear the core's own reason"
+        assert server[0].wait(patient(20)) == 1
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_options(monkeypatch, step_seconds=0.01)
+    with server_process(text_side, 20, api_server_count=2) as server:
+        pids = children(server, API) + children(server, b"core.process")
+        short = readers(server[1], 4, prompt="ab", max_tokens=60)
+        server[0].send_signal(number)
+        for reader in short:
+            reader.join(patient(10))
+            assert reader.error is None and reader.reason == "length"
+        assert server[0].wait(patient(10)) == 0
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@pytest.mark.days(2)
+def test_when_the_supervisor_is_killed_nothing_is_left(text_side: Path) -> None:
+    with server_process(text_side, 5, api_server_count=2) as server:
+        pids = children(server, API) + children(server, b"core.process")
+        server[0].kill()
+        until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_wrong_numbers_and_ports(text_side: Path) -> None:
+    args = EngineArgs(model=str(text_side))
+    for count in (0, -1, 65):
+        with pytest.raises(ConfigError, match=rf"api_server_count must be in \[1, 64\], got {count} .*MAX_API_SERVERS"):
+            run_server(args, api_server_count=count)
+    with bind("127.0.0.1", 0, shared=True) as other:
+        other.listen()
+        with pytest.raises(ConfigError, match="is in use"):
+            run_server(args, port=other.getsockname()[1], api_server_count=2)
