@@ -38,7 +38,7 @@ SAME = frozenset(
 DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
-    "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several",
+    "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several; each engine of `--data-parallel-size` has all experts",
     "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "
     "[Several API processes](server.md#several-api-processes)",
     "--data-parallel-size": "independent engines behind one port, of mixtures too; a prompt rather goes to the engine that has computed its "
@@ -129,7 +129,7 @@ def lines() -> Iterator[str]:
     neutral = [f"`{flag} {value}`" for flag, values in vllm_flags.NEUTRAL.items() for value in sorted(values)]
     yield (
         ", ".join([f"`{flag}`" for flag in sorted(vllm_flags.ALWAYS | vllm_flags.WARNED.keys())] + sorted(neutral))
-        + "."
+        + ". So are `--data-parallel-size-local` with the value of `--data-parallel-size`, and `--data-parallel-rank 0` where that is 1."
     )
     yield ""
     yield "These take any value and change nothing; a line in the log says so:"

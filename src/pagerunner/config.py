@@ -133,8 +133,10 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            engines = self.data_parallel_size
+            own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
             raise ConfigError(
-                "enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1."
+                f"enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1.{own}"
             )
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):

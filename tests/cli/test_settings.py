@@ -209,6 +209,8 @@ def test_whole_experts_are_asked_for_as_in_vllm(parse, flag):
         match="enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1",
     ):
         engine_args(parse("dir", flag), "dir")
+    with pytest.raises(ConfigError, match=r"got 1\. Each of the 3 engines of data_parallel_size has all experts\."):
+        engine_args(parse("dir", flag, "-dp", "3"), "dir")
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
@@ -221,6 +223,25 @@ def test_vllms_flags_whose_value_changes_nothing_are_passed_over_with_a_line(par
     assert parse("--swap-space", "4", "dir", "--swap_space=16").model_tag == "dir"
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "--swap-space 4 changes nothing" in said[0] and "swapped" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--data-parallel-size-local 1 --data-parallel-rank 0", None),
+        ("-dp 2 --data-parallel-size-local=2 --data-parallel-start-rank 0", None),
+        ("--data-parallel-size-local 2 --data_parallel_size=2", None),
+        ("-dp 2 --data-parallel-size-local 1", "--data-parallel-size-local"),
+        ("-dp 2 --data-parallel-rank 0", "--data-parallel-rank"),
+        ("--data-parallel-rank 1", "--data-parallel-rank"),
+    ],
+)
+def test_engines_that_are_all_here_may_be_said_to_be(parse, words, refused):
+    if refused is None:
+        assert parse("dir", *words.split()).model_tag == "dir"
+        return
+    with pytest.raises(ConfigError, match=f"{refused} is vLLM's flag for several devices"):
+        parse("dir", *words.split())
 
 
 def test_a_flag_that_is_passed_over_is_said_once_with_a_config_file_too(parse, caplog):

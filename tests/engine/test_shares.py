@@ -49,9 +49,10 @@ def test_an_engine_sees_the_devices_of_its_ranks(devices: Path) -> None:
     assert visible(shares(args(1), {})) == [None], "one engine sees all, as before"
     assert visible(shares(args(2), {})) == ["0", "1"]
     assert visible(shares(args(2, ranks=2), {})) == ["0,1", "2,3"]
-    assert visible(shares(args(2, "cpu"), {})) == [None, None]
+    assert visible(shares(args(2, "cpu"), {})) == ["", ""]
     named = {"CUDA_VISIBLE_DEVICES": "GPU-b, 3,1,0"}
     assert visible(shares(args(2, "cuda", 2), named)) == ["GPU-b,3", "1,0"]
+    assert visible(shares(args(2), {"CUDA_VISIBLE_DEVICES": "3,1,-1,0"})) == ["3", "1"], "the list ends at -1"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_an_engine_sees_the_devices_of_its_ranks(devices: Path) -> None:
         (3, "auto", 1, {}, 2, "data_parallel_size=3 takes 3 CUDA devices, and 2 can be seen"),
         (3, "cuda", 1, {"CUDA_VISIBLE_DEVICES": "0,1"}, 8, "data_parallel_size=3 takes 3 CUDA devices, and 2 can be"),
         (2, "cuda", 2, {}, 3, "data_parallel_size=2, each of 2 ranks, takes 4 CUDA devices, and 3"),
+        (2, "auto", 1, {"CUDA_VISIBLE_DEVICES": "1,-1,0"}, 8, "takes 2 CUDA devices, and 1 can be seen"),
         (2, "cuda", 1, {}, 0, "data_parallel_size=2 takes 2 CUDA devices, and 0 can be seen"),
     ],
 )
@@ -73,8 +75,17 @@ def test_too_few_devices(
 
 
 def test_without_devices_engines_run_on_the_cpu(devices: Path) -> None:
-    assert visible(shares(args(2), {})) == [None, None]
-    assert visible(shares(args(2), {"CUDA_VISIBLE_DEVICES": ""})) == [None, None]
+    assert visible(shares(args(2), {})) == ["", ""], "not both on device 0, if CUDA finds one all the same"
+    for nothing in ("", "-1", "-1,0"):
+        assert visible(shares(args(2), {"CUDA_VISIBLE_DEVICES": nothing})) == ["", ""]
+
+
+def test_devices_that_can_not_be_counted_are_to_be_named(devices: Path) -> None:
+    (devices / "dxg").touch()  # as in WSL2
+    with pytest.raises(ConfigError, match=r"and 0 can be seen \(CUDA_VISIBLE_DEVICES says which ones\)"):
+        shares(args(2), {})
+    assert visible(shares(args(2), {"CUDA_VISIBLE_DEVICES": "0,1"})) == ["0", "1"]
+    assert visible(shares(args(2, "cpu"), {})) == ["", ""]
 
 
 def test_a_wrong_number_is_refused_by_name() -> None:

@@ -81,7 +81,7 @@ NEUTRAL: dict[str, set[str]] = {
     "--prefix-caching-hash-algo": {"builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"},
     "--mm-encoder-tp-mode": {"weights"},
 }
-"""Values with which a refused flag asks for nothing."""
+"""Values with which a refused flag asks for nothing. `screen` knows two more, which depend on --data-parallel-size."""
 ALWAYS = frozenset(
     """--enable-prompt-tokens-details --enable-tokenizer-info-endpoint --enable-request-id-headers --async-scheduling
     --disable-log-requests --enable-server-load-tracking --disable-custom-all-reduce""".split()
@@ -111,6 +111,10 @@ def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -
     """
     kept: list[str] = []
     rest = iter(words)
+    engines = _engines(words)
+    neutral = NEUTRAL | {"--data-parallel-size-local": {engines}}
+    if engines == "1":
+        neutral["--data-parallel-rank"] = {"0"}
     for word in rest:
         if word == "--":
             return [*kept, word, *rest]
@@ -128,12 +132,22 @@ def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -
             if tell:
                 logger.warning("%s: %s", name, WARNED[name])
         elif not _changes_nothing(name) and (
-            not (wanted := NEUTRAL.get(name)) or (value if equals else next(rest, "")) not in wanted
+            not (wanted := neutral.get(name)) or (value if equals else next(rest, "")) not in wanted
         ):
             raise ConfigError(
                 f"{name} is vLLM's flag for {REFUSED[name]}, which pagerunner doesn't have; leave it out."
             )
     return kept
+
+
+def _engines(words: Sequence[str]) -> str:
+    """The value of --data-parallel-size."""
+    found = "1"
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        name, equals, value = word.partition("=")
+        if name in ("--data-parallel-size", "-dp"):
+            found = value if equals else following
+    return found
 
 
 def _changes_nothing(name: str) -> bool:

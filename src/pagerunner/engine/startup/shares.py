@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from pagerunner.config import EngineArgs
@@ -42,13 +43,9 @@ def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[Sh
         return [Share(0, 1, None, threads)]
     memory, devices = available_memory() // count, _devices(args, environ)
     each = args.num_ranks
+    # Without devices an engine is to see none: each would take the same one, if CUDA knew of one all the same.
     return [
-        Share(
-            index,
-            count,
-            memory,
-            {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])} if devices else threads,
-        )
+        Share(index, count, memory, {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])})
         for index in range(count)
     ]
 
@@ -58,12 +55,14 @@ def _devices(args: EngineArgs, environ: Mapping[str, str]) -> list[str]:
     if args.device == "cpu":
         return []
     if _VISIBLE in environ:
-        found = [name.strip() for name in environ[_VISIBLE].split(",") if name.strip()]
+        names = [name.strip() for name in environ[_VISIBLE].split(",") if name.strip()]
+        found = list(takewhile(lambda name: not name.startswith("-"), names))  # CUDA's list ends there
     else:
         files = [path for path in _DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         found = [str(number) for number in range(len(files))]
     wanted = args.data_parallel_size * args.num_ranks
-    if len(found) >= wanted or (not found and args.device == "auto"):
+    unknown = _VISIBLE not in environ and (_DEVICE_FILES / "dxg").exists()  # WSL2 has CUDA devices without such files
+    if len(found) >= wanted or (not found and args.device == "auto" and not unknown):
         return found
     ranks = f", each of {args.num_ranks} ranks," if args.num_ranks > 1 else ""
     raise ConfigError(
