@@ -91,13 +91,19 @@ def test_stages_pass_streams_on_and_tell_tokens_back(
     assert [calls for _, calls in found] == [2 * STEPS] * 2 + [3 * STEPS] * 4, "the watch of ranks sees them"
 
 
-def test_what_was_sent_is_kept_until_it_must_have_come(tmp_path: Path) -> None:
+def test_of_streams_and_tokens_those_of_so_many_steps_are_kept(tmp_path: Path) -> None:
+    """And no more. The last of three stages tells two others."""
     kept = []
 
-    def act(world: GlooComm) -> int:
+    def act(world: GlooComm) -> list[int]:
         kept.append(stage := GlooStage(world, 1, DEPTH))
         for _ in range(STEPS):
-            (stage.send if stage.is_first else stage.receive)(torch.zeros(1))
-        return len(stage._sent)
+            x = torch.zeros(1)
+            if not stage.is_first:
+                stage.receive(x)
+            (stage.tell if stage.is_last else stage.send)(x)
+            if not stage.is_last:
+                stage.hear(x)
+        return [len(sent) for sent in stage._sent]
 
-    assert in_ranks(2, tmp_path / "ranks", act) == [2 * DEPTH, 0]
+    assert in_ranks(3, tmp_path / "ranks", act) == [[DEPTH, 0], [DEPTH, 0], [0, 2 * DEPTH]]

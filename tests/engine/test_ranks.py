@@ -112,8 +112,9 @@ class DividedRanks(Ranks):
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         worlds = self._each(lambda rank: GlooComm(directory, rank, size, seconds=60.0), range(size))
         comms, stages = worlds, [None] * size
+        self.stages: Sequence[GlooStage] = []
         if size > together:
-            stages = [GlooStage(world, together, resolved.config.max_in_flight + 1) for world in worlds]
+            self.stages = stages = [GlooStage(world, together, resolved.config.max_in_flight) for world in worlds]
             comms = self._each(
                 lambda stage: GlooComm(directory, stage.world.rank % together, together, 60.0, f"stage {stage.number}"),
                 stages,
@@ -291,6 +292,34 @@ def test_stages_have_the_tokens_of_the_whole_model(family: str, tmp_path: Path) 
     workers = DividedRanks(divided, tmp_path / "ranks")
     assert run(build_on(divided, workers), requests(4, 5)) == wanted
     assert len(workers.digests()) == 1
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_plan_covers_what_stages_keep_of_what_they_have_sent(stages: int, tmp_path: Path) -> None:
+    """Streams of full steps, as many as may be under way. A prompt of 600 tokens is 10 such steps."""
+    made = make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    args = EngineArgs(
+        model=str(made),
+        device="cpu",
+        pipeline_parallel_size=stages,
+        max_model_len=640,
+        max_num_seqs=4,
+        max_num_batched_tokens=60,
+    )
+    resolved = resolve(args)
+    planned = dict(resolved.plan.other)["streams to the next stage"]
+    ranks = DividedRanks(resolved, tmp_path / "ranks")
+    core = build_on(resolved, ranks)
+    params = SamplingParams(max_tokens=2)
+    core.add(EngineRequest(request_id="long", prompt_token_ids=[7] * 600, params=params, seed=0, max_tokens=2))
+    most = [0] * stages
+    while core.has_work:
+        core.step()
+        for number, stage in enumerate(ranks.stages):
+            streams, tokens = [sum(x.nbytes for _, x in sent) for sent in stage._sent]
+            most[number] = max(most[number], streams)
+            assert tokens <= 1024
+    assert most == [planned] * (stages - 1) + [0]
 
 
 @pytest.mark.parametrize("kind", [KINDS[number] for number in share_of_the_day(len(KINDS), len(KINDS))])

@@ -126,16 +126,18 @@ class GlooComm:
 
 
 class GlooStage:
-    """See Stage. What has been sent is kept until `depth` more steps have been."""
+    """See Stage. What has been sent is kept until `depth` steps later the next one takes its place."""
 
     in_graphs = False
 
     def __init__(self, world: GlooComm, ranks: int, depth: int) -> None:
-        """Each stage has so many `ranks`. `depth` is more than the number of steps that the first stage may be ahead of the last."""
+        """Each stage has so many `ranks`. At most `depth` steps are under way at once: so of the step so long ago all has been received."""
         self.world, self.ranks, self.depth = world, ranks, depth
         self.number, self.count = world.rank // ranks, world.size // ranks
         self.is_first, self.is_last = self.number == 0, self.number == self.count - 1
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._most = (depth, depth * (self.count - 1))
+        self._sent: tuple[deque[tuple[Any, torch.Tensor]], deque[tuple[Any, torch.Tensor]]] = (deque(), deque())
+        """By tag what is kept, `_most` at most."""
 
     def begin_layer(self) -> None:
         """See Stage."""
@@ -159,9 +161,10 @@ class GlooStage:
         self._take(tokens, self.world.size - self.ranks + self.world.rank % self.ranks, TOKENS)
 
     def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
-        self._sent.append((self.world.send(x, to, tag), x))
-        if len(self._sent) > self.depth * self.count:
-            self.world.finish(self._sent.popleft()[0])
+        sent = self._sent[tag]
+        if len(sent) == self._most[tag]:
+            self.world.finish(sent.popleft()[0])
+        sent.append((self.world.send(x, to, tag), x))
 
     def _take(self, x: torch.Tensor, source: int, tag: int) -> None:
         self.world.receive(x, source, tag)

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import PrefixStore, Store
 
 from pagerunner.children import LOOPBACK, host_ip
-from pagerunner.dist.gloo import STREAM, GlooComm, GlooStage
+from pagerunner.dist.gloo import STREAM, TOKENS, GlooComm, GlooStage
 
 _SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
@@ -101,7 +101,7 @@ class NcclStage(GlooStage):
         super().__init__(host.world, host.ranks, host.depth)
         self._rehearsing = rehearsing
         self._groups = [_group(host.world, name) for name in ("stream", "tokens")]
-        self._told: deque[tuple[Any, torch.Tensor]] = deque(maxlen=self.depth * self.count)
+        self._told: deque[tuple[Any, torch.Tensor]] = deque(maxlen=self._most[TOKENS])
         x = torch.zeros(2, dtype=torch.int64, device=device)
         if not self.is_first:
             self.receive(x)

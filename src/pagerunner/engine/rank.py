@@ -170,7 +170,7 @@ class Rank:
         self._reports.comms.append(world)
         if together == launch.ranks:
             return world, None
-        stage = GlooStage(world, together, config.max_in_flight + 1)
+        stage = GlooStage(world, together, config.max_in_flight)
         if together == 1:
             return NullComm(), stage
         name = f"stage {stage.number}"
