@@ -14,6 +14,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.trainer import sender_to
 from pagerunner import LLM, SamplingParams
 from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError, RequestFailedError
+from pagerunner.types.weights import AbortUpdate
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -87,3 +88,62 @@ def test_a_trainer_that_does_not_come_is_waited_for_so_long(tmp_path: Path, monk
     with pytest.raises(RequestFailedError, match=r"could not join 2 processes at 127\.0\.0\.1:1 .* up to 1 seconds"):
         llm.init_weight_transfer_engine({"init_info": info})
     assert len(tokens_of(llm)) == 16
+
+
+def test_nothing_says_that_an_engine_runs_in_the_middle_of_an_update(tmp_path: Path) -> None:
+    llm = LLM(str(make_checkpoint(tmp_path, "qwen3")), weight_transfer_config=GLOO, **SETTINGS)
+    sender_to(llm)
+    llm.start_weight_update()
+    with pytest.raises(EngineSleepingError, match="finish_weight_update lets the engine go on.*only with tags"):
+        llm.wake_up()
+    llm.wake_up(tags=["kv_cache"])
+    with pytest.raises(EngineSleepingError, match="being updated"):
+        tokens_of(llm)
+    llm.finish_weight_update()
+    assert len(tokens_of(llm)) == 16
+
+
+def half_new(llm: LLM) -> None:
+    """What an engine gets that has taken tensors when another engine has failed."""
+    sender = sender_to(llm)
+    finish, llm.finish_weight_update = llm.finish_weight_update, lambda: None  # type: ignore[method-assign]
+    sender.send([("model.norm.weight", torch.ones(64))])
+    llm.finish_weight_update = finish  # type: ignore[method-assign]
+    llm._core.change_weights(AbortUpdate("Engine 1 has lost the trainer."))
+
+
+def test_an_update_that_fails_elsewhere_ends_here_too(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    llm = LLM(str(path), weight_transfer_config=GLOO, enable_sleep_mode=True, **SETTINGS)
+    before = tokens_of(llm)
+    llm._core.change_weights(AbortUpdate("There is no update."))
+    sender_to(llm)
+    llm.start_weight_update()
+    llm._core.change_weights(AbortUpdate("Another engine knows no trainer."))
+    assert tokens_of(llm) == before  # nothing had come
+
+    half_new(llm)
+    for call in (llm.wake_up, lambda: tokens_of(llm)):
+        with pytest.raises(EngineSleepingError, match=r"half new, .* Engine 1 has lost the trainer\."):
+            call()
+    with pytest.raises(InvalidRequestError, match=r"half new, .* Engine 1 has lost the trainer\."):
+        llm.finish_weight_update()
+    with pytest.raises(InvalidRequestError, match="lacks the tensor"):
+        sender_to(llm).send([("model.norm.weight", torch.ones(64))])
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert tokens_of(llm) == before
+
+
+def test_half_new_weights_that_a_failed_sleep_has_dropped_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(make_checkpoint(tmp_path, "qwen3")), weight_transfer_config=GLOO, enable_sleep_mode=True, **SETTINGS)
+    before = tokens_of(llm)
+    half_new(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagerunner.runner.sleep.Scratch.give_back", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.sleep(level=2)
+    llm.wake_up()
+    assert tokens_of(llm) == before

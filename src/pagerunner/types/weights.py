@@ -65,7 +65,16 @@ class FinishUpdate(msgspec.Struct, frozen=True, tag="finish"):
     """End the update: steps run with the new weights."""
 
 
-WeightChange = InitTransfer | StartUpdate | UpdateWeights | FinishUpdate
+class AbortUpdate(msgspec.Struct, frozen=True, tag="abort"):
+    """End the update that is open, if one is, as another engine can't go on with it. A `reason` is a sentence.
+
+    An engine that has taken tensors has weights that are half new then.
+    """
+
+    reason: str
+
+
+WeightChange = InitTransfer | StartUpdate | UpdateWeights | FinishUpdate | AbortUpdate
 
 
 class WeightTransferInitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -297,6 +297,8 @@ class EngineCore:
             self._executor.sleep(level)
             self._weights.slept(level)
         except Exception:
+            if self._executor.sleep_level == level:  # it drops weights before all that may fail
+                self._weights.slept(level)
             self._unreported += updates
             raise
         return updates
@@ -309,9 +311,11 @@ class EngineCore:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back; the engine runs again when every region is mapped.
 
-        Raises EngineSleepingError if an update of the weights has failed. The memory is there then, and no step runs.
+        Raises EngineSleepingError if an update of the weights has failed. The memory is there then, and no step runs. Without `tags` it is
+        raised in the middle of an update too, and nothing has been done.
         """
         self.check_alive()
+        self._weights.check_wake(tags)
         self._executor.wake_up(tags)
         self._weights.check_whole()
 
