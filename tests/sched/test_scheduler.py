@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -520,6 +521,20 @@ def test_sequences_take_turns_so_that_stages_work_at_the_same_time(
     bench.commit(first)
     bench.drain()
     assert bench.output == {one.request_id: expected_output(one, bench.plan.max_model_len)[0] for one in asked}
+
+
+@pytest.mark.parametrize(("in_flight", "slots"), [(1, [[0, 1, 2, 3]] * 4), (2, [[0, 1], [2, 3]] * 2)])
+def test_there_are_no_more_turns_than_plans_in_flight(in_flight: int, slots: list[list[int]]) -> None:
+    """With one plan in flight stages never work at the same time, so turns would only make steps smaller."""
+    bench = Bench(stages=4, max_in_flight=in_flight)
+    bench.add(*(request(f"r{number}", 20, 32) for number in range(4)))
+    under_way, plans = deque([bench.plan_step()]), []
+    for _ in range(4):
+        if len(under_way) == in_flight:
+            bench.commit(under_way.popleft())
+        plans.append(bench.plan_step())
+        under_way.append(plans[-1])
+    assert rows_of(plans) == slots
 
 
 def test_prompts_do_not_wait_for_a_turn() -> None:

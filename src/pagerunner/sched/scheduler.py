@@ -64,7 +64,7 @@ class Scheduler:
             self._state,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
-            stages=stages,
+            stages=min(stages, max_in_flight),
         )
 
     # -- requests
