@@ -26,6 +26,8 @@ from pagerunner.engine.startup.build import build_on
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import LoadedWorker, load_worker
+from pagerunner.runner import scoring
+from pagerunner.runner.sampling.logprobs import gather_logprobs
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from pagerunner.types.request import Grammar
 
@@ -320,6 +322,26 @@ def test_the_plan_covers_what_stages_keep_of_what_they_have_sent(stages: int, tm
             most[number] = max(most[number], streams)
             assert tokens <= 1024
     assert most == [planned] * (stages - 1) + [0]
+
+
+def test_the_watch_sees_each_piece_of_a_prompt_that_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage may need longer for all logits of a long prompt than a rank may stand still."""
+    made = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    limits = {"max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 640}
+    args = EngineArgs(model=str(made), device="cpu", pipeline_parallel_size=2, **limits)  # type: ignore[arg-type]
+    resolved = resolve(args)
+    ranks, seen = DividedRanks(resolved, tmp_path / "ranks"), []
+
+    def gather(*given: Any) -> Any:
+        seen.append(ranks.stages[-1].world.calls)
+        return gather_logprobs(*given)
+
+    core = build_on(resolved, ranks)
+    monkeypatch.setattr(scoring, "gather_logprobs", gather)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    run(core, [EngineRequest(request_id="r", prompt_token_ids=[7] * 600, params=params, seed=0, max_tokens=1)])
+    first = seen[0]
+    assert seen == [first, first + 1, first + 2]
 
 
 @pytest.mark.parametrize("kind", [KINDS[number] for number in share_of_the_day(len(KINDS), len(KINDS))])

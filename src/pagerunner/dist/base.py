@@ -60,7 +60,7 @@ class Stage(Protocol):
         """The ranks of all stages."""
 
     def begin_layer(self) -> None:
-        """Count a layer, by which others see that this rank moves."""
+        """Count a layer, or a product with the output weights, by which others see that this rank moves."""
 
     def send(self, x: torch.Tensor) -> None:
         """Give `x` to the next stage, without waiting for it. Nobody changes `x` afterwards."""

@@ -106,6 +106,8 @@ class Decoder(Module):
             if stage is not None:
                 stage.begin_layer()
             layer(stream, context)
+        if stage is not None:
+            stage.begin_layer()
         if stage is not None and not stage.is_last:
             last(stream, context)
             stage.send(stream.whole())
@@ -169,5 +171,7 @@ class CausalLM(Module):
             del self.lm_head
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Scores of every vocabulary entry, [S, V] in the dtype of the weights."""
+        """Scores of every vocabulary entry, [S, V] in the dtype of the weights. To a stage's watch it is one more layer."""
+        if self.model.stage is not None:
+            self.model.stage.begin_layer()
         return self.model.embed_tokens.logits(hidden_SD) if self.tied else self.lm_head(hidden_SD)
