@@ -38,6 +38,7 @@ SAME = frozenset(
 DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
+    "--distributed-executor-backend": "`mp`, `ray` for several ranks, on CPUs only so far, or `uni` for one; see [Ray](ray.md)",
     "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`, of which there must be several; each engine of `--data-parallel-size` has all experts",
     "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "
     "[Several API processes](server.md#several-api-processes)",

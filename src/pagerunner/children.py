@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Protocol
 
 from pagerunner.errors import EngineDeadError
 from pagerunner.limits import PREFIX as LIMIT
@@ -31,7 +32,7 @@ HELPER_NAMES = ("PATH", "LANG", "LC_ALL", "TZ", *(LIMIT + limit.name for limit i
 ENGINE_NAMES = frozenset(
     "PATH HOME USER LOGNAME TMPDIR TMP TEMP LANG LANGUAGE TZ VIRTUAL_ENV TERM COLUMNS LINES NO_COLOR FORCE_COLOR "
     "CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH COMPILER_PATH GCC_EXEC_PREFIX "
-    "MAX_JOBS".split()
+    "MAX_JOBS RAY_ADDRESS".split()
 )
 ENGINE_PREFIXES = tuple(
     "PAGERUNNER_ LC_ LD_ XDG_ PYTHON CONDA_ COVERAGE_ RUST_ TQDM_ TOKENIZERS_ SAFETENSORS_ "
@@ -48,6 +49,7 @@ may hold access tokens.
 HOST_IP = "PAGERUNNER_HOST_IP"
 """The variable with this machine's address, for engines and trainers on several machines. Without it nothing leaves the machine."""
 LOOPBACK = "127.0.0.1"
+_TRAVELS = ("PAGERUNNER_", "NCCL_", "NVSHMEM_", "TORCH_", "PYTORCH_", "GLOO_", "TRITON_")
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
@@ -65,6 +67,15 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
         name: value
         for name, value in environ.items()
         if (name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS)
+    }
+
+
+def settings_of_engine(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What an engine takes along to other machines: how it and its libraries are set, and not what describes this machine."""
+    return {
+        name: value
+        for name, value in engine_environment(environ).items()
+        if name.startswith(_TRAVELS) and name != HOST_IP
     }
 
 
@@ -150,7 +161,37 @@ def starting(who: str) -> Iterator[None]:
         raise EngineDeadError(f"{who} can't be started: {error}.") from error
 
 
-def end(processes: Mapping[str, subprocess.Popen[bytes]]) -> str:
+class RankProcess(Protocol):
+    """What is asked of a process that has been started, here or on another machine: a `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its number on its machine."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Its leash, if this process holds it."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit status, or None."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+
+def end(processes: Mapping[str, RankProcess]) -> str:
     """Kill processes, by their names, and wait for their ends, but not for ever. A sentence about those that don't end, or "".
 
     A process that waits inside a driver, or for a disk, ends when that wait does, whatever signal it gets.

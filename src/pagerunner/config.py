@@ -34,6 +34,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     data_parallel_size: int = 1
+    distributed_executor_backend: str = "mp"
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -66,7 +67,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
     the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
     expert. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of the weights;
-    `AsyncEngine` has them, `LLM` is one.
+    `AsyncEngine` has them, `LLM` is one. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
+    a Ray cluster; "uni" is for one rank.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
@@ -132,6 +134,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        self._check_executor()
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             engines = self.data_parallel_size
             own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
@@ -151,6 +154,15 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if isinstance(length, int) and length < 1 and length != -1:
             raise ConfigError(
                 f'max_model_len must be at least 1, or "auto" or -1 for the longest that fits, got {length!r}.'
+            )
+
+    def _check_executor(self) -> None:
+        backend = self.distributed_executor_backend
+        one_of("distributed_executor_backend", backend, ("mp", "ray", "uni"))
+        if backend == ("ray" if self.num_ranks == 1 else "uni"):
+            raise ConfigError(
+                f'distributed_executor_backend="{backend}" is for {"several ranks" if backend == "ray" else "one rank"}, and tensor_parallel_size '
+                f'times pipeline_parallel_size is {self.num_ranks}; "mp" is for any number.'
             )
 
     def _take_types(self) -> None:

@@ -26,6 +26,7 @@ from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import orders
+from pagerunner.engine.worker.ways import Ways
 from pagerunner.errors import EngineDeadError
 
 
@@ -155,7 +156,7 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
     context: Any = zmq.Context.instance()
     with context.socket(zmq.PULL) as core:
         core.bind(f"ipc://{tmp_path}/reports")
-        reports = of_rank.Reports(context, f"ipc://{tmp_path}/reports", 1)
+        reports = of_rank.Reports(context, Ways(addresses={orders.REPORTS: f"ipc://{tmp_path}/reports"}), 1)
         broken: Any = Broken()
         reports.worker = broken
         ended: list[int] = []

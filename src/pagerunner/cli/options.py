@@ -61,6 +61,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
         "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
         "enable_expert_parallel": "give each rank whole experts instead of a part of every expert",
+        "distributed_executor_backend": "where ranks run: mp (processes of this machine) or ray (machines of a Ray cluster)",
         "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',

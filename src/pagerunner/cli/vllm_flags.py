@@ -16,7 +16,7 @@ _REFUSED: dict[str, str] = {
     "several devices": """data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
         data-parallel-hybrid-lb data-parallel-external-lb expert-placement-strategy
-        decode-context-parallel-size -dcp prefill-context-parallel-size distributed-executor-backend nnodes node-rank master-addr
+        decode-context-parallel-size -dcp prefill-context-parallel-size nnodes node-rank master-addr
         master-port all2all-backend enable-eplb eplb-config enable-dbo max-parallel-loading-workers
         ray-workers-use-nsight worker-cls worker-extension-cls headless""",
     "other choices of quantised weights": "calculate-kv-scales allow-deprecated-quantization quantization-config",
@@ -74,7 +74,6 @@ NEUTRAL: dict[str, set[str]] = {
     "--convert": {"auto", "none"},
     "--response-role": {"assistant"},
     "--chat-template-content-format": {"auto", "string"},
-    "--distributed-executor-backend": {"uni", "mp"},
     "--data-parallel-backend": {"mp"},
     "--logprobs-mode": {"raw_logprobs"},
     "--max-logprobs": {"20"},

@@ -1,7 +1,8 @@
-"""GlooComm: ranks on CPUs of one machine.
+"""GlooComm: ranks on CPUs of one machine, or of several.
 
-Ranks find each other by a file in a directory that only this user may read. Gloo then connects them over loopback, on ports that the kernel
-chooses. No process group of torch's is made the default one, so several groups may stand beside each other in a process.
+Ranks of one machine find each other by a file in a directory that only this user may read, and gloo connects them over loopback. Those of
+several find each other at rank 0, and connect by their machines' addresses. The kernel chooses all ports.
+No process group of torch's is made the default one, so several groups may stand beside each other in a process.
 
 Ranks that call with different shapes are a bug of ours. Gloo ends the process then (SIGABRT), and says which sizes met.
 """
@@ -9,6 +10,7 @@ Ranks that call with different shapes are a bug of ours. Gloo ends the process t
 from __future__ import annotations
 
 import datetime
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from pagerunner.children import LOOPBACK
+from pagerunner.children import LOOPBACK, host_ip
 from pagerunner.dist.base import CommError, sum_in_order
 
 _FOR_EVER = datetime.timedelta(days=1)
@@ -33,11 +35,30 @@ def gloo_group(store: Store, rank: int, size: int, seconds: float, address: str 
     return ProcessGroupGloo(store, rank, size, options)
 
 
+def listen(host: str, seconds: float) -> tuple[str, Store]:
+    """Rank 0's store, where ranks of several machines meet, and its address: this machine's `host`, on a port that the kernel chooses.
+
+    Raises OSError, RuntimeError.
+    """
+    listener = socket.create_server((host, 0))
+    address = f"{host}:{listener.getsockname()[1]}"
+    return address, joined(address, seconds, master_listen_fd=listener.detach())
+
+
+def joined(address: str, seconds: float, **own: int) -> Store:
+    """The store at this address. Raises RuntimeError. `own`: this process has it."""
+    host, _, port = address.rpartition(":")
+    limit = datetime.timedelta(seconds=seconds)
+    return TCPStore(host, int(port), is_master=bool(own), timeout=limit, wait_for_workers=False, **own)
+
+
 class GlooComm:
     """See Comm."""
 
-    def __init__(self, directory: Path, rank: int, size: int, seconds: float, name: str = "ranks") -> None:
-        """Meet the other ranks in `directory`, which was empty before its groups, each with a `name`. No sum waits longer than `seconds`.
+    def __init__(self, where: Path | Store, rank: int, size: int, seconds: float, name: str = "ranks") -> None:
+        """Meet the other ranks in a directory, which was empty before its groups, or in a store, which other machines reach.
+
+        Each group has a `name`. No sum waits longer than `seconds`.
 
         Raises:
             CommError: not all of the `size` ranks have come in time.
@@ -45,17 +66,18 @@ class GlooComm:
         """
         if not 0 <= rank < size:
             raise ValueError(f"there is no rank {rank} among {size}")
-        if (mode := directory.stat().st_mode & 0o777) & 0o077:
-            raise ValueError(f"{directory} is open to other users (mode {mode:o}), who could take a rank's place")
+        if isinstance(where, Path) and (mode := where.stat().st_mode & 0o777) & 0o077:
+            raise ValueError(f"{where} is open to other users (mode {mode:o}), who could take a rank's place")
         self.rank, self.size, self.seconds = rank, size, seconds
         self.calls = 0
         """How many calls this rank has begun. A rank that has begun fewer than the others is the one that they wait for."""
         self.waits = False
         """Whether this rank is in a call, and so may wait for others."""
-        self.store = FileStore(str(directory / name), size)
+        address = LOOPBACK if isinstance(where, Path) else host_ip()
+        self.store: Store = FileStore(str(where / name), size) if isinstance(where, Path) else PrefixStore(name, where)
         self.store.set_timeout(datetime.timedelta(seconds=seconds))
         with self._told("meeting the others"):
-            self._group = gloo_group(self.store, rank, size, seconds)
+            self._group = gloo_group(self.store, rank, size, seconds, address)
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm. Each rank gets all parts and adds them up itself."""

@@ -1,4 +1,4 @@
-"""A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py.
+"""A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py or, in a Ray actor, engine/rank_host.py.
 
 It resolves the same arguments as the core, loads its share of the model, and carries out the core's plans in their order. It decides
 nothing. The first rank of the last stage sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
@@ -27,11 +27,12 @@ from typing import TypeVar
 import msgspec
 import torch
 import zmq
+from torch.distributed import Store
 
-from pagerunner.children import read_first_line, wait_for_parents_end
+from pagerunner.children import host_ip, read_first_line, wait_for_parents_end
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, CommError, Stage
-from pagerunner.dist.gloo import GlooComm, GlooStage
+from pagerunner.dist.gloo import GlooComm, GlooStage, joined, listen
 from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
@@ -39,6 +40,7 @@ from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory, device_of_rank
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker import orders
+from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
 from pagerunner.errors import PagerunnerError, RequestFailedError
 from pagerunner.logs import set_up_logging
@@ -64,11 +66,11 @@ def what_it_runs(resolved: Resolved) -> dict[str, str]:
 class Reports:
     """The rank's way to the core, for several threads."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ways: Ways, rank: int) -> None:
         self._rank = rank
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.connect(address)
+        ways.connect(self._socket, orders.REPORTS)
         self._lock = threading.Lock()
         self.given = self.steps = 0
         self.comms: list[GlooComm] = []
@@ -112,10 +114,10 @@ def or_end(act: Callable[[], None], reports: Reports) -> None:
 class Results:
     """The way of the last stage's first rank to give the core the results of its steps, in a thread that waits for them."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, reports: Reports) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ways: Ways, reports: Reports) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.connect(address)
+        ways.connect(self._socket, orders.RESULTS)
         self._launched: SimpleQueue[tuple[int, Pending]] = SimpleQueue()
         threading.Thread(target=or_end, args=(self._tell, reports), daemon=True).start()
 
@@ -149,9 +151,13 @@ class Rank:
             self._reports.device = device = device_of_rank(launch.rank)
             torch.cuda.set_device(device)
         resolved = resolve(launch.args, available=launch.available)
-        send(orders.Here(launch.rank, what_it_runs(resolved)))
-        self._next(orders.Join)
-        comm, stage = self._meet(resolved.config)
+        where: Path | Store | None = Path(launch.directory, orders.MEETING) if launch.directory else None
+        address = ""
+        if where is None and launch.rank == 0:
+            address, where = listen(host_ip(), launch.seconds)
+        send(orders.Here(launch.rank, what_it_runs(resolved), address))
+        join = self._next(orders.Join)
+        comm, stage = self._meet(resolved.config, where or joined(join.meeting, launch.seconds))
         if resolved.card is not None:
             resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
         progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
@@ -162,11 +168,10 @@ class Rank:
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
 
-    def _meet(self, config: EngineConfig) -> tuple[Comm, Stage | None]:
+    def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None]:
         """Meet the other ranks: those of the stage, and those of other stages if there are any."""
         launch, together = self._launch, config.tensor_parallel_size
-        directory = Path(launch.directory) / orders.MEETING
-        world = GlooComm(directory, launch.rank, launch.ranks, launch.seconds)
+        world = GlooComm(where, launch.rank, launch.ranks, launch.seconds)
         self._reports.comms.append(world)
         if together == launch.ranks:
             return world, None
@@ -174,7 +179,7 @@ class Rank:
         if together == 1:
             return NullComm(), stage
         name = f"stage {stage.number}"
-        comm = GlooComm(directory, launch.rank % together, together, launch.seconds, name)
+        comm = GlooComm(where, launch.rank % together, together, launch.seconds, name)
         self._reports.comms.append(comm)
         return comm, stage
 
@@ -247,13 +252,13 @@ def main() -> None:
     set_up_logging(launch.log_level if launch.rank == 0 else max(launch.log_level, logging.WARNING))
     threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    reports = Reports(context, f"ipc://{launch.directory}/{orders.REPORTS}", launch.rank)
+    reports = Reports(context, launch.ways, launch.rank)
     answers = launch.rank == launch.ranks - launch.args.tensor_parallel_size
-    results = Results(context, f"ipc://{launch.directory}/{orders.RESULTS}", reports) if answers else None
+    results = Results(context, launch.ways, reports) if answers else None
     threading.Thread(target=or_end, args=(reports.say_alive, reports), daemon=True).start()
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(f"ipc://{launch.directory}/{orders.ORDERS.format(launch.rank)}")
+    launch.ways.connect(socket, orders.ORDERS.format(launch.rank))
     rank = Rank(launch, socket, reports, results)
     try:
         worker = rank.load()

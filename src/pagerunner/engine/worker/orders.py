@@ -1,7 +1,7 @@
 """What the core and the ranks in other processes say to each other: typed msgspec structs as MessagePack, nothing else.
 
-The core binds a ZeroMQ socket for its orders to each rank, one for the reports of all ranks, and one for the results of steps, in a private
-directory. `RankLaunch` goes to a rank's standard input as one line of JSON. The last stage's first rank alone answers a step, with its result. All ranks say every
+The core binds a ZeroMQ socket for its orders to each rank, one for the reports of all ranks, and one for the results of steps
+(`engine/core/executors/doors.py`). `RankLaunch` goes to a rank's standard input as one line of JSON. The last stage's first rank alone answers a step, with its result. All ranks say every
 tenth of a second how far they have come, and at once what has failed.
 """
 
@@ -13,6 +13,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
+from pagerunner.engine.worker.ways import Ways
 from pagerunner.types import StepPlan, StepResult
 from pagerunner.types.weights import WeightChange
 
@@ -20,8 +21,8 @@ from pagerunner.types.weights import WeightChange
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a rank's process starts. `loader` is `module:function`, called as `load_worker`.
 
-    `available`: see `resolve`. `directory` has the sockets, and a directory in which the ranks meet. `seconds`: the longest
-    that a rank may be waited for in a sum.
+    `available`: see `resolve`. `directory` has a directory in which the ranks meet; it is empty for ranks of several machines, which meet where
+    rank 0 listens. `seconds`: the longest that a rank may be waited for in a sum.
     """
 
     args: EngineArgs
@@ -29,13 +30,16 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ranks: int
     available: int | DeviceMemory | None
     directory: str
+    ways: Ways
     loader: str
     log_level: int
     seconds: float
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """All ranks are there: meet them, and load."""
+    """All ranks are there: meet them, and load. `meeting` is where rank 0 listens, if the ranks are of several machines."""
+
+    meeting: str = ""
 
 
 class TakePages(msgspec.Struct, frozen=True, tag="take_pages"):
@@ -90,10 +94,11 @@ Order = Join | TakePages | Run | Call
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """The rank has started. `runs` has a digest of each thing that must be the same on all ranks, by its name."""
+    """The rank has started. `runs` has a digest of each thing that must be the same on all ranks, by its name. `meeting`: see `Join`."""
 
     rank: int
     runs: dict[str, str]
+    meeting: str = ""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):

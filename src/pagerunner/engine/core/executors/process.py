@@ -11,19 +11,20 @@ import itertools
 import logging
 import os
 import shutil
-import subprocess
 import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from pagerunner import limits
-from pagerunner.children import engine_environment, private_directory, start, starting
+from pagerunner.children import RankProcess, engine_environment, private_directory, start, starting
+from pagerunner.config import EngineConfig
 from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.base import Pending, Started
+from pagerunner.engine.core.executors.doors import Doors
+from pagerunner.engine.core.executors.ray import RayPlaces
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.rank import what_it_runs
 from pagerunner.engine.startup.measure import MemoryFacts
@@ -46,18 +47,18 @@ _SUMS = 4  # the watch knows more than the group, so it comes first
 class RankSockets:
     """The ways to the ranks, and the one by which results come."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int) -> None:
+    def __init__(self, doors: Doors, ranks: int) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: list[zmq.Socket[bytes]] = []
         for rank in range(ranks):
-            socket = context.socket(zmq.PUSH)
+            socket = doors.context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
-            socket.bind(f"ipc://{directory}/{orders.ORDERS.format(rank)}")
+            doors.bind(socket, orders.ORDERS.format(rank))
             self._sockets.append(socket)
-        self._results: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._results: zmq.Socket[bytes] = doors.context.socket(zmq.PULL)
         self._results.setsockopt(zmq.RCVHWM, 0)
-        self._results.bind(f"ipc://{directory}/{orders.RESULTS}")
+        doors.bind(self._results, orders.RESULTS)
         self._decoder = msgspec.msgpack.Decoder(orders.Stepped)
         self._poller = zmq.Poller()
         self._poller.register(self._results, zmq.POLLIN)
@@ -97,6 +98,21 @@ class RankSockets:
             socket.close()
 
 
+class LocalPlaces:
+    """Processes of this machine."""
+
+    here = True
+
+    def start(self, launch: orders.RankLaunch) -> RankProcess:
+        """Start a rank. Raises OSError."""
+        environment = {**nccl_settings(), **engine_environment(), **thread_settings(os.environ, reserved=0)}
+        line = msgspec.json.encode(launch) + b"\n"
+        return start("pagerunner.engine.rank", environment, first_line=line, own_session=True)
+
+    def close(self) -> None:
+        """Nothing is left: the processes were ended."""
+
+
 class RankRefusal(Exception):
     """A rank hasn't done what was asked of all. `error` says which one; `done` are the answers."""
 
@@ -116,21 +132,21 @@ class Ranks:
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / orders.MEETING).mkdir(mode=0o700)
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+            self._places, doors = self._find_places(resolved.config, undo)
+            undo.callback(doors.close)
             together = resolved.config.tensor_parallel_size
-            self.watch = RankWatch(context, self.directory, ranks, self.seconds, together)
+            self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, together, doors)
             undo.callback(self.watch.close)
-            self._sockets = RankSockets(context, self.directory, ranks)
+            self._sockets = RankSockets(doors, ranks)
             undo.pop_all()
         self._calls = itertools.count()
         self._began = time.monotonic()
         self.start_seconds = 0.0
         """Until all of them were there."""
-        self._end = weakref.finalize(self, _end, self.watch, self._sockets)
-        environment = {**nccl_settings(), **engine_environment(), **thread_settings(os.environ, reserved=0)}
+        self._end = weakref.finalize(self, _end, os.getpid(), self.watch, self._sockets, self._places, doors)
         # what depends on who asked is settled already
         args = msgspec.structs.replace(resolved.args, max_num_batched_tokens=resolved.config.max_num_batched_tokens)
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
                 launch = orders.RankLaunch(
@@ -138,18 +154,25 @@ class Ranks:
                     rank=rank,
                     ranks=ranks,
                     available=resolved.card or resolved.available,
-                    directory=str(self.directory),
+                    directory=str(self.directory) if self._places.here else "",
+                    ways=doors.ways(),
                     loader=loader,
                     log_level=logging.getLogger("pagerunner").getEffectiveLevel(),
                     seconds=_SUMS * self.seconds,
                 )
-                line = msgspec.json.encode(launch) + b"\n"
-                processes.append(start("pagerunner.engine.rank", environment, first_line=line, own_session=True))
+                processes.append(self._places.start(launch))
         except BaseException:
             self.watch.begin(processes)
             self.close()
             raise
         self.watch.begin(processes)
+
+    def _find_places(self, config: EngineConfig, undo: contextlib.ExitStack) -> tuple[LocalPlaces | RayPlaces, Doors]:
+        if config.distributed_executor_backend == "mp":
+            return LocalPlaces(), Doors(self.directory)
+        places = RayPlaces(config, _CALLS * self.seconds)
+        undo.callback(places.close)
+        return places, Doors(self.directory, places.host, places.keys)
 
     def meet(self, resolved: Resolved) -> None:
         """Wait until all are there and would run the same, and let them load."""
@@ -171,7 +194,7 @@ class Ranks:
             raise watch.fail(
                 f"A rank of {self.size} can't be sent orders {self.seconds:g} seconds after it has started."
             )
-        self.send(orders.Join())
+        self.send(orders.Join(watch.meeting))
 
     def send(self, order: orders.Order) -> None:
         """Send an order to all. Raises why the ranks are gone, if one of them is."""
@@ -220,9 +243,12 @@ class Ranks:
         self._end()
 
 
-def _end(watch: RankWatch, sockets: RankSockets) -> None:
+def _end(process: int, watch: RankWatch, sockets: RankSockets, places: LocalPlaces | RayPlaces, doors: Doors) -> None:
     sockets.close()
     watch.close()
+    if os.getpid() == process:  # not a fork of it
+        places.close()
+        doors.close()
 
 
 class LoadedProcesses:

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from pagerunner.children import end, exit_reason
+from pagerunner.children import RankProcess, end, exit_reason
+from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError, PagerunnerError
@@ -31,6 +31,8 @@ from pagerunner.limits import knob
 logger = logging.getLogger(__name__)
 
 _FoundT = TypeVar("_FoundT")
+LOST = 1 << 16
+"""Instead of an exit status: whoever held the process is gone, and nobody knows how it ended."""
 _LOOK_MS = 100
 _LOADING = 3  # times as long as later one rank may wait for another that loads; the group waits for 4 times as long
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
@@ -70,8 +72,9 @@ class RankWatch:
         ranks: int,
         seconds: float,
         together: int | None = None,
+        doors: Doors | None = None,
     ) -> None:
-        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`.
+        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`, or by `doors`.
 
         So many ranks `together` are a stage, and make the same sums; by default all of them.
         """
@@ -80,10 +83,10 @@ class RankWatch:
         self._process = os.getpid()
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.RCVHWM, 0)
-        self._reports.bind(f"ipc://{directory}/{orders.REPORTS}")
+        (doors or Doors(directory)).bind(self._reports, orders.REPORTS)
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._known = {rank: _Known(rank) for rank in range(ranks)}
         self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
         self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
@@ -93,13 +96,15 @@ class RankWatch:
         self._error: PagerunnerError | None = None
         self.failure_fd, self._failure = os.pipe()
         self.here: dict[int, dict[str, str]] = {}
+        self.meeting = ""
+        """See orders.Join."""
         self.read: orders.Read | None = None
         self.loaded: dict[int, orders.Loaded] = {}
         self.done: dict[int, dict[int, orders.Done]] = {}
         """Answers to calls, by call and rank."""
         self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
 
-    def begin(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def begin(self, processes: Sequence[RankProcess]) -> None:
         """Watch the processes of ranks 0, 1, ..., which have just been started."""
         self._processes = dict(enumerate(processes))
         self._thread.start()
@@ -211,6 +216,7 @@ class RankWatch:
         match report:
             case orders.Here(rank, runs):
                 self.here[rank] = runs
+                self.meeting = self.meeting or report.meeting
             case orders.Read():
                 self.read = report
             case orders.Loaded(rank):
@@ -236,7 +242,9 @@ class RankWatch:
                 self._read_reports()
             status = self._processes[rank].wait()
             if rank not in self._said | self._lost:
-                return EngineDeadError(exit_reason(f"Rank {rank} of {self._ranks}", status))
+                who = f"Rank {rank} of {self._ranks}"
+                gone = f"{who} is gone with its Ray actor, which was killed or has lost its machine."
+                return EngineDeadError(gone if status == LOST else exit_reason(who, status))
         return None
 
     def _why_failed(self, now: float) -> PagerunnerError | None:

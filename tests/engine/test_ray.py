@@ -1,0 +1,216 @@
+"""Ranks on two nodes of a Ray cluster: tokens are those of one rank, an actor's end is the engine's, and no process is left.
+
+Without the package ray these tests are skipped; `pip install -e ".[ray,dev]"` brings it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from helpers.patience import until
+from helpers.ray_cluster import two_machines
+from pagerunner import LLM, SamplingParams, limits
+from pagerunner.children import settings_of_engine
+from pagerunner.config import EngineArgs
+from pagerunner.demo import demo_path
+from pagerunner.engine.core.executors import ray as places
+from pagerunner.engine.core.executors.doors import Doors
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker.ways import Ways
+from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
+
+LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
+SETTINGS: dict[str, Any] = {"model": str(demo_path()), "use_tqdm": False} | LIMITS
+RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
+PROMPTS = [{"prompt_token_ids": list(range(30, 30 + n))} for n in (5, 20, 40)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=1, seed=7, max_tokens=16, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    pytest.importorskip("ray", reason="the package ray isn't installed (it is an extra)")
+    with two_machines() as found:
+        yield found
+
+
+def rank_pids() -> list[int]:
+    """Processes of ranks whose parent is an actor, or was one, of this test's cluster: they know this process's mark."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"pagerunner.engine.rank" in command.read_bytes().split(b"\0"):
+                if MARK in command.with_name("environ").read_bytes():
+                    found.append(int(command.parent.name))
+    return found
+
+
+MARK = f"PAGERUNNER_TEST_MARK={os.getpid()}".encode()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    name, _, value = MARK.decode().partition("=")
+    monkeypatch.setenv(name, value)
+    yield
+    until(lambda: not rank_pids(), 10)
+
+
+def tokens(llm: LLM) -> list[Any]:
+    return [
+        list(output.outputs[0].token_ids)
+        for params in PARAMS
+        for output in llm.generate(PROMPTS, params, use_tqdm=False)
+    ]
+
+
+def test_tokens_of_two_machines_are_those_of_one_rank_and_a_killed_actor_ends_the_engine(
+    ray: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node has one CPU, so the two ranks of a layer are on two nodes."""
+    alone = tokens(LLM(**SETTINGS))
+    llm = LLM(**SETTINGS, **RAY, tensor_parallel_size=2, enable_sleep_mode=True)
+    assert "tensor_parallel_size goes across machines" in caplog.text
+    assert tokens(llm) == alone and len(rank_pids()) == 2
+    llm.sleep(1)
+    llm.wake_up()
+    assert tokens(llm) == alone
+    nodes = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    table = ray.util.placement_group_table()
+    (used,) = [one["bundles_to_node_id"] for one in table.values() if one["state"] == "CREATED"]
+    assert set(used.values()) == nodes and len(nodes) == 2
+
+    executor: Any = llm._core._executor
+    os.kill(executor._ranks.watch._processes[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 (is gone with its Ray actor|has lost)"):
+        for _ in range(100):
+            tokens(llm)
+    until(lambda: not rank_pids(), 10)
+    del llm, executor
+    until(lambda: not [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"], 10)
+
+
+def test_stages_are_placed_and_a_killed_rank_is_named(ray: Any) -> None:
+    llm = LLM(**SETTINGS, **RAY, pipeline_parallel_size=2)
+    assert tokens(llm) == tokens(LLM(**SETTINGS))
+    os.kill(rank_pids()[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"^Rank [01] of 2 was ended by SIGKILL"):
+        for _ in range(100):
+            tokens(llm)
+
+
+def test_what_can_not_be_placed_is_a_sentence(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RANK_SECONDS", 0.3)
+    with pytest.raises(
+        CapacityError, match=r"Ray hasn't placed 4 ranks .* in 3 seconds .*: free are 2 of the cluster's 2 CPUs\."
+    ):
+        LLM(**SETTINGS, **RAY, tensor_parallel_size=2, pipeline_parallel_size=2)
+    monkeypatch.undo()
+    monkeypatch.setattr(places, "machine", lambda: "another one")
+    with pytest.raises(
+        ConfigError, match=r"rank 0 of 2 on another machine, .* 127\.0\.0\.1 only; PAGERUNNER_HOST_IP in"
+    ):
+        LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
+
+
+def test_ray_serve_answers_from_two_machines(ray: Any) -> None:
+    """The example of docs/ray.md."""
+    from ray import serve
+
+    import ray_serve
+
+    settings = {key: value for key, value in SETTINGS.items() if key != "use_tqdm"} | RAY | {"tensor_parallel_size": 2}
+    handle = serve.run(ray_serve.Completions.bind(**settings), name="pagerunner", route_prefix="/")
+    try:
+        answer = handle.answer.remote({"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}).result(
+            timeout_s=60
+        )
+        params = SamplingParams(temperature=0, max_tokens=12)
+        (alone,) = LLM(**SETTINGS).generate("Once upon a time", params, use_tqdm=False)
+        assert answer["choices"][0]["text"] == alone.outputs[0].text
+    finally:
+        serve.shutdown()
+
+
+# Without Ray
+
+
+def test_without_ray_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'backend="ray" needs the package ray: pip install "pagerunner\[ray\]"\.$'):
+        LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
+
+
+def test_devices_are_refused() -> None:
+    resolved = resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2, device="cpu", **RAY))
+    with pytest.raises(ConfigError, match=r'has ranks on CPUs only so far: take device="cpu"\.$'):
+        places.RayPlaces(msgspec.structs.replace(resolved.config, device="cuda"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"distributed_executor_backend": "ray"}, 'backend="ray" is for several ranks, and .* is 1; "mp"'),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+            'backend="uni" is for one rank, and .* is 2; "mp"',
+        ),
+        ({"distributed_executor_backend": "mpi"}, "must be one of mp, ray, uni, got 'mpi'"),
+    ],
+)
+def test_backends_that_do_not_fit_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(model="x", **asked)
+
+
+def test_by_tcp_only_the_ranks_own_keys_are_let_in(tmp_path: Path) -> None:
+    mine, other = zmq.curve_keypair(), zmq.curve_keypair()
+    doors = Doors(tmp_path, "127.0.0.1", [mine[0].decode()])
+    held = doors.context.socket(zmq.PULL)
+    doors.bind(held, "reports")
+    ways = doors.ways()
+    assert ways.addresses["reports"].startswith("tcp://127.0.0.1:") and list(tmp_path.iterdir()) == []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for keys, word in ((other, b"a stranger's"), (mine, b"a rank's")):
+        known = Ways(
+            addresses=ways.addresses, core_key=ways.core_key, public_key=keys[0].decode(), secret_key=keys[1].decode()
+        )
+        socket = context.socket(zmq.PUSH)
+        known.connect(socket, "reports")
+        socket.send(word)
+    plain = context.socket(zmq.PUSH)
+    plain.connect(ways.addresses["reports"])
+    plain.send(b"nobody's")
+    assert held.poll(10_000) and held.recv() == b"a rank's" and not held.poll(500)
+    context.destroy(0)
+    doors.close()
+    assert held.closed
+
+
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
+    doors = Doors(tmp_path, "203.0.113.9")
+    with pytest.raises(ConfigError, match=r"^PAGERUNNER_HOST_IP=203\.0\.113\.9: this machine can't listen there"):
+        doors.bind(doors.context.socket(zmq.PULL), "reports")
+    doors.close()
+
+
+def test_only_settings_travel_to_other_machines() -> None:
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "PAGERUNNER_API_KEY": "s",
+        "PAGERUNNER_HOST_IP": "10.0.0.1",
+        "HOME": "/x",
+        "A": "b",
+    }
+    assert settings_of_engine(environ) == {"NCCL_DEBUG": "INFO"}
