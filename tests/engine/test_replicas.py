@@ -20,6 +20,7 @@ class Engine(Replica):
         self.level = -1
         self.stalls = 0.0
         self._sent = {}
+        self._silence = self._weights_fault = ""
         self.desk: Any = SimpleNamespace(
             stats=SchedulerStats(waiting=waiting, running=running),
             progress=SimpleNamespace(queued=0, unfinished=0),
@@ -98,6 +99,19 @@ def test_who_can_not_serve_is_passed_over() -> None:
     stalled.client.death = asleep.client.death = EngineDeadError("it hung.")
     with pytest.raises(EngineDeadError, match=r"^it was killed\. it hung\.$"):
         chosen(chooser, request(20))
+
+
+def test_one_that_only_waits_gets_nothing_while_another_serves() -> None:
+    paused, silent, half_new, fine = engines = [Engine(), Engine(), Engine(), Engine(waiting=50)]
+    paused.level = half_new.level = 0
+    silent._silence = "it has not answered."
+    half_new._weights_fault = "half new"
+    chooser = Chooser(engines, 60, prefixes=True)
+    assert all(chosen(chooser, request(20)) is fine for _ in range(4))
+    fine.level = 0
+    assert {chosen(chooser, request(20)) for _ in range(4)} == {paused}, (
+        "all wait for the end of the pause, and it has less to do"
+    )
 
 
 def test_a_client_may_choose() -> None:

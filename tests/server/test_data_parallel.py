@@ -194,6 +194,56 @@ def test_when_one_engine_refuses_to_sleep_none_sleeps(text_side: Path, monkeypat
         assert all(ask(server, "hello", rank).status_code == 200 for rank in (0, 1))
 
 
+@pytest.mark.parametrize("refused", ["PrepareSleep", "Sleep"])
+def test_a_refused_sleep_leaves_a_pause_and_requests_as_they_are(
+    refused: str, two: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = two.engine.replicas[1].client
+    real = client.call
+
+    async def call(make: Any) -> Any:
+        message = make(0)
+        if type(message).__name__ == refused and message.level:
+            raise CheckpointError("no memory to lock")
+        return await real(make)
+
+    monkeypatch.setattr(client, "call", call)
+    assert two.post("/pause?mode=keep").status_code == 200
+    refusal = two.post("/sleep?level=1&mode=keep")
+    assert refusal.status_code == 500 and "no memory to lock" in refusal.text
+    assert [one.level for one in two.engine.replicas] == [0, 0]
+    assert two.post("/resume").status_code == 200
+    if refused == "PrepareSleep":
+        with readers_of(two, 0):
+            assert two.post("/sleep?level=1").status_code == 500  # mode=abort
+            assert [one.level for one in two.engine.replicas] == [-1, -1]
+            assert two.metric("num_requests_running", engine="0") == 1, "it hasn't been ended"
+    two.wait_idle()
+    assert all(ask(two, "hello", rank).status_code == 200 for rank in (0, 1))
+
+
+def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
+    two: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two.engine.replicas
+    monkeypatch.setattr(two.engine, "_stall_seconds", 0.5)
+    os.kill(second.client.pid, signal.SIGSTOP)
+    try:
+        for path in ("pause", "reset_prefix_cache"):
+            answer = two.post(f"/{path}")
+            said = "The process of engine 1 of 2 has not answered a call for 0.5 seconds"
+            assert answer.status_code == 503 and said in answer.text
+        assert two.get("/is_paused").status_code == 503 and first.level < 0
+        health = two.get("/health")
+        assert health.status_code == 200 and said in health.json()["lost"]["1"] and "0" not in health.json()["lost"]
+        assert all(ask(two, [40 + number]).status_code == 200 for number in range(3)), "the other one serves"
+    finally:
+        os.kill(second.client.pid, signal.SIGCONT)
+    until(lambda: not second.flaw)
+    assert two.get("/health").content == b"" and ask(two, "hello", 1).status_code == 200
+    assert two.get("/is_paused").json() == {"is_paused": False}
+
+
 @pytest.mark.days(2)
 def test_an_engine_that_can_not_come_up_is_the_servers_error(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, start="checkpoint_error")

@@ -16,6 +16,8 @@ from helpers.serving import RunningServer, running_server
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.errors import CheckpointError
+from pagerunner.types.weights import StartUpdate, UpdateWeights
 
 pytestmark = pytest.mark.days(3)  # they start processes
 rl_trainer = script("rl_trainer")
@@ -180,6 +182,42 @@ def test_all_engines_behind_one_port_take_them(models: list[Path], expected: lis
         rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights_of(models[1]).items())
         for engine in ("0", "1"):
             assert tokens_of(server, **{"X-data-parallel-rank": engine}) == expected[1]
+        one_engine_that_fails_holds_all(server, weights_of(models[0]), expected)
+
+
+def one_engine_that_fails_holds_all(
+    server: RunningServer, weights: dict[str, torch.Tensor], expected: list[list[int]]
+) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    refused = server.post("/init_weight_transfer_engine", {"init_info": info})
+    said = "world_size=2 is too small: rank_offset=1 and the 2 ranks of all engines make 3."
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+    second = server.engine.replicas[1]
+    real, failing = second.client.call, StartUpdate
+
+    async def call(make: Any) -> Any:
+        message = make(0)
+        answer = await real(make)
+        if type(getattr(message, "change", None)) is failing:
+            raise CheckpointError("a fault of one engine alone.")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second.client, "call", call)
+        refused = server.post("/start_weight_update")
+        assert refused.status_code == 500 and server.engine.replicas[0].level == -1
+        lost = server.get("/health").json()["lost"]
+        assert list(lost) == ["1"] and "a fault of one engine alone" in lost["1"]
+        assert tokens_of(server) == tokens_of(server) == expected[1], "who holds gets nothing"
+        failing = UpdateWeights
+        with pytest.raises(RuntimeError, match="a fault of one engine alone"):
+            rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send([(NORM, weights[NORM])])
+    assert [one.level for one in server.engine.replicas] == [0, 0]
+    assert server.get("/health").json()["lost"].keys() == {"0", "1"}
+    rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights.items())
+    for engine in ("0", "1"):
+        assert tokens_of(server, **{"X-data-parallel-rank": engine}) == expected[0]
+    assert server.get("/health").content == b""
 
 
 def test_updates_out_of_order_and_other_machines_are_refused(server: RunningServer) -> None:

@@ -179,7 +179,7 @@ class CoreClient:
         self._core = core
         self._receive = receive
         self._died = died
-        self.ready, self.pid = core.ready, core.pid
+        self.ready, self.pid, self.who = core.ready, core.pid, core.who
         self.death: EngineDeadError | None = None
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()

@@ -121,6 +121,14 @@ class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
     mode: str
 
 
+class PrepareSleep(msgspec.Struct, frozen=True, tag="prepare_sleep"):
+    """Call `core.prepare_sleep(level, mode)`."""
+
+    call_id: int
+    level: int
+    mode: str
+
+
 class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
     """Call `core.wake_up(tags)`."""
 
@@ -170,7 +178,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
+Call = Sleep | PrepareSleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
 ToCore = Add | Abort | Gone | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""

@@ -209,6 +209,8 @@ class CoreLoop:
             match message:
                 case wire.Sleep(_, level, mode):
                     updates = self._core.sleep(level, mode)
+                case wire.PrepareSleep(_, level, mode):
+                    self._core.prepare_sleep(level, mode)
                 case wire.WakeUp(_, tags):
                     self._core.wake_up(tags)
                 case wire.ChangeWeights(_, change):

@@ -32,7 +32,7 @@ from pagerunner.text.stop_strings import automaton
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
-from pagerunner.types.weights import InitTransfer, WeightChange
+from pagerunner.types.weights import AbortUpdate, InitTransfer, WeightChange
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +191,9 @@ class AsyncEngine:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Which cores can't serve, and why: they are gone, or have requests and make no progress."""
-        faults = {index: one.fault(self._stall_seconds) for index, one in enumerate(self.replicas)}
-        return {index: fault for index, fault in faults.items() if fault is not None}
+        """Which cores can't serve, and why: they are gone, make no progress, don't answer, or have weights that are half new."""
+        faults = {index: one.fault(self._stall_seconds) or one.flaw for index, one in enumerate(self.replicas)}
+        return {index: fault for index, fault in faults.items() if fault}
 
     async def add_request(
         self,
@@ -384,13 +384,16 @@ class AsyncEngine:
         await self._whole(self._sleep(level, mode))
 
     async def _sleep(self, level: int, mode: str) -> None:
-        awake = [one for one in self.replicas if one.level < 0]
-        try:
+        if not self._several:
             await self._of_all(lambda one: one.sleep(level, mode))
-        except PagerunnerError:  # one has refused: none is to sleep on
-            slept = [one for one in awake if one.level >= 0 and one.client.death is None]
-            if len(self.replicas) > 1:
-                await asyncio.gather(*(one.wake_up(None) for one in slept), return_exceptions=True)
+            return
+        before = [(one, one.level) for one in self.replicas]
+        try:
+            await self._of_all(lambda one: one.prepare_sleep(level, mode))  # if one refuses, no request has been ended
+            await self._of_all(lambda one: one.sleep(level, mode))
+        except PagerunnerError:
+            changed = [(one, old) for one, old in before if one.level != old and one.client.death is None]
+            await asyncio.gather(*(one.return_to(old) for one, old in changed), return_exceptions=True)
             raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -404,14 +407,34 @@ class AsyncEngine:
         A caller who is cancelled stops waiting only.
         """
         self._home.check()
+        await self._whole(self._change_weights(change))
+
+    async def _change_weights(self, change: WeightChange) -> None:
         alive = check_alive(self.replicas)
+        if isinstance(change, InitTransfer) and change.world_size < (least := change.rank_offset + self.world_size):
+            raise InvalidRequestError(
+                f"world_size={change.world_size} is too small: rank_offset={change.rank_offset} and the {self.world_size} ranks of all "
+                f"engines make {least}.",
+                param="world_size",
+            )
+        done: list[Replica] = []
 
         def own(one: Replica) -> WeightChange:
             if not isinstance(change, InitTransfer):
                 return change
             return msgspec.structs.replace(change, rank_offset=change.rank_offset + alive.index(one) * self._ranks)
 
-        await self._whole(self._of_all(lambda one: one.change_weights(own(one))))
+        async def changed(one: Replica) -> None:
+            await one.change_weights(own(one))
+            done.append(one)
+
+        try:
+            await self._of_all(changed)
+        except PagerunnerError as error:  # the others don't go on alone
+            abort = AbortUpdate(str(error))
+            if not isinstance(change, InitTransfer):
+                await asyncio.gather(*(one.change_weights(abort) for one in done), return_exceptions=True)
+            raise
 
     @property
     def world_size(self) -> int:
@@ -419,7 +442,19 @@ class AsyncEngine:
         return self._ranks * len(check_alive(self.replicas))
 
     async def _of_all(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
-        """The answers of all cores that live. Raises the error of the first that can't answer."""
+        """The answers of all cores that live. Raises the error of the first that can't answer.
+
+        Of several each has to give a sign of life first, so that one that hangs leaves the others as they are.
+        """
+        if self._several:
+            await self._answers(lambda one: one.sleep_level(self._stall_seconds))
+        return await self._answers(call)
+
+    @property
+    def _several(self) -> bool:
+        return len(self.replicas) > 1
+
+    async def _answers(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
         asked = check_alive(self.replicas)
         answers = await asyncio.gather(*map(call, asked), return_exceptions=True)
         check_alive(self.replicas)
@@ -446,7 +481,7 @@ class AsyncEngine:
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
         self._home.check()
-        levels = await self._of_all(lambda one: one.client.sleep_level())
+        levels = await self._answers(lambda one: one.sleep_level(self._stall_seconds if self._several else None))
         return any(level is not None for level in levels)
 
     async def reset_prefix_cache(self) -> bool:
@@ -468,8 +503,9 @@ class AsyncEngine:
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, or has requests and makes no progress; of several, when all are lost."""
         self._home.check()
-        if len(lost := self.lost) == len(self.replicas):
-            raise EngineDeadError(" ".join(dict.fromkeys(lost.values())))
+        faults = [fault for one in self.replicas if (fault := one.fault(self._stall_seconds)) is not None]
+        if len(faults) == len(self.replicas):
+            raise EngineDeadError(" ".join(dict.fromkeys(faults)))
 
     async def shutdown(self) -> None:
         """End the core's process; readers that are still there get EngineDeadError. Idempotent."""

@@ -7,6 +7,7 @@ it goes to engine 0: 2,048 tokens count as much as 4 requests that run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,10 @@ from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.frontend.stream import OutputStream
-from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, PagerunnerError
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.types import EngineRequest
-from pagerunner.types.weights import WeightChange
+from pagerunner.types.weights import AbortUpdate, WeightChange
 
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
@@ -45,6 +46,8 @@ class Replica:
         self.desk = OutputDesk(outputs, asked)
         self.client = CoreClient(core, receive=self._receive, died=self._core_died)
         self.level = -1
+        self._silence = self._weights_fault = ""
+        self._long_calls = 0
         self._observer, self._died = asked, died
         self._sent: dict[bytes, None] = {}  # hashes of units, the latest last
 
@@ -96,16 +99,55 @@ class Replica:
         """Have the core sleep. Raises its error."""
         if level:
             self._sent.clear()
-        await self.client.call(lambda call_id: wire.Sleep(call_id, level, mode))
+        await self._long_call(lambda call_id: wire.Sleep(call_id, level, mode))
+
+    async def prepare_sleep(self, level: int, mode: str) -> None:
+        """Raise now what `sleep` would raise. Requests go on."""
+        await self._long_call(lambda call_id: wire.PrepareSleep(call_id, level, mode))
+
+    async def sleep_level(self, seconds: float | None) -> int | None:
+        """The level that the core says it sleeps at. Raises EngineDeadError if it says nothing for so many seconds.
+
+        While a call is under way that may take longer, such as the wait for a trainer, it has the time that this call takes.
+        """
+        try:
+            return await asyncio.wait_for(self.client.sleep_level(), None if self._long_calls else seconds)
+        except TimeoutError:
+            self._silence = f"{self.client.who} has not answered a call for {seconds:g} seconds."
+            raise EngineDeadError(self._silence) from None
+
+    async def return_to(self, level: int) -> None:
+        """Be at the level of sleep that it was at before. Raises the core's error."""
+        if self.level != level and (self.level > 0 or level < 0):
+            await self.wake_up(None)
+        if self.level != level:
+            await self.sleep(level, "keep")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Have the core wake up. Raises its error."""
-        await self.client.call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
+        await self._long_call(lambda call_id: wire.WakeUp(call_id, None if tags is None else list(tags)))
 
     async def change_weights(self, change: WeightChange) -> None:
         """Have the core do a part of an update of its weights. Raises its error."""
         self._sent.clear()
-        await self.client.call(lambda call_id: wire.ChangeWeights(call_id, change))
+        try:
+            await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
+        except PagerunnerError as error:
+            self._weights_failed(error)
+            raise
+        if isinstance(change, AbortUpdate):
+            self._weights_failed(change.reason)
+
+    def _weights_failed(self, why: object) -> None:
+        if self.level >= 0:
+            self._weights_fault = f"An update of its weights has failed, or stands open: {why}"
+
+    async def _long_call(self, make: Callable[[int], wire.Call]) -> None:
+        self._long_calls += 1
+        try:
+            await self.client.call(make)
+        finally:
+            self._long_calls -= 1
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached prompt pages. False when some belong to running requests."""
@@ -124,16 +166,25 @@ class Replica:
             f"seconds; more than {stall_seconds:.0f} count as a stall."
         )
 
+    @property
+    def flaw(self) -> str:
+        """Why it can't serve as the others do, though it lives: it doesn't answer, or an update of its weights has failed. "" if it can."""
+        return self._silence or self._weights_fault
+
     def stalled_seconds(self) -> float:
         """Seconds without a sign of life while there is something to do."""
         return 0.0 if self.level >= 0 else self.desk.progress.stalled_seconds()
 
     def _receive(self, message: wire.FromCore) -> None:
+        self._silence = ""
         # A sleep that fails may change the level too, and so may a call of another frontend.
-        if isinstance(message, wire.Updates) and message.stats is not None and message.level != self.level:
-            self.level = message.level
-            self.desk.progress.touch()
-            self._observer.on_sleep(None if self.level < 0 else self.level)
+        if isinstance(message, wire.Updates) and message.stats is not None:
+            if message.level < 0:
+                self._weights_fault = ""
+            if message.level != self.level:
+                self.level = message.level
+                self.desk.progress.touch()
+                self._observer.on_sleep(None if self.level < 0 else self.level)
         self.abort(self.desk.receive(message))
 
     def _core_died(self, error: EngineDeadError) -> None:
@@ -177,7 +228,8 @@ class Chooser:
                 )
             return check_alive([self._replicas[rank]])[0]
         living = check_alive(self._replicas)
-        fine = [one for one in living if one.level <= 0 and one.fault(self._stall_seconds) is None] or living
+        fine = [one for one in living if one.level <= 0 and not one.flaw and one.fault(self._stall_seconds) is None]
+        fine = [one for one in fine if one.level < 0] or fine or living  # a paused one serves later
         self._turn = (self._turn + 1) % len(fine)  # of equal ones each has its turn
         return min(
             fine[self._turn :] + fine[: self._turn],
