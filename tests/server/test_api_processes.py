@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from helpers import fake_core
 from helpers.patience import patient, until
-from helpers.server_process import server_process, set_options
+from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
@@ -122,7 +123,12 @@ def test_a_crashed_process_is_started_again_and_others_requests_go_on(
         lost, kept = (open_streams(server, pid) for pid in children(server, API))
         victim, other = children(server, API)
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(children(server, API)) == 2 and victim not in children(server, API))
+        killed = {victim}
+        until(lambda: len(children(server, API)) == 2 and not killed & {*children(server, API)})
+        [second] = {*children(server, API)} - {other}
+        os.kill(second, signal.SIGKILL)  # before it serves
+        killed.add(second)
+        until(lambda: len(children(server, API)) == 2 and not killed & {*children(server, API)})
         assert other in children(server, API)
         until(lambda: total(server, "vllm:num_requests_running") == kept)
         for reader in streams:
@@ -133,6 +139,17 @@ def test_a_crashed_process_is_started_again_and_others_requests_go_on(
         assert total(server, "pagerunner:http_calls_running") == 0
         until(lambda: serves(server, children(server, API)))
         complete(server, 20)
+
+
+def test_the_server_ends_where_none_has_served(text_side: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(text_side), "5", '{"api_server_count": 2}']
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
+        server = process, ""
+        until(lambda: len(children(server, API)) == 2)
+        os.kill(children(server, API)[0], signal.SIGKILL)
+        assert process.wait(patient(10)) == 1
+        assert process.stderr is not None and "Neither it nor another one had begun to serve" in process.stderr.read()
 
 
 def serves(server: Server, pids: list[int]) -> bool:

@@ -41,6 +41,7 @@ from pagerunner.server.metrics import SHARED_DIRECTORY
 logger = logging.getLogger(__name__)
 
 MODULE = "pagerunner.server.api_processes"
+_AGAIN_SECONDS = 2.0
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
@@ -122,6 +123,8 @@ class Supervisor:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             self._serving[client] = process
+            if self._stop.asked.is_set():  # while it was started: the signal has been passed on to the others
+                process.kill()
             if announcement := await process.stdout.readline():
                 self._tell_ends()
                 if client not in self._announced and len(self._announced) == count - 1:
@@ -137,10 +140,16 @@ class Supervisor:
             if self._stop.asked.is_set() or all(core.death is not None for core in self._clients):
                 return
             reason = exit_reason(f"API process {client} of {count}", status)
-            if not announcement:
-                logger.error("%s It had not begun to serve, so another one wouldn't either. The server ends.", reason)
+            if announcement:
+                logger.error("%s Its requests are ended, and it is started again.", reason)
+                continue
+            if not self._announced:
+                logger.error("%s Neither it nor another one had begun to serve. The server ends.", reason)
                 return
-            logger.error("%s Its requests are ended, and it is started again.", reason)
+            logger.error("%s It had not begun to serve; it is started again in %g seconds.", reason, _AGAIN_SECONDS)
+            await self._stop.wait(self._stop.asked, timeout=_AGAIN_SECONDS)
+            if self._stop.asked.is_set():
+                return
 
     async def _pass_signals_on(self) -> None:
         for event in (self._stop.asked, self._stop.insisted, self._stop.forced):
