@@ -168,6 +168,9 @@ def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
         text = server.get("/metrics").text
         assert 'pagerunner:engine_up{engine="0",model_name="tiny"} 1.0' in text
         assert 'pagerunner:engine_up{engine="1",model_name="tiny"} 0.0' in text
+        assert 'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0' in text
+        assert 'pagerunner_core_process_open_fds{engine="0"}' in text
+        assert 'pagerunner_core_process_open_fds{engine="1"}' not in text
         assert server.post("/reset_prefix_cache").json() == {"success": True}, "the other one does what is asked"
         response = ask(server, [fake_core.CRASH])
         assert response.status_code == 503 and "engine 0 of 2" in response.json()["error"]["message"]

@@ -272,6 +272,31 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
 
 
+def test_a_dead_engine_holds_nothing_and_is_not_in_the_log() -> None:
+    metrics = Metrics("m").of_engine(1)
+    log = StatsLog(metrics)
+    group = GroupUsage(name="full", usage=0.5, pages_in_use=3, pages_cached=2, evictions=7)
+    metrics.on_stats(
+        SchedulerStats(running=3, waiting=2, waiting_for="slot", kv_usage=0.5, steps_total=9, groups=[group])
+    )
+    assert log.line() is not None
+    metrics.on_death()
+    assert log.line() is None
+    text = metrics.render().decode()
+    for name, value in (
+        ('vllm:num_requests_running{engine="1",model_name="m"}', 0),
+        ('vllm:num_requests_waiting{engine="1",model_name="m"}', 0),
+        ('vllm:kv_cache_usage_perc{engine="1",model_name="m"}', 0),
+        ('pagerunner:num_requests_waiting_by_reason{engine="1",model_name="m",reason="slot"}', 0),
+        ('vllm:engine_sleep_state{engine="1",model_name="m",sleep_state="awake"}', 0),
+        ('pagerunner:group_pages_in_use{engine="1",group="full",model_name="m"}', 0),
+        ('pagerunner:group_evictions_total{engine="1",group="full",model_name="m"}', 7),
+        ('pagerunner:steps_total{engine="1",model_name="m"}', 9),
+        ('pagerunner:engine_up{engine="1",model_name="m"}', 0),
+    ):
+        assert f"{name} {float(value)}\n" in text, name
+
+
 def test_a_refusal_is_one_line_in_the_log(
     server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

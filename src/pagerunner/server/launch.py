@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import uvicorn
@@ -22,6 +23,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, LoadedCore
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.frontend.async_engine import AsyncEngine
+from pagerunner.engine.frontend.replicas import Replica
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions
@@ -32,7 +34,7 @@ from pagerunner.server.http_logs import HttpLogs
 from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.service import Service
-from pagerunner.server.standard_metrics import add_process_metrics
+from pagerunner.server.standard_metrics import NO_PROCESS, add_process_metrics
 from pagerunner.server.stats_log import logged_stats
 from pagerunner.server.tracing import TraceHeaders, sent_spans
 
@@ -212,7 +214,9 @@ async def serve(
                 if args.kv_cache_metrics_sample:
                     own.show_residency()
                 own.describe_start(replica.client.ready.startup)
-            add_process_metrics(metrics.registry, [one.client.pid for one in engine.replicas], alone=cores is None)
+            add_process_metrics(
+                metrics.registry, [partial(_live_pid, one) for one in engine.replicas], alone=cores is None
+            )
             feeds = [
                 LiveFeed(engine, own.latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode, number=own.engine)
                 for own in engines
@@ -229,6 +233,10 @@ async def serve(
             return int(dying.done() and not stop.asked.is_set())
         finally:
             await engine.shutdown()
+
+
+def _live_pid(engine: Replica) -> int:
+    return engine.client.pid if engine.client.death is None else NO_PROCESS  # the number may be another process's later
 
 
 async def _outlive(engine: AsyncEngine, seconds: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -376,8 +377,11 @@ class Metrics(EngineObserver):
             )
 
     def on_death(self) -> None:
-        """Set engine_up."""
+        """Set engine_up, and the gauges of what a dead engine has no more: requests, pages and a state of sleep."""
         self._set_up(0)
+        groups = [msgspec.structs.replace(group, **dict.fromkeys(_GROUP_GAUGES, 0)) for group in self.last.groups]
+        self.on_stats(msgspec.structs.replace(self.last, **dict.fromkeys(_MOMENTS, 0), waiting_for="", groups=groups))
+        self.on_sleep(-1)
 
     def _set_up(self, value: int) -> None:
         self._set("pagerunner:engine_up", "1 while the engine's core lives, 0 when it is gone.", value)

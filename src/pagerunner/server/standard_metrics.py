@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,6 +24,7 @@ from pagerunner.server.metrics import bounds
 
 UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version", "/ui/live"))
 """Probes, which would drown what clients do (vLLM leaves out the same), and a stream that lasts as long as somebody looks."""
+NO_PROCESS = -1
 SERVING = "pagerunner:http_calls_running"
 _FINE = bounds("0.01 0.025 0.05 0.075 0.1 0.25 0.5 0.75 1 1.5 2 2.5 3 3.5 4 4.5 5 7.5 10 30 60")
 _COARSE: tuple[float, ...] = (0.1, 0.5, 1)
@@ -32,10 +32,10 @@ _METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"
 
 
 class CoreProcesses(Collector):
-    """Memory, CPU time and open files of the engines' processes."""
+    """Memory, CPU time and open files of the engines' processes. Each of `pids` gives a number, or NO_PROCESS once it has ended."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._engines = [ProcessCollector("pagerunner_core", partial(int, pid), registry=None) for pid in pids]
+    def __init__(self, pids: Sequence[Callable[[], int]]) -> None:
+        self._engines = [ProcessCollector("pagerunner_core", pid, registry=None) for pid in pids]
 
     def collect(self) -> Iterator[Metric]:
         """Families by the label `engine`."""
@@ -48,7 +48,7 @@ class CoreProcesses(Collector):
         yield from found.values()
 
 
-def add_process_metrics(registry: CollectorRegistry, cores: Sequence[int], *, alone: bool = True) -> None:
+def add_process_metrics(registry: CollectorRegistry, cores: Sequence[Callable[[], int]], *, alone: bool = True) -> None:
     """Memory, CPU time and open files of this process, and under `pagerunner_core_` of the engines' own processes.
 
     Nothing of this process if it isn't the server's only one: which one answers is chance.
