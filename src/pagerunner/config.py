@@ -66,8 +66,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
     `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
     the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
-    expert. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of the weights;
-    `AsyncEngine` has them, `LLM` is one. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
+    expert; of a single rank it changes nothing. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of
+    the weights; `AsyncEngine` has them, `LLM` is one. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
     a Ray cluster; "uni" is for one rank.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
@@ -135,12 +135,6 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self._check_executor()
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            engines = self.data_parallel_size
-            own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
-            raise ConfigError(
-                f"enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1.{own}"
-            )
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")

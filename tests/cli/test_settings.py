@@ -204,13 +204,6 @@ def test_ranks_are_asked_for_as_in_vllm(parse, words):
 @pytest.mark.parametrize("flag", ["-ep", "--enable-expert-parallel"])
 def test_whole_experts_are_asked_for_as_in_vllm(parse, flag):
     assert engine_args(parse("dir", "-tp", "2", flag), "dir").enable_expert_parallel
-    with pytest.raises(
-        ConfigError,
-        match="enable_expert_parallel divides experts among ranks; tensor_parallel_size must be at least 2, got 1",
-    ):
-        engine_args(parse("dir", flag), "dir")
-    with pytest.raises(ConfigError, match=r"got 1\. Each of the 3 engines of data_parallel_size has all experts\."):
-        engine_args(parse("dir", flag, "-dp", "3"), "dir")
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.families import MAKERS
 from helpers.published import all_published
 from helpers.quantise import quantise
 from pagerunner.config import EngineArgs
@@ -72,3 +74,17 @@ def test_gemma_in_float16_is_warned_of(
     monkeypatch.setattr("pagerunner.engine.startup.resolve.resolve_device", lambda asked: asked)
     resolve(EngineArgs(model=str(model), device="cuda", dtype=dtype), 2**34, plan_only=True)
     assert ('dtype="bfloat16" holds it' in caplog.text) is (dtype == "float16")
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_whole_experts_of_one_rank_are_passed_over_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: int
+) -> None:
+    """As in vLLM, so commands with the flag start on a single GPU. vLLM would divide experts among engines."""
+    args = EngineArgs(model=str(MAKERS["qwen3_moe"](tmp_path)), device="cpu", data_parallel_size=engines)
+    wanted = resolve(args)
+    assert caplog.text == ""
+    found = resolve(msgspec.structs.replace(args, enable_expert_parallel=True))
+    assert (found.args, found.model) == (wanted.args, wanted.model) and not found.config.enable_expert_parallel
+    assert "enable_expert_parallel divides experts among the ranks of tensor_parallel_size, which is 1." in caplog.text
+    assert ("Each of the 2 engines of data_parallel_size has all experts." in caplog.text) is (engines == 2)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from pagerunner import limits
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs, transfer_backend
 from pagerunner.engine.startup.cpu_memory import step_memory
@@ -107,6 +109,7 @@ def resolve(
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only, quantization=args.quantization)
     if model.format is not None and args.activation_quantization == "none":
         model = replace(model, format=replace(model.format, rounds=False))
+    args = _without_idle_expert_parallel(args)
     if args.enable_expert_parallel:
         model = replace(model, expert_share=ExpertShare())
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
@@ -158,6 +161,16 @@ def resolve(
         available=available if memory_bytes is None and card is None else None,
         offline_tokens=offline_tokens,
     )
+
+
+def _without_idle_expert_parallel(args: EngineArgs) -> EngineArgs:
+    """Without `enable_expert_parallel` where one rank has all experts. A line of the log says so, as vLLM's users start single GPUs with it, too."""
+    if not args.enable_expert_parallel or args.tensor_parallel_size > 1:
+        return args
+    engines = args.data_parallel_size
+    own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
+    logger.warning("enable_expert_parallel divides experts among the ranks of tensor_parallel_size, which is 1.%s", own)
+    return msgspec.structs.replace(args, enable_expert_parallel=False)
 
 
 def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, plan_only: bool) -> list[ModelConfig]:
