@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from helpers.checkpoints import make_checkpoint
 from helpers.quantise import quantise
 from pagerunner.errors import CheckpointError, InvalidRequestError
-from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
+from pagerunner.models.checkpoint.loader import Copies, Model, build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share
 from pagerunner.models.checkpoint.updates import Update, pieces
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.types.weights import UpdateWeights
+from pagerunner.types.weights import UpdateWeights, WeightTransferUpdateRequest, read_request
 
 PACKED = ["awq", "gptq zeros permuted", "compressed-tensors channel", "nvfp4"]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -66,7 +66,14 @@ def take(update: Update, tensors: Iterable[tuple[str, torch.Tensor]], packed_byt
         received.append(num_bytes)
         return data[sum(received) - num_bytes : sum(received)]
 
-    update.take(asked, receive)
+    try:
+        update.take(asked, receive)
+    except InvalidRequestError:
+        assert not received
+        raise
+    except Exception:
+        assert sum(received) == len(data)
+        raise
     assert sum(received) == len(data)
     return len(received)
 
@@ -130,6 +137,36 @@ def test_a_tensor_comes_once_and_holds_numbers(tmp_path: Path) -> None:
     bad[3, 4] = torch.inf
     with pytest.raises(CheckpointError, match=r"lm_head\.weight holds inf at \[3, 4\]; weights must be finite\.$"):
         take(update, [("lm_head.weight", bad)])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a copy has failed"), torch.OutOfMemoryError("for a copy")])
+def test_all_pieces_are_received_whatever_fails(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer and other ranks go on, and would wait for this one. The helper looks whether all bytes have come."""
+    _, update = loaded(checkpoint(tmp_path, "", 0), "", False)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Copies, "add", fail)
+    layers = [(f"model.layers.{layer}.input_layernorm.weight", torch.ones(128)) for layer in range(2)]
+    with pytest.raises(type(error), match="for a copy|a copy has failed"):
+        take(update, [("model.norm.weight", torch.ones(128)), *layers])
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ([2**40, 2**40], r"shapes has \[1099511627776, 1099511627776\] for 'lm_head\.weight'; .* fewer than 2\^48"),
+        ([0, 2**40, 2**40], "fewer than 2"),
+        ([1] * 9, "length <= 8"),
+    ],
+)
+def test_shapes_that_no_tensor_has_are_refused_when_they_are_read(shape: list[int], said: str) -> None:
+    given = {"update_info": {"names": ["lm_head.weight"], "dtype_names": ["float32"], "shapes": [shape]}}
+    with pytest.raises(InvalidRequestError, match=said):
+        read_request(given, WeightTransferUpdateRequest)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ An update is a start, any number of tensors in one or several calls, and a finis
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ NO_RPC = (
     "collective_rpc would run code that it is sent, which this engine never does. What it is used for has calls of its own: sleep, wake_up, "
     "pause, resume, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update."
 )
-_Size = Annotated[int, Meta(ge=0, lt=2**48)]
+_MOST_NUMBERS = 2**48
+_Size = Annotated[int, Meta(ge=0, lt=_MOST_NUMBERS)]
 _Request = TypeVar("_Request")
 
 
@@ -50,7 +52,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     names: list[str]
     dtype_names: list[Dtype]
-    shapes: list[list[_Size]]
+    shapes: list[Annotated[list[_Size], Meta(max_length=8)]]
     packed: bool = False
     packed_buffer_size_bytes: Annotated[int, Meta(ge=1)] = 2**30
     packed_num_buffers: Annotated[int, Meta(ge=1)] = 2
@@ -59,6 +61,9 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("dtype_names", "shapes"):
             if len(getattr(self, name)) != len(self.names):
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {len(self.names)} names")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if math.prod(max(size, 1) for size in shape) >= _MOST_NUMBERS:
+                raise ValueError(f"shapes has {shape} for {name[:200]!r}; a tensor has fewer than 2^48 numbers")
 
 
 class FinishUpdate(msgspec.Struct, frozen=True, tag="finish"):

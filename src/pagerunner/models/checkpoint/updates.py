@@ -32,19 +32,20 @@ class Update:
         Raises:
             InvalidRequestError: a tensor isn't the model's, or has another shape or dtype. Nothing has been received.
             CheckpointError: a number is NaN or infinite.
+            Others: what copies raise. All pieces have been received.
         """
         tensors = [
             torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for shape, dtype in zip(asked.shapes, asked.dtype_names, strict=True)
         ]
         taken = self._claimed(asked.names, tensors)
-        fault: CheckpointError | None = None
+        fault: Exception | None = None
         for piece in pieces([tensor.nbytes for tensor in tensors], asked.packed_buffer_size_bytes * asked.packed):
             received = receive(sum(tensors[number].nbytes for number in piece))
             try:
                 if fault is None:
                     self._put([(asked.names[number], tensors[number], *taken[number]) for number in piece], received)
-            except CheckpointError as error:
+            except Exception as error:
                 fault = error  # the rest is received all the same, as the trainer and other ranks go on
         if fault is not None:
             raise fault

@@ -219,15 +219,15 @@ class Ranks:
         rank = next(rank for rank in range(self.size) if rank not in there)
         return f"Rank {rank} of {self.size}"
 
-    def ask(self, make: Callable[[int], orders.Order]) -> Mapping[int, orders.Done]:
-        """Make a call on all ranks, and wait for their answers.
+    def ask(self, make: Callable[[int], orders.Order], seconds: float = 0.0) -> Mapping[int, orders.Done]:
+        """Make a call on all ranks, and wait for their answers. After the first the others have at least so many seconds.
 
         Raises RankRefusal with the error of the first rank that has one.
         """
         call_id = next(self._calls)
         self.watch.check()
         self.send(make(call_id))
-        done = self.watch.from_all(lambda: self.watch.done.get(call_id, {}), "answered", _CALLS)
+        done = self.watch.from_all(lambda: self.watch.done.get(call_id, {}), "answered", _CALLS, seconds)
         del self.watch.done[call_id]
         for rank in range(self.size):
             if (refused := done[rank].error) is not None:
@@ -344,8 +344,11 @@ class ProcessExecutor:
 
     def change_weights(self, change: WeightChange) -> None:
         """See Executor.change_weights."""
+        seconds = (
+            limits.TRANSFER_SECONDS + self._ranks.seconds
+        )  # a rank may wait for the trainer after another one has given up
         try:
-            self._ranks.ask(lambda call_id: orders.ChangeWeights(call_id, change))
+            self._ranks.ask(lambda call_id: orders.ChangeWeights(call_id, change), seconds)
         except RankRefusal as refusal:
             raise refusal.error from None
 

@@ -132,14 +132,16 @@ class RankWatch:
                 self._changed.wait(left)
         raise self.fail(late())
 
-    def from_all(self, found: Callable[[], Mapping[int, _FoundT]], what: str, calls: int) -> Mapping[int, _FoundT]:
-        """What `found` has of all ranks. The first may take its time; others have `calls` times as long, and as the watch's limit.
+    def from_all(
+        self, found: Callable[[], Mapping[int, _FoundT]], what: str, calls: int, seconds: float = 0.0
+    ) -> Mapping[int, _FoundT]:
+        """What `found` has of all ranks. The first may take its time; others have `calls` times as long, and as the watch's limit, and `seconds`.
 
         `what` they are late with is part of a sentence. Raises why the ranks are gone, if they are.
         """
         began = time.monotonic()
         self.wait(lambda: found() or None, lambda: "", _FOR_EVER)
-        most = calls * max(self._seconds, time.monotonic() - began)
+        most = max(seconds, calls * max(self._seconds, time.monotonic() - began))
 
         def late() -> str:
             rank = next(rank for rank in self._known if rank not in found())
