@@ -197,11 +197,17 @@ def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, mo
 
 
 @pytest.mark.days(2)
-def test_when_the_supervisor_is_killed_nothing_is_left(text_side: Path) -> None:
+def test_when_the_supervisor_is_killed_nothing_is_left(
+    text_side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with server_process(text_side, 5, api_server_count=2) as server:
+        complete(server, 4)
+        assert len([*tmp_path.glob("pagerunner-metrics-*/*.db")]) > 1
         pids = children(server, API) + children(server, b"core.process")
         server[0].kill()
         until(lambda: not any(alive(pid) for pid in pids))
+        assert not [*tmp_path.glob("pagerunner-metrics-*")]
 
 
 def alive(pid: int) -> bool:

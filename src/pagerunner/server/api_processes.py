@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -75,17 +76,15 @@ async def supervise(args: EngineArgs, listener: socket.socket, host: str, count:
         fetched = await asyncio.to_thread(fetch_checkpoint, args)
         return fetched, await launch_cores(fetched, factory, stall, count)
 
-    with (
-        StopSignals().installed() as stop,
-        tempfile.TemporaryDirectory(prefix="pagerunner-metrics-") as metrics,
-    ):
+    with StopSignals().installed() as stop:
         loading = asyncio.create_task(load())
         if not await stop.loaded(loading):
             return 0
         fetched, cores = loading.result()
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         launch = ApiLaunch(fetched, options, host, listener.getsockname()[1], [], 0, level)
-        return await Supervisor(cores, launch, metrics, stop).run(count)
+        with tempfile.TemporaryDirectory(prefix="pagerunner-metrics-") as metrics:
+            return await Supervisor(cores, launch, metrics, stop).run(count)
 
 
 class Supervisor:
@@ -178,7 +177,9 @@ async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
         # Unbuffered: a thread that holds a buffer's lock would abort the interpreter's end.
         for line in open(sys.stdin.fileno(), "rb", buffering=0, closefd=False):
             loop.call_soon_threadsafe(settle, msgspec.json.decode(line, type=CoreEnd))
-        os._exit(1)  # the supervisor is gone, and with it the cores
+        # the supervisor is gone, and with it the cores; each removes what another one may have added meanwhile
+        shutil.rmtree(os.environ[SHARED_DIRECTORY], ignore_errors=True)
+        os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()
     return await serve(launch.args, listener, cores=cores, **launch.options)
