@@ -29,6 +29,17 @@ WHOLE = {
     "a length": (OK + b"content-length:  5\r\n\r\nabcde", b"abcde", True),
     "no body": (OK + b"Content-Length: 0\r\n\r\n", b"", True),
     "a length, and the end": (OK + b"Content-Length: 1\r\nConnection: close\r\n\r\na", b"a", False),
+    "chunks count, not a length": (
+        CHUNKED.replace(b"OK\r\n", b"OK\r\nContent-Length: 1\r\n") + b"0\r\n\r\n",
+        EVENT,
+        True,
+    ),
+    "a status without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+    "an interim answer": (
+        b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" + OK + b"Content-Length: 2\r\n\r\nok",
+        b"ok",
+        True,
+    ),
 }
 
 
@@ -66,15 +77,24 @@ def test_an_answer_is_read_wherever_it_is_cut(case: str) -> None:
     asyncio.run(cut_everywhere())
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"SSH-2.0-OpenSSH\r\n\r\n", OK + b"\r\nendless", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
-)
+@pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"])
 def test_what_is_not_http_is_an_error(garbage: bytes) -> None:
     async def main() -> None:
         connection, ended, _ = read([garbage])
         assert isinstance(ended.exception(), HttpFaultError) and not connection.usable
 
     asyncio.run(main())
+
+
+def test_a_body_without_a_length_ends_with_the_connection() -> None:
+    async def main(error: Exception | None) -> None:
+        connection, ended, got = read([OK + b"Content-Type: text/event-stream\r\n\r\n" + EVENT, EVENT])
+        assert not ended.done() and not connection.usable
+        connection.connection_lost(error)
+        assert got == [EVENT, EVENT] and isinstance(ended.exception(), HttpFaultError if error else type(None))
+
+    for error in (None, ConnectionResetError()):
+        asyncio.run(main(error))
 
 
 # -- requests that are sent again
@@ -129,6 +149,11 @@ def test_a_request_is_sent_again_once_and_only_where_no_byte_came() -> None:
     assert outcomes[0] == 0 and "closed the connection" in str(outcomes[1]) and seen == 3
     outcomes, seen = posts([[GOOD, b"HTTP"]], 2)
     assert outcomes[0] == 0 and "closed the connection" in str(outcomes[1]) and seen == 2
+
+
+def test_a_body_that_ends_with_the_connection_is_whole() -> None:
+    """As RFC 9112, section 6.3, has it; many small servers answer so."""
+    assert posts([[OK + b"\r\nok"], [GOOD]], 2)[0] == [0, 0]
 
 
 def test_a_connection_that_has_been_closed_is_not_used() -> None:
@@ -186,7 +211,9 @@ def test_a_process_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="A process of the load generator ended with exit status 0"):
         measure(share("http://127.0.0.1:1/", 4), 2, lambda: None)
     with pytest.raises(ConfigError, match="--num-clients 9 needs a --max-concurrency of at least 9, got 8"):
-        measure(share("http://127.0.0.1:1/", 4), 9, lambda: None)
+        measure(share("http://127.0.0.1:1/", 10), 9, lambda: None)
+    with pytest.raises(ConfigError, match="--num-clients 5 needs at least 5 requests, got 4; see --num-prompts"):
+        measure(share("http://127.0.0.1:1/", 4), 5, lambda: None)
 
 
 def test_an_error_ends_the_processes_at_once() -> None:

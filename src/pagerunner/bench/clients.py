@@ -57,8 +57,12 @@ _Report = tuple[int, Sample] | float
 def measure(share: Share, num_clients: int, progress: Callable[[], object]) -> Outcome:
     """Send the requests from `num_clients` processes; from this one, if it is one. `progress` is called when a request has ended.
 
-    Raises ConfigError: fewer requests may be under way than there are processes; a process has ended early.
+    Raises ConfigError: there are fewer requests than processes, or fewer may be under way; a process has ended early.
     """
+    if (count := len(share.requests)) < num_clients:
+        raise ConfigError(
+            f"--num-clients {num_clients} needs at least {num_clients} requests, got {count}; see --num-prompts."
+        )
     if (most := share.max_concurrency) is not None and most < num_clients:
         raise ConfigError(
             f"--num-clients {num_clients} needs a --max-concurrency of at least {num_clients}, got {most}."
@@ -119,7 +123,9 @@ def _ended(process: subprocess.Popen[bytes]) -> ConfigError:
 def _clients(share: Share, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     with contextlib.ExitStack() as stack:
         lines = [msgspec.json.encode(share.part(number, count)) + b"\n" for number in range(count)]
-        yield [stack.enter_context(_child(_MODULE, line))[0] for line in lines]
+        with ThreadPoolExecutor() as threads:  # a process takes a second to start, so they do it side by side
+            processes = list(threads.map(lambda line: stack.enter_context(_child(_MODULE, line))[0], lines))
+        yield processes
 
 
 def _follow(process: subprocess.Popen[bytes], number: int, begin: float, take: Callable[[int, _Report], None]) -> None:

@@ -13,6 +13,7 @@ from pagerunner.errors import ConfigError
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked", re.IGNORECASE)
 _CLOSES = re.compile(rb"\r\nconnection:[ \t]*close", re.IGNORECASE)
+_IN_CHUNKS, _TO_THE_END = -1, -2
 Reader = Callable[[int, bytes, float], None]
 """Takes an answer's status, a piece of its body, and when that came (time.perf_counter)."""
 
@@ -47,7 +48,7 @@ class _Connection(asyncio.BufferedProtocol):
     def ask(self, request: bytes, reader: Reader) -> asyncio.Future[None]:
         """Send a request. The future is done when `reader` has the whole answer, or has what went wrong."""
         self._reader, self._rest, self._status = reader, b"", 0
-        self._left = 0  # bytes of the body; of one in chunks -1
+        self._left = 0  # bytes of the body, or _IN_CHUNKS, or _TO_THE_END
         self._ended = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._ended
@@ -73,6 +74,8 @@ class _Connection(asyncio.BufferedProtocol):
         """An answer that is due doesn't come, or is cut."""
         self.usable = False
         if self._ended is not None and not self._ended.done():
+            if self._left == _TO_THE_END and exc is None:
+                return self._ended.set_result(None)
             not_taken = self._idled and not self._status and not self._rest
             kind = _NotTakenError if not_taken else HttpFaultError
             self._ended.set_exception(kind(f"The server has closed the connection ({exc or 'no error'})."))
@@ -88,21 +91,31 @@ class _Connection(asyncio.BufferedProtocol):
             if not found:
                 self._rest = data
                 return False
-            self._status = int(head[9:12])
-            length = _LENGTH.search(head)
-            if length is None and not _CHUNKED.search(head):
-                raise ValueError("the answer has neither Content-Length nor chunks")
-            self._left = int(length[1]) if length else -1
-            self.usable = not _CLOSES.search(head)
+            if (status := int(head[9:12])) < 200:  # the answer comes after it
+                return self._read(body, now)
+            self._status, self._left = status, _length(status, head)
+            self.usable = self._left != _TO_THE_END and not _CLOSES.search(head)
             data = body
-        if self._left == -1:
+        if self._left == _IN_CHUNKS:
             body, self._rest, ended = _unchunked(data)
+        elif self._left == _TO_THE_END:
+            body, self._rest, ended = data, b"", False
         else:
             body, self._rest = data, b""
             self._left = max(0, self._left - len(data))
             ended = self._left == 0
         self._reader(self._status, body, now)
         return ended
+
+
+def _length(status: int, head: bytes) -> int:
+    """How many bytes the body has, or which other end (RFC 9112, section 6.3)."""
+    if status in (204, 304):
+        return 0
+    if _CHUNKED.search(head):
+        return _IN_CHUNKS
+    length = _LENGTH.search(head)
+    return int(length[1]) if length else _TO_THE_END
 
 
 def _unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
