@@ -228,7 +228,8 @@ def test_failures_are_counted_and_all_of_them_are_an_error(demo: RunningServer, 
     printed = capsys.readouterr().out
     assert re.search(r"Successful requests: +3 ", printed) and re.search(r"Failed requests: +3 ", printed)
     assert bench(demo, *words, "--num-prompts", "6", "--extra-body", '{"nope": 1}') == 2
-    assert "HTTP 400" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "No request was answered; the first failed with: HTTP 400" in err and not out, "no table of zeros"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_failures_are_counted_and_all_of_them_are_an_error(demo: RunningServer, 
         (["--metric-percentiles", "101"], "lie in [0, 100]"),
         (["--extra-body", "[1]"], "is not a JSON object"),
         (["--random-range-ratio", "1"], "--random-range-ratio must be in [0, 1), got 1.0."),
+        (["--num-prompts", "3", "--num-clients", "4"], "--num-clients 4 needs at least 4 requests, got 3"),
         (["--request-ratee", "4"], "did you mean --request-rate?"),
     ],
 )

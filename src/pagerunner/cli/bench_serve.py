@@ -79,7 +79,7 @@ def build_parser() -> Parser:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Send the requests, print the figures, write what was asked for; 2 when no request was answered."""
+    """Send the requests, print the figures, write what was asked for. Raises ConfigError where no request was answered."""
     metrics, percentiles, goodput = _measures(namespace)
     times = _times(namespace)
     if namespace.backend not in BACKENDS:
@@ -105,6 +105,8 @@ def run(namespace: argparse.Namespace) -> int:
     share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=namespace.max_concurrency)
     outcome = _measured(namespace, share)
     samples = outcome.samples
+    if all(sample.error for sample in samples):
+        raise ConfigError(f"No request was answered; the first failed with: {samples[0].error}")
     result = summarize(samples, outcome.seconds, metrics=metrics, percentiles=percentiles, goodput=goodput)
     result["client_busy"] = outcome.busy
     result["client_ceiling"] = ceiling(share, namespace.num_clients) if namespace.ceilings else None
@@ -115,8 +117,6 @@ def run(namespace: argparse.Namespace) -> int:
             f"The load generator computed {outcome.busy:.0%} of the time; more --num-clients may measure more.",
         )
     _write(namespace, model, result, [sample for sample in samples if not sample.error])
-    if not result["completed"]:
-        raise ConfigError(f"No request was answered; the first failed with: {samples[0].error}")
     if result["failed"]:
         note(namespace, f"The first failure: {next(sample.error for sample in samples if sample.error)}")
     return 0
