@@ -68,7 +68,7 @@ def test_requests_are_shared_out_and_a_clients_choice_counts(two: RunningServer)
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
-        (2, "data_parallel_rank must be in [0, 2), as data_parallel_size is 2; got 2."),
+        (2, "X-data-parallel-rank must be in [0, 2), as data_parallel_size is 2; got 2."),
         ("one", "X-data-parallel-rank must be the number of an engine, got 'one'."),
         ("-1", "X-data-parallel-rank must be the number of an engine, got '-1'."),
         ("9" * 40, "X-data-parallel-rank must be the number of an engine"),
@@ -77,6 +77,13 @@ def test_requests_are_shared_out_and_a_clients_choice_counts(two: RunningServer)
 def test_a_wrong_choice_is_refused(two: RunningServer, rank: int | str, said: str) -> None:
     response = ask(two, "hello", rank)
     assert response.status_code == 400 and said in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "X-data-parallel-rank", "what the client has sent"
+
+
+def test_two_choices_are_refused(two: RunningServer) -> None:
+    url, headers = two.url, [("X-data-parallel-rank", "0"), ("X-data-parallel-rank", "1")]
+    response = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}, headers=headers)
+    assert response.status_code == 400 and "must be the number of an engine, got '0, 1'." in response.text
 
 
 def test_prompts_with_one_beginning_go_to_one_engine(two: RunningServer) -> None:

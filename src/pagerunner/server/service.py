@@ -85,7 +85,20 @@ class Service:
         if len(name) > _MAX_ID_CHARS:
             raise HttpError(400, f"{LABEL_HEADER} has {len(name)} characters; at most {_MAX_ID_CHARS} are allowed.")
         model = model or self.model_names[0]
-        return Call(f"{prefix}-{name}", int(time.time()), model, f"{prefix}-{fresh}", _rank(http))
+        return Call(f"{prefix}-{name}", int(time.time()), model, f"{prefix}-{fresh}", self._rank(http))
+
+    def _rank(self, http: Request) -> int | None:
+        """The engine that a client asks for in vLLM's header. Raises HttpError 400 where there is no such engine."""
+        given, count = http.headers.getlist(RANK_HEADER), len(self.engine.replicas)
+        if not given:
+            return None
+        if len(given) > 1 or not given[0].isdecimal() or len(given[0]) > 9:
+            said = short(", ".join(given))
+            raise HttpError(400, f"{RANK_HEADER} must be the number of an engine, got {said!r}.", RANK_HEADER)
+        if (rank := int(given[0])) >= count:
+            reason = f"as data_parallel_size is {count}; got {rank}"
+            raise HttpError(400, f"{RANK_HEADER} must be in [0, {count}), {reason}.", RANK_HEADER)
+        return rank
 
     def engine_number(self, http: Request) -> int:
         """The engine that the query names, 0 if it names none. Raises HttpError 400 where there is no such engine."""
@@ -146,16 +159,6 @@ class Service:
             ]
         )
         return _blaming(names, outputs)
-
-
-def _rank(http: Request) -> int | None:
-    """What a client says in vLLM's header. Raises HttpError 400 for what is no number; the engine knows how many there are."""
-    given = http.headers.get(RANK_HEADER)
-    if given is None:
-        return None
-    if not given.isdecimal() or len(given) > 9:
-        raise HttpError(400, f"{RANK_HEADER} must be the number of an engine, got {short(given)!r}.", RANK_HEADER)
-    return int(given)
 
 
 class Endpoint:
