@@ -260,11 +260,14 @@ def test_stages_have_equally_many_layers_or_as_many_as_asked_for(
 
 
 @pytest.mark.parametrize("asked", ["2,2", "5,0", "4", "3,1,1", "3;2", "-1,6"])
-def test_layers_of_stages_that_do_not_add_up_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_stages_that_do_not_add_up_are_refused(
+    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PAGERUNNER_PP_LAYER_PARTITION", asked)
     with pytest.raises(ConfigError, match=rf"^PAGERUNNER_PP_LAYER_PARTITION='{asked}' must be 2 numbers of at least 1"):
         resolve(EngineArgs(model=str(demo_path()), pipeline_parallel_size=2, device="cpu"))
     resolve(EngineArgs(model=str(demo_path()), device="cpu"))
+    assert f"PAGERUNNER_PP_LAYER_PARTITION='{asked}' is passed over, as pipeline_parallel_size is 1." in caplog.text
 
 
 def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

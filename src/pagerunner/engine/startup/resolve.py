@@ -126,8 +126,7 @@ def resolve(
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if memory_bytes is not None and device == "cpu":
         memory_bytes //= args.num_ranks * args.data_parallel_size  # ranks and engines on CPUs share it
-    asked_layers = os.environ.get(LAYERS_OF_STAGES, "") if args.pipeline_parallel_size > 1 else ""
-    stages = layers_of_stages(model.num_layers, args.pipeline_parallel_size, asked_layers)
+    stages = _stages(args, model)
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
@@ -171,6 +170,15 @@ def _without_idle_expert_parallel(args: EngineArgs) -> EngineArgs:
     own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
     logger.warning("enable_expert_parallel divides experts among the ranks of tensor_parallel_size, which is 1.%s", own)
     return msgspec.structs.replace(args, enable_expert_parallel=False)
+
+
+def _stages(args: EngineArgs, model: ModelConfig) -> list[range]:
+    """The layers of each stage."""
+    asked = os.environ.get(LAYERS_OF_STAGES, "")
+    if asked and args.pipeline_parallel_size == 1:
+        logger.warning("%s=%r is passed over, as pipeline_parallel_size is 1.", LAYERS_OF_STAGES, asked)
+        asked = ""
+    return layers_of_stages(model.num_layers, args.pipeline_parallel_size, asked)
 
 
 def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, plan_only: bool) -> list[ModelConfig]:
