@@ -264,6 +264,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "allowed_origins": ["https://x.example"],
         "drain_seconds": 5.0,
         "otlp_traces_endpoint": None,
+        "api_server_count": 1,
     }
 
 

@@ -20,6 +20,7 @@ from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.types import SamplingParams
+from pagerunner.types.weights import FinishUpdate
 
 PARAMS = SamplingParams(max_tokens=1000, output_kind="delta")
 SLOW = '{"step_seconds": 0.02}'  # the request is under way for 20 s, however busy the machine is
@@ -41,6 +42,7 @@ def calls_of(engine: AsyncEngine, outputs: Any) -> dict[str, Callable[[], Any]]:
         "wake_up": engine.wake_up,
         "is_sleeping": engine.is_sleeping,
         "reset_prefix_cache": engine.reset_prefix_cache,
+        "change_weights": lambda: engine.change_weights(FinishUpdate()),
         "memory_state": engine.memory_state,
         "watch": lambda: engine.watch(0),
         "check_health": engine.check_health,

@@ -97,6 +97,7 @@ def test_both_serve_and_load_is_that_of_both(two: Server) -> None:
     streams = readers(two[1], 12, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})
     counts = [open_streams(two, pid) for pid in children(two, API)]
     assert sum(counts) >= 12 and min(counts) > 0, "the kernel shares connections out"
+    until(lambda: httpx.get(f"{two[1]}/load").json() == {"server_load": 12})  # connections are counted before requests
     for _ in range(4):
         assert httpx.get(f"{two[1]}/load").json() == {"server_load": 12}
     until(lambda: total(two, "vllm:num_requests_running") == 12)
