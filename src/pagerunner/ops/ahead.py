@@ -17,23 +17,30 @@ import torch
 from pagerunner.ops.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
+_COMPILER_THREAD = "load-compiler"
 _rehearsing = ContextVar("rehearsing", default=False)
 
 
-def load_libraries(device: torch.device) -> list[threading.Thread]:
-    """Begin to load what a device's steps need beside torch, in threads: Triton and cuDNN take a second each."""
+def load_libraries(device: torch.device, name: str) -> list[threading.Thread]:
+    """Begin to load what a device's steps need beside torch, in threads: Triton and cuDNN take a second each.
+
+    If kernels of this `name` aren't compiled, the process that will compile them starts too.
+    """
     if device.type != "cuda":
         return []
-    loads = [_load_cudnn_attention, *([_load_compiler] if has_triton() else [])]
-    threads = [threading.Thread(target=load, args=(device,), name="load-libraries", daemon=True) for load in loads]
+    threads = [threading.Thread(target=_load_cudnn_attention, args=(device,), name="load-libraries", daemon=True)]
+    if has_triton():
+        threads.append(threading.Thread(target=_load_compiler, args=(name,), name=_COMPILER_THREAD, daemon=True))
     for thread in threads:
         thread.start()
     return threads
 
 
-def _load_compiler(device: torch.device) -> None:
+def _load_compiler(name: str) -> None:
     with contextlib.suppress(Exception):  # the launch of a kernel meets the same error again and reports it
-        importlib.import_module("pagerunner.ops.kernels.ahead").load_driver()
+        ahead = importlib.import_module("pagerunner.ops.kernels.ahead")
+        ahead.load_driver()
+        ahead.start_compilers(name)
 
 
 def _load_cudnn_attention(device: torch.device) -> None:
@@ -58,6 +65,9 @@ def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object
     """
     if device.type != "cuda" or not has_triton():
         return 0
+    for thread in threading.enumerate():
+        if thread.name == _COMPILER_THREAD:  # it may be starting the process that compiles
+            thread.join()
     try:
         kernels = importlib.import_module("pagerunner.ops.kernels.ahead")
         if kernels.is_compiled(name):

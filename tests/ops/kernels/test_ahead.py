@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +66,51 @@ def compile_nothing(source, target, options, **_):
         raise ValueError("this kernel can't be compiled")
     assert target.arch == 90 and threading.current_thread().name.startswith("compile")
     return SimpleNamespace(src=source, metadata=SimpleNamespace(name=source.name))
+
+
+PROCESSES = """
+import json, sys, torch, triton
+from triton.runtime.driver import driver
+from test_ahead import Driver, _store
+from pagerunner.ops.kernels import ahead, pages
+
+driver._active = Driver()
+ahead._FEWEST_CORES = 1
+found = {}
+triton.knobs.compilation.listener = lambda **said: found.setdefault(said["src"].name, said["cache_hit"])
+
+def rehearse():
+    pages.fill_pages(torch.empty(4, dtype=torch.int64), torch.empty(1, 3, dtype=torch.int64), 8)
+    triton.jit(_store)[(1,)](torch.empty(4), 7, BLOCK=4)
+
+ahead.start_compilers("a")
+[process] = ahead._compilers
+count = ahead.compile_launched(rehearse)
+ahead.set_compiled("a")
+ahead.start_compilers("a")
+print(json.dumps([count, found, process.returncode is not None, len(ahead._compilers)]))
+ahead._PATIENCE_SECONDS = 0.05
+ahead.start_compilers("b")
+copy = pages._copy_pages, torch.empty(4, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+count = ahead.compile_launched(lambda: copy[0][(1,)](*copy[1:], BLOCK=64))
+print(json.dumps([count, found["_copy_pages"], len(ahead._compilers)]))
+ahead.start_compilers("c")
+ahead._compilers[0].stdin.close()
+print(json.dumps(ahead._compilers[0].wait(60)))
+"""
+
+
+def test_processes_compile_what_this_one_then_finds_in_the_cache(tmp_path):
+    """Truly compiled, for a card that isn't there. `_store` isn't a global kernel of its module, so it is left to this process."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    said = subprocess.run([sys.executable, "-c", PROCESSES], env=env, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    compiled, late, given_up = map(json.loads, said.stdout.splitlines())
+    assert compiled == [2, {"_fill_pages": True, "_store": False}, True, 0]
+    assert late == [1, False, 0], "processes that take too long are ended, and threads compile"
+    assert given_up == 0 and not said.stderr, "the process of a start that fails ends without a word"
 
 
 def test_each_kernel_that_is_launched_is_compiled_once_and_none_runs(device):
@@ -125,14 +175,15 @@ def test_a_start_whose_kernels_are_there_has_no_rehearsal(device, monkeypatch):
 
 def test_a_cpu_compiles_nothing():
     assert ops.compile_ahead(torch.device("cpu"), "a", lambda: 1 / 0) == 0
-    assert ops.load_libraries(torch.device("cpu")) == []
+    assert ops.load_libraries(torch.device("cpu"), "a") == []
 
 
 def test_libraries_are_loaded_in_the_background(device, monkeypatch):
     monkeypatch.setattr(ops, "has_triton", lambda: True)
     loaded = []
     monkeypatch.setattr(ahead, "load_driver", lambda: loaded.append("compiler"))
+    monkeypatch.setattr(ahead, "start_compilers", loaded.append)
     monkeypatch.setattr(ops, "_load_cudnn_attention", loaded.append)
-    for thread in ops.load_libraries(CUDA):
+    for thread in ops.load_libraries(CUDA, "name"):
         thread.join()
-    assert sorted(map(str, loaded)) == ["compiler", str(CUDA)]
+    assert sorted(map(str, loaded)) == ["compiler", str(CUDA), "name"]

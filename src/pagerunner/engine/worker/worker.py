@@ -187,7 +187,8 @@ def load_worker(
         card = Card.of(device_of_rank(rank), memory)
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
-    loading = load_libraries(device)
+    kernels = kernels_name(resolved, stage.number if stage is not None else 0)
+    loading = load_libraries(device, kernels)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
@@ -203,7 +204,7 @@ def load_worker(
         runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
-            runner.warm_up(name=kernels_name(resolved, stage.number if stage is not None else 0))
+            runner.warm_up(name=kernels)
         for thread in loading:
             thread.join()  # no thread may use the device while graphs are captured
         with meter.phase("capture", "graphs"):

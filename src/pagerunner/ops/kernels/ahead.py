@@ -9,22 +9,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import select
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction, compute_cache_key
+from triton.runtime.jit import JITFunction, compute_cache_key, serialize_specialization_data
+
+from pagerunner import children
+from pagerunner.ops.kernels.compilers import Asked, Kernel
+from pagerunner.threads import usable_cores
 
 MOST_THREADS = 16
+_FEWEST_CORES = 4  # with fewer, a process that imports torch costs more than it brings
+_COMPILERS = "pagerunner.ops.kernels.compilers"
+_PATIENCE_SECONDS = 120.0  # for processes to compile what takes this one a minute
 _MARK = "compiled"
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_compilers: list[subprocess.Popen[bytes]] = []
+"""The process that waits for kernels to compile, if one has been started."""
 
 
 class _Zeros(TorchDispatchMode):
@@ -37,8 +51,9 @@ class _Zeros(TorchDispatchMode):
         return out.zero_() if getattr(func, "overloadpacket", func).__name__ in _EMPTY else out
 
 
-def _build(compile_kernel: Callable[[], Any]) -> Any:
+def _build(compile_kernel: Callable[[], Any], may_begin: threading.Event) -> Any:
     """Compile a kernel, and on disk the module in C that launches it."""
+    may_begin.wait()
     kernel = compile_kernel()
     with contextlib.suppress(Exception):  # the launch of the kernel builds it again and reports what is wrong
         driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -48,11 +63,11 @@ def _build(compile_kernel: Callable[[], Any]) -> Any:
 class _Builders:
     """Where Triton sends what it compiles in the background. Most of that time it doesn't hold the interpreter's lock."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor, may_begin: threading.Event) -> None:
+        self.pool, self._may_begin = pool, may_begin
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        return self._pool.submit(_build, compile_kernel)
+        return self.pool.submit(_build, compile_kernel, self._may_begin)
 
 
 def load_driver() -> None:
@@ -61,13 +76,50 @@ def load_driver() -> None:
     driver.active  # noqa: B018 - made when it is first asked for
 
 
+def start_compilers(name: str) -> None:
+    """Start the process of `ops/kernels/compilers.py`, unless kernels of `name` are compiled or there are few cores."""
+    if usable_cores() >= _FEWEST_CORES and not is_compiled(name):
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process with threads had better not fork
+        environment = children.engine_environment() | alone
+        _compilers.append(children.start(_COMPILERS, environment, stdout=subprocess.PIPE, own_session=True))
+
+
+def _compile_in_processes(kernels: list[Kernel]) -> None:
+    """Have the kernels compiled into Triton's cache; returns when that has ended, when the processes have, or when it takes too long."""
+    process = _compilers.pop()
+    assert process.stdin is not None and process.stdout is not None
+    target = driver.active.get_current_target()
+    asked = Asked((target.backend, target.arch, target.warp_size), kernels)
+    with contextlib.suppress(OSError):
+        process.stdin.write(msgspec.json.encode(asked) + b"\n")
+        process.stdin.flush()
+        select.select([process.stdout], [], [], _PATIENCE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+    children.end({"the process that compiles kernels": process})
+
+
 def compile_launched(rehearse: Callable[[], object]) -> int:
-    """Compile, in threads, every kernel that `rehearse` launches in this thread, without launching any.
+    """Compile every kernel that `rehearse` launches in this thread, without launching any.
+
+    Threads do it as the rehearsal goes on; or, after it, first the processes that `start_compilers` has started. Then threads find most
+    in Triton's cache.
 
     Returns how many there were. A kernel that can't be compiled is left for its first real launch, which reports the error.
     """
     seen: set[tuple[int, Any]] = set()
-    run = JITFunction.run
+    kernels: list[Kernel] = []
+    run, do_compile = JITFunction.run, JITFunction._do_compile
+
+    def note(
+        self: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any, warmup: bool
+    ) -> Any:
+        if active_mode.get() is not None:
+            text = ""
+            with contextlib.suppress(TypeError):  # a constant that JSON doesn't have
+                text = serialize_specialization_data(self._fn_name, signature, constants, attrs, options, key)
+            kernels.append(Kernel(self.module, self.fn.__name__, text))
+        return do_compile(self, key, signature, device, constants, options, attrs, warmup)
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if active_mode.get() is None:  # another thread's launch, which goes on as usual
@@ -80,14 +132,22 @@ def compile_launched(rehearse: Callable[[], object]) -> int:
         seen.add(key)
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    workers = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(workers, "compile") as pool, AsyncCompileMode(_Builders(pool), ignore_errors=True):
-        JITFunction.run = compile_only
+    workers, may_begin = min(MOST_THREADS, usable_cores()), threading.Event()
+    builders = _Builders(ThreadPoolExecutor(workers, "compile"), may_begin)
+    with builders.pool, AsyncCompileMode(builders, ignore_errors=True):
+        JITFunction.run, JITFunction._do_compile = compile_only, note
+        if not _compilers:
+            may_begin.set()
         try:
             with _Zeros():
                 rehearse()
         finally:
-            JITFunction.run = run
+            JITFunction.run, JITFunction._do_compile = run, do_compile
+            try:
+                if not may_begin.is_set():
+                    _compile_in_processes(kernels)
+            finally:
+                may_begin.set()
     return len(seen)
 
 

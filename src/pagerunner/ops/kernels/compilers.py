@@ -1,0 +1,120 @@
+"""A process that compiles kernels on all cores, for a process that is loading a model.
+
+Triton's front end is Python, so threads of one process take turns in it. This process imports Triton and the kernels while its parent
+loads weights, and starts no thread and no device. So it may fork: a child for each core, which compiles one kernel after another into Triton's
+cache. What goes wrong here is left to the parent, which compiles what it doesn't find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from pagerunner.threads import usable_cores
+
+_PATIENCE_SECONDS = 300.0  # for a parent that has not come to its kernels
+_INDEX = struct.Struct("H")
+
+
+class Kernel(msgspec.Struct):
+    """One to compile: where it is defined, and what Triton says of the values that it is for; "" if that can't be said in JSON."""
+
+    module: str
+    name: str
+    specialization: str
+
+
+class Asked(msgspec.Struct):
+    """What the parent writes to standard input, a line: the device's target (`GPUTarget`), and the kernels."""
+
+    target: tuple[str, int, int]
+    kernels: list[Kernel]
+
+
+class _TargetAlone:
+    """In the place of Triton's driver: says for which device, and opens none."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What the parent said."""
+        return self._target
+
+
+def build(kernel: Kernel) -> None:
+    """Compile a kernel, and the module in C that launches it, into Triton's cache."""
+    compiled: Any = _function(kernel).preload(kernel.specialization)
+    importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _function(kernel: Kernel) -> Any:
+    return getattr(sys.modules[kernel.module], kernel.name)
+
+
+def _code_length(kernel: Kernel) -> int:
+    """0 for what isn't a kernel of a module. Triton's name for a kernel in its cache is made here too.
+
+    Whatever Triton's sources say, that name depends on which functions have been named before (3.6). So kernels are named in the order in which
+    the parent has named them.
+    """
+    try:
+        function = _function(kernel)
+        return len(function.src) if function.cache_key and kernel.specialization else 0
+    except Exception:
+        return 0
+
+
+def build_all(kernels: list[Kernel], workers: int) -> None:
+    """Build kernels in as many forked processes; returns when all have ended. Those with most code come first."""
+    lengths = [_code_length(kernel) for kernel in kernels]
+    kernels = [
+        kernels[place] for place in sorted(range(len(kernels)), key=lambda place: -lengths[place]) if lengths[place]
+    ]
+    todo, add = os.pipe()
+    started = []
+    for _ in range(min(workers, len(kernels))):
+        if (child := os.fork()) == 0:
+            os.close(add)
+            try:
+                while index := os.read(todo, _INDEX.size):
+                    with contextlib.suppress(Exception):
+                        build(kernels[_INDEX.unpack(index)[0]])
+            finally:
+                os._exit(0)
+        started.append(child)
+    os.close(todo)
+    with contextlib.suppress(BrokenPipeError), open(add, "wb") as pipe:
+        pipe.write(b"".join(map(_INDEX.pack, range(len(kernels)))))
+    for child in started:
+        os.waitpid(child, 0)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    for file in Path(__file__).parent.glob("[a-z]*.py"):
+        importlib.import_module(f"pagerunner.ops.kernels.{file.stem}")
+    line = sys.stdin.buffer.readline() if select.select([sys.stdin], [], [], _PATIENCE_SECONDS)[0] else b""
+    if line.endswith(b"\n"):  # not if the parent has ended, as a start does that finds something wrong
+        asked = msgspec.json.decode(line, type=Asked)
+        driver.set_active(_TargetAlone(GPUTarget(*asked.target)))
+        build_all(asked.kernels, usable_cores())
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
