@@ -55,7 +55,7 @@ class GatedMLP(FeedForward):
         if self.activation is silu_and_mul and self.down_proj.takes_gate(x_TD.shape[0]):
             self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
         else:
-            self.down_proj.add_(self.inner_of_norm(x_TD, norm), x_TD)
+            self.down_proj.add_(self._inner_of_norm(x_TD, norm), x_TD)
 
     def matrices(self) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored] | None:
         """Both matrices, if they and `silu(gate) * up` are all there is to the layer."""
@@ -64,7 +64,7 @@ class GatedMLP(FeedForward):
         both, down = self.gate_up_proj.matrix, self.down_proj.matrix
         return None if both is None or down is None else (both, down)
 
-    def inner_of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def _inner_of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """What `down_proj` gets for `norm(x)`, [T, inner]."""
         if self.activation is silu_and_mul:
             return self.gate_up_proj.silu_of_norm(x_TD, norm)

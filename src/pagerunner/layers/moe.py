@@ -108,10 +108,6 @@ class Experts(Module):
         """The weighted sum of the outputs of each token's experts, [T, D]."""
         return self.method.apply(x_TD, routes, self._mixture())
 
-    def add_(self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor) -> None:
-        """Add that sum to `residual` in place."""
-        self.method.apply(x_TD, routes, self._mixture(), residual_TD)
-
     def add_then(
         self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | None:
@@ -318,11 +314,6 @@ class SparseMLP(FeedForward):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. The sum of each token's experts may be pending afterwards."""
-        if stream.is_whole and self.shared is not None and self.shared_gate is None and stream.x_TD.shape[0] == 1:
-            inner = self.shared.inner_of_norm(stream.x_TD, norm)  # before the experts add to the stream
-            self.experts.add_(*self.router.of_stream(stream, norm), stream.x_TD)
-            self.shared.down_proj.add_(inner, stream.x_TD)
-            return
         normed_TD, routes = self.router.of_stream(stream, norm)
         beside = self._beside_experts()
         if beside is None:

@@ -79,7 +79,7 @@ def norm_linear(
 
 @gpu_kernel("linear")
 def norm_linear_silu(
-    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm | None, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`silu(gate) * up`, [T, O], where `linear(norm(x))` is the gate's O features and then up's."""
-    return silu_and_mul(F.linear(norm(x_TI), matrix(weight_2OI, x_TI.dtype), bias_2O))
+    """`silu(gate) * up`, [T, O], where `linear(norm(x))` is the gate's O features and then up's. Without a norm it is `linear(x)`."""
+    return silu_and_mul(F.linear(x_TI if norm is None else norm(x_TI), matrix(weight_2OI, x_TI.dtype), bias_2O))

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagerunner.ops.activation import GatedActivation
+from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.linear import linear, linear_add_
+from pagerunner.ops.linear import linear, linear_add_, norm_linear_silu
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import RUN, Stored, Stored8, dense
@@ -40,7 +40,11 @@ class Shared(NamedTuple):
 
 def add_shared_(x_TD: torch.Tensor, shared: Shared, activation: GatedActivation, residual_TD: torch.Tensor) -> None:
     """Add the output of `shared` to `residual` in place."""
-    linear_add_(activation(linear(x_TD, shared.gate_up_2SD)), shared.down_DS, residual_TD)
+    if activation == SILU:
+        inner = norm_linear_silu(x_TD, None, shared.gate_up_2SD)
+    else:
+        inner = activation(linear(x_TD, shared.gate_up_2SD))
+    linear_add_(inner, shared.down_DS, residual_TD)
 
 
 @gpu_kernel("moe")

@@ -49,9 +49,10 @@ def test_a_norm_before_and_a_gate_behind(tokens, bias, offset):
     torch.testing.assert_close(
         norm_linear.kernel(x, norm, weight, bias_O), norm_linear.twin(x, norm, weight, bias_O), atol=1e-4, rtol=1e-4
     )
-    got, want = norm_linear_silu.kernel(x, norm, weight, bias_O), norm_linear_silu.twin(x, norm, weight, bias_O)
-    assert got.shape == (tokens, 9)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    for before in (norm, None):
+        got, want = norm_linear_silu.kernel(x, before, weight, bias_O), norm_linear_silu.twin(x, before, weight, bias_O)
+        assert got.shape == (tokens, 9)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 6])

@@ -197,6 +197,31 @@ def test_one_token(active, weigh_inputs):
     torch.testing.assert_close(*alone, atol=1e-4 * float(alone[1].abs().max()), rtol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["float32", "fp8 row", "fp8 block"])
+@pytest.mark.parametrize("wide", [256, 640])
+def test_what_all_tokens_pass_is_part_of_both_kernels_of_one_token(form, wide, monkeypatch):
+    """Its inner features may be fewer or more than an expert's, and no multiple of them."""
+    torch.manual_seed(wide)
+    features, inner, experts = 256, 384, 5
+
+    def matrix(outputs: int, inputs: int, number: int | None = None) -> torch.Tensor | Stored:
+        if form == "float32":
+            return torch.randn(*([] if number is None else [number]), outputs, inputs) / 8
+        return stored(form, outputs, inputs, experts=number)
+
+    gate_up, down = matrix(2 * inner, features, experts), matrix(features, inner, experts)
+    shared = Shared(matrix(2 * wide, features), matrix(features, wide))
+    x, residual = torch.randn(1, features), torch.randn(1, features)
+    routes = route.kernel(torch.randn(1, experts), Routing(3))
+    seen = []
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
+    got, want = residual.clone(), residual.clone()
+    assert moe_experts_then.kernel(x, routes, gate_up, down, SILU, residual_TD=got, shared=shared) is None
+    moe_experts_then.twin(x, routes, gate_up, down, SILU, residual_TD=want, shared=shared)
+    torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
+    assert not seen
+
+
 SHARED = by_days(
     [*FORMS[:3], "int4 bf16 128", "float32"], [(6, 256, 256, 256), (21, 256, 256, 384), (70, 256, 256, 256)]
 )

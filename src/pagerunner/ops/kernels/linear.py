@@ -335,7 +335,7 @@ def norm_linear(
 
 
 def norm_linear_silu(
-    x_TI: torch.Tensor, norm: Norm, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
+    x_TI: torch.Tensor, norm: Norm | None, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/linear.py`."""
     return _product(x_TI, weight_2OI, bias_2O, norm, gated=True)

@@ -175,7 +175,8 @@ def moe_experts_then(
     packed = _is_packed(x_TD, routes, gate_up_E2ID, down_EDI)
     routes = _dense(routes) if packed else _ordered(routes, gate_up_E2ID.shape[0])
     joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI)
-    if shared is not None and not (joint and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
+    beside = joint or tokens == 1 and not packed
+    if shared is not None and not (beside and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
         add_shared_(x_TD, shared, activation, residual_TD)
         shared = None
     own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, residual_TD
@@ -183,7 +184,7 @@ def moe_experts_then(
         pairs_products(*own, weigh_inputs=weigh_inputs, add=add)
         return None
     if tokens == 1:
-        one_token(*own, weigh_inputs=weigh_inputs, add=add)
+        one_token(*own, weigh_inputs=weigh_inputs, add=add, shared=shared)
         return None
     products = (gate_up_E2ID, gate_up_bias_E2I), (down_EDI, down_bias_ED), activation
     if joint:

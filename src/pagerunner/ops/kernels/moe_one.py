@@ -4,6 +4,9 @@
 adds it to the residual stream. `_up_kernel` lets it start only after its own wait. So the experts are chosen by then, and `_down_kernel` reads
 the first weights while `_up_kernel` still runs. Every program multiplies whole rows of weights, and sums in float32 registers.
 
+What all tokens pass beside their experts is part of both. Its gates and ups come first: they are the same for every token, so they are on
+their way from memory while the experts are still being chosen.
+
 Shape letters as in `ops/moe.py`; L matrices of a tile (gate and up, or the token's experts), N rows of each, K columns.
 """
 
@@ -22,6 +25,7 @@ from pagerunner.ops.kernels.codes import DENSE, E2M1, INT4, ROW_SCALES, numbers4
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
+from pagerunner.ops.moe import Shared
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
 
@@ -111,43 +115,69 @@ def row_products(codes, x_ptr, x_rows_L, w_ptr, s_ptr, z_ptr, r_ptr, experts_L, 
 
 
 @triton.jit
-def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, limit, N: tl.constexpr, K: tl.constexpr,
-               BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
-               BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
-               KIND: tl.constexpr, WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN of the N inner features of one of the token's experts."""
-    wait_turn(PDL)
-    start_next(PDL)  # now, as the next kernel reads the experts' numbers before it waits
+def _gated_rows(x_ptr, weight_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, ids, features, limit, SHARED: tl.constexpr,
+                N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
+                BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
+                KIND: tl.constexpr, WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What the activation makes of some of the N inner features of the matrix `ids`, twice the same. SHARED: it is read before the wait."""
     step: tl.constexpr = 2 if KIND == CLAMPED_SWIGLU else 1
     ups: tl.constexpr = 1 if KIND == CLAMPED_SWIGLU else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    pair = tl.program_id(1)
     both = tl.arange(0, 2)
-    ids = tl.load(experts_ptr + pair + both * 0).to(tl.int64)
-    features = tl.program_id(0) * BN + tl.arange(0, BN)
     live = (features < N)[None, :] & (ids >= 0)[:, None]  # an expert that isn't here has number -1
     rows = features[None, :] * step + both[:, None] * ups
     all_rows = ids[:, None] * (2 * N) + rows
     codes = load_codes(w_ptr, all_rows, live, 0, K, BK, FORM)
+    if SHARED:
+        wait_turn(PDL)
+        start_next(PDL)
     y = row_products(codes, x_ptr, both * 0, w_ptr, s_ptr, z_ptr, r_ptr, ids, rows, live, 2 * N, K, G, BO, BK, FORM, WORDS,
                      SCALES, ZEROS, FACTORS)  # fmt: skip
     if WEIGH:
-        y *= tl.load(weights_ptr + pair)
+        y *= tl.load(weight_ptr)
     if BIAS:
         y += tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype).to(tl.float32)
     gate = tl.sum(tl.where((both == 0)[:, None], y, 0.0), 0)
     up = tl.sum(tl.where((both == 1)[:, None], y, 0.0), 0)
-    tl.store(out_ptr + pair * N + features, gated(gate, up, limit, KIND, dtype), mask=features < N)
+    tl.store(out_ptr + features, gated(gate, up, limit, KIND, dtype), mask=features < N)
 
 
 @triton.jit
-def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr, A: tl.constexpr,
-                 BA: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-                 BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr,
-                 BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
-                 WEIGH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN of the N features of the weighted sum over the token's experts. ADD: to what `out` holds."""
+def _up_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, sw_ptr, ss_ptr, sz_ptr, sr_ptr, bias_ptr, out_ptr, limit,
+               A: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr,
+               SN: tl.constexpr, SG: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr, BO: tl.constexpr,
+               SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+               WEIGH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN of the N inner features of one of the token's A experts; or SN of the SHARED ones, whose results stand behind those of the experts."""
+    PROGRAMS: tl.constexpr = (N + BN - 1) // BN
+    ROUNDS: tl.constexpr = (SHARED + PROGRAMS * SN - 1) // (PROGRAMS * SN)
+    turn = tl.program_id(1)
+    no_id = tl.zeros((2,), tl.int64)
+    if SHARED and turn < ROUNDS:
+        some = (turn * PROGRAMS + tl.program_id(0)) * SN + tl.arange(0, SN)
+        _gated_rows(x_ptr, weights_ptr, sw_ptr, ss_ptr, sz_ptr, sr_ptr, bias_ptr, out_ptr + A * N, no_id, some, limit, True, SHARED,
+                    K, BK, FORM, WORDS, SG, BO, SCALES, ZEROS, FACTORS, False, KIND, False, PDL)  # fmt: skip
+    else:
+        wait_turn(PDL)
+        start_next(PDL)  # now, as the next kernel reads the experts' numbers before it waits
+        pair = turn - ROUNDS
+        features = tl.program_id(0) * BN + tl.arange(0, BN)
+        ids = tl.load(experts_ptr + pair + no_id).to(tl.int64)
+        _gated_rows(x_ptr, weights_ptr + pair, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, out_ptr + pair * N, ids, features, limit, False, N,
+                    K, BK, FORM, WORDS, G, BO, SCALES, ZEROS, FACTORS, BIAS, KIND, WEIGH, PDL)  # fmt: skip
+
+
+@triton.jit
+def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, sw_ptr, ss_ptr, sz_ptr, sr_ptr, bias_ptr, out_ptr,
+                 A: tl.constexpr, BA: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 SHARED: tl.constexpr, SG: tl.constexpr, SBK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+                 G: tl.constexpr, BO: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr,
+                 BIAS: tl.constexpr, WEIGH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN of the N features of the weighted sum over the token's experts. ADD: to what `out` holds.
+
+    SHARED: inner features of what all tokens pass, SBK at a time. Its output comes first.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     index = tl.arange(0, BA)
     ids = tl.load(experts_ptr + index, mask=index < A, other=0).to(tl.int64)
@@ -160,11 +190,19 @@ def _down_kernel(x_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bi
     bias = tl.zeros((BA, BN), tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + all_rows, mask=live, other=0.0).to(tl.float32)
+    no_id = tl.zeros((1,), tl.int64)
+    own_live = (features < N)[None, :]
+    if SHARED:
+        own_codes = load_codes(sw_ptr, no_id[:, None] + features[None, :], own_live, 0, SHARED, SBK, FORM)
     wait_turn(PDL)
     start_next(PDL)
     old = tl.zeros((BN,), tl.float32)
     if ADD:
         old = tl.load(out_ptr + features, mask=features < N, other=0.0).to(tl.float32)
+    if SHARED:
+        own = row_products(own_codes, x_ptr + A * K, no_id, sw_ptr, ss_ptr, sz_ptr, sr_ptr, no_id, features[None, :], own_live, N,
+                           SHARED, SG, BO, SBK, FORM, WORDS, SCALES, ZEROS, FACTORS)  # fmt: skip
+        old = (old + tl.sum(own, 0)).to(dtype).to(tl.float32)
     y = row_products(codes, x_ptr, tl.minimum(index, A - 1), w_ptr, s_ptr, z_ptr, r_ptr, ids, rows, live, N, K, G, BO, BK, FORM,
                      WORDS, SCALES, ZEROS, FACTORS) + bias  # fmt: skip
     if WEIGH:
@@ -190,11 +228,11 @@ def up_config(inputs: int, form: int) -> OneConfig:
 
 
 @functools.cache
-def down_config(inputs: int, form: int) -> OneConfig:
+def down_config(inputs: int, form: int, shared: bool) -> OneConfig:
     """The block for `_down_kernel`, by measurement (docs/performance.md)."""
     if form in (2, 3):
         return OneConfig(2, min(512, max(32, padded(inputs))), 4)
-    return OneConfig(4, min(256, max(32, padded(inputs))), 4)
+    return OneConfig(4, min(256, max(32, padded(inputs))), 8 if shared and form == DENSE.value else 4)
 
 
 def one_token(
@@ -209,25 +247,30 @@ def one_token(
     *,
     weigh_inputs: bool,
     add: bool,
+    shared: Shared | None = None,
     configs: tuple[OneConfig, OneConfig] | None = None,
 ) -> torch.Tensor:
-    """The experts of one token."""
+    """The experts of one token, and `shared`, which is stored as they are (`moe_joint.joins`)."""
     _, features, inner = down.shape
     active = routes.experts_TA.shape[1]
     chosen = routes.experts_TA, routes.weights_TA
-    inner_AI = torch.empty(active, inner, dtype=x_1D.dtype, device=x_1D.device)
+    wide = 0 if shared is None else shared.down_DS.shape[1]
+    inner_X = x_1D.new_empty(active * inner + wide)
     (*tensors, _, _), form = stored_args(gate_up, x_1D.dtype)
+    (*beside, _, _), own = stored_args(gate_up if shared is None else shared.gate_up_2SD, x_1D.dtype)
     config = configs[0] if configs else up_config(features, form["FORM"])
-    _up_kernel[(blocks(inner, config.rows), active)](
-        x_1D, *chosen, *tensors, x_1D if gate_up_bias is None else gate_up_bias, inner_AI, activation.limit, N=inner,
-        K=features, BN=config.rows, BK=config.inputs, BIAS=gate_up_bias is not None, KIND=kind_of(activation),
-        WEIGH=weigh_inputs, num_warps=config.warps, **form, **dependent(x_1D.device),
+    programs, rows = blocks(inner, config.rows), max(1, config.rows // 2)  # so few stay in registers until the wait
+    _up_kernel[(programs, blocks(wide, programs * rows) + active)](
+        x_1D, *chosen, *tensors, *beside, x_1D if gate_up_bias is None else gate_up_bias, inner_X, activation.limit, A=active,
+        N=inner, K=features, BN=config.rows, BK=config.inputs, SHARED=wide, SN=rows, SG=own["G"], BIAS=gate_up_bias is not None,
+        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, **form, **dependent(x_1D.device),
     )  # fmt: skip
     (*tensors, _, _), form = stored_args(down, x_1D.dtype)
-    config = configs[1] if configs else down_config(inner, form["FORM"])
+    (*beside, _, _), own = stored_args(down if shared is None else shared.down_DS, x_1D.dtype)
+    config = configs[1] if configs else down_config(inner, form["FORM"], shared is not None)
     _down_kernel[(blocks(features, config.rows),)](
-        inner_AI, *chosen, *tensors, x_1D if down_bias is None else down_bias, out_1D, A=active, BA=padded(active),
-        N=features, K=inner, BN=config.rows, BK=config.inputs, BIAS=down_bias is not None, WEIGH=not weigh_inputs,
-        ADD=add, num_warps=config.warps, **form, **dependent(x_1D.device),
+        inner_X, *chosen, *tensors, *beside, x_1D if down_bias is None else down_bias, out_1D, A=active, BA=padded(active),
+        N=features, K=inner, BN=config.rows, BK=config.inputs, SHARED=wide, SG=own["G"], SBK=8 * config.inputs,
+        BIAS=down_bias is not None, WEIGH=not weigh_inputs, ADD=add, num_warps=config.warps, **form, **dependent(x_1D.device),
     )  # fmt: skip
     return out_1D
