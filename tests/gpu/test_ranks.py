@@ -26,6 +26,11 @@ pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
 
 NEAR = 0.05
 """How much less likely, in logarithms, a token may be than the best one where two engines choose differently."""
+BESIDE = 4
+"""How many token ids may lie between two engines' first different draws. Logits in bfloat16 differ in their last bits, so the running sum of the
+weights does at its fourth digit. A uniform falls between two such sums in a seventh of the draws, as most of the 512 tokens weigh about as much.
+It is the next token then. Draws with other random numbers are 170 ids apart.
+"""
 WIDE: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 PROMPTS = [{"prompt_token_ids": [7 + n, *range(20, 20 + 9 * n)]} for n in range(24)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
@@ -80,9 +85,14 @@ def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, tmp_p
     assert [x.outputs[0].token_ids for x in two.generate(PROMPTS, plain, use_tqdm=False)] == [
         x.token_ids for x in found
     ]
-    drawn = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+    drawn = [
+        SamplingParams(temperature=1, seed=n << 30, min_p=1e-4 * (n % 2), max_tokens=24, ignore_eos=True)
+        for n in range(len(PROMPTS))  # every second one from gathered logits; min-p leaves all tokens
+    ]
     left, right = ([x.outputs[0].token_ids for x in llm.generate(PROMPTS, drawn, use_tqdm=False)] for llm in (one, two))
-    assert sum(a == b for a, b in zip(left, right, strict=True)) > 0.5 * len(PROMPTS), "most draws aren't near a bound"
+    for number, pairs in enumerate(zip(left, right, strict=True)):
+        a, b = next(((a, b) for a, b in zip(*pairs, strict=True) if a != b), (0, 0))
+        assert abs(a - b) <= BESIDE, (number, pairs)
     two._core._executor._compare()  # type: ignore[attr-defined]
     two.sleep(0)
     two.wake_up()

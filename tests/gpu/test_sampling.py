@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagerunner.ops.sample import SlotSettings, greedy, sample
+from pagerunner.ops.vocab_pick import DrawnRows, best_keys, own_draw, own_mass, tokens_of_keys
 
 VOCAB = 151_936
 KINDS = {
@@ -63,6 +64,23 @@ def test_the_twins_tokens(kind, spread, dtype):
     want, want_best = sample.twin(logits, *places(rows), settings)
     assert torch.equal(best, want_best)
     assert int((got != want).sum()) <= 1  # a uniform may fall within a rounding of a span's edge
+
+
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_draw_from_their_parts_what_is_drawn_from_whole_rows(ranks, spread):
+    rows = 40
+    logits, settings = (random(rows, VOCAB) * spread).bfloat16(), settings_of(rows, KINDS["plain"])
+    parts = logits.tensor_split(ranks, 1)
+    widest, first = parts[0].shape[1], [sum(part.shape[1] for part in parts[:rank]) for rank in range(ranks)]
+    keys = torch.stack([best_keys(part, start, widest) for part, start in zip(parts, first, strict=True)])
+    tokens, best = tokens_of_keys(keys, VOCAB)
+    assert torch.equal(tokens, greedy(logits)[0])
+    asked = DrawnRows(best, *places(rows), settings)
+    masses, own = zip(*(own_mass(part, asked) for part in parts), strict=True)
+    drawn = [own_draw(parts[rank], asked, torch.stack(masses), own[rank], rank, first[rank]) for rank in range(ranks)]
+    want, _ = sample(logits, *places(rows), settings)
+    assert int((torch.stack(drawn).amax(0) != want).sum()) <= 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "usual", "top-p"])

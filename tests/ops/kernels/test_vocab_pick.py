@@ -113,16 +113,21 @@ def test_ranks_draw_what_the_whole_sampler_draws(seed, ranks, vocab, spread, dty
 
 
 @pytest.mark.parametrize(
-    ("vocab", "ranks", "dtype"), [(101, 2, torch.float32), (203, 3, torch.bfloat16), (64, 4, torch.float16)]
+    ("vocab", "ranks", "dtype", "run"),
+    [(101, 2, torch.float32, 8), (203, 3, torch.bfloat16, 8), (64, 4, torch.float16, 8), (515, 2, torch.bfloat16, 128)],
 )
-def test_the_kernels_draw_what_the_whole_sampler_draws(vocab, ranks, dtype):
+def test_the_kernels_draw_what_the_whole_sampler_draws(vocab, ranks, dtype, run, monkeypatch):
+    monkeypatch.setattr(kernels, "RUN", run)
+    monkeypatch.setattr(kernels, "TILE", 4 * run)
     bounds = [vocab * rank // ranks for rank in range(ranks + 1)]
     logits = (torch.randn(5, vocab) * 3).to(dtype)
     logits[1, : vocab // 2] = -INF
     logits[2, :-1] = -INF
     asked, seen = free(1.0, 0.5, 1.0, 5.0, 1e30), set()
     for position in range(effort(4, 20)):
-        wanted, _ = sample.twin(logits, torch.arange(5), torch.full((5,), position), asked)
+        row = torch.arange(5), torch.full((5,), position), asked
+        wanted, _ = sample.twin(logits, *row)
+        assert sample.kernel(logits, *row)[0].tolist() == wanted.tolist()
         assert drawn(logits, bounds, position, asked, "kernel").tolist() == wanted.tolist()
         seen |= set(wanted.tolist())
     assert len(seen) > 5
