@@ -166,8 +166,14 @@ def test_a_core_that_is_killed_is_known_to_all_and_the_last_one_ends_the_server(
     text_side: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_options(monkeypatch, step_seconds=0.01)
-    with server_process(text_side, 5, api_server_count=2, engines=2) as server:
+    with server_process(text_side, 5, api_server_count=2, engines=2, stall_seconds=2) as server:
         cores = children(server, b"core.process")
+        os.kill(cores[1], signal.SIGSTOP)  # nobody has asked it for anything
+        for _ in range(6):  # each is another connection
+            until(lambda: '{"lost":{"' in httpx.get(f"{server[1]}/health").text, seconds=20)
+        os.kill(cores[1], signal.SIGCONT)
+        for _ in range(6):
+            until(lambda: httpx.get(f"{server[1]}/health").content == b"")
         os.kill(cores[1], signal.SIGKILL)
         for _ in range(6):
             until(lambda: "SIGKILL" in httpx.get(f"{server[1]}/health").text)

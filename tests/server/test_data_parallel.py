@@ -236,7 +236,13 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
     two: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two.engine.replicas
-    monkeypatch.setattr(two.engine, "_stall_seconds", 0.5)
+
+    def up() -> list[float]:
+        families = text_string_to_metric_families(two.get("/metrics").text)
+        return [one.value for family in families if family.name == "pagerunner:engine_up" for one in family.samples]
+
+    for one in (first, second):
+        monkeypatch.setattr(one, "_stall_seconds", 0.5)
     os.kill(second.client.pid, signal.SIGSTOP)
     try:
         for path in ("pause", "reset_prefix_cache"):
@@ -245,11 +251,16 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
             assert answer.status_code == 503 and said in answer.text
         assert two.get("/is_paused").status_code == 503 and first.level < 0
         health = two.get("/health")
+        said = "The process of engine 1 of 2 has given no sign of life for "
         assert health.status_code == 200 and said in health.json()["lost"]["1"] and "0" not in health.json()["lost"]
         assert all(ask(two, [40 + number]).status_code == 200 for number in range(3)), "the other one serves"
+        refused = ask(two, "hello", 1)
+        assert refused.status_code == 503 and said in refused.json()["error"]["message"]
+        until(lambda: up() == [1, 0], seconds=20)
     finally:
         os.kill(second.client.pid, signal.SIGCONT)
-    until(lambda: not second.flaw)
+    until(lambda: not second.fault)
+    until(lambda: up() == [1, 1], seconds=20)
     assert two.get("/health").content == b"" and ask(two, "hello", 1).status_code == 200
     assert two.get("/is_paused").json() == {"is_paused": False}
 

@@ -59,7 +59,19 @@ def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
         while (response := server.get("/health")).status_code == 200 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert response.status_code == 503
-        assert "1 unfinished requests and has made no step" in response.json()["error"]["message"]
+        said = "1 unfinished requests and has made no step"
+        assert said in response.json()["error"]["message"]
+        response = server.post("/v1/completions", {"prompt": "a"})
+        assert response.status_code == 503 and said in response.json()["error"]["message"]
+        for call in (
+            "POST /sleep?level=0",
+            "POST /wake_up",
+            "POST /reset_prefix_cache",
+            "GET /is_sleeping",
+            "GET /memory",
+        ):
+            response = httpx.request(*call.split()[:1], server.url + call.split()[1], timeout=patient(10))
+            assert response.status_code == 503 and "has not answered a call for 0.3 seconds" in response.text, call
         os.kill(server.engine.core_pid, signal.SIGKILL)
         client.join()
 
@@ -240,7 +252,7 @@ def test_a_full_queue_says_when_to_come_again(text_side: Path, monkeypatch: pyte
         assert int(refused.headers["Retry-After"]) >= 1
         assert "PAGERUNNER_LIMIT_MAX_QUEUED_REQUESTS" in refused.json()["error"]["message"]
         server.wait_idle()
-        progress = server.engine._desk.progress
+        progress = server.engine.replicas[0].desk.progress
         assert progress.queued == progress.queued_tokens == 0
         assert server.post("/v1/completions", body).status_code == 200
         monkeypatch.setattr(limits, "MAX_QUEUED_TOKENS", 10)

@@ -376,6 +376,10 @@ class Metrics(EngineObserver):
                 "vllm:engine_sleep_state", "1 for the state that the engine is in.", of == level, sleep_state=state
             )
 
+    def on_health(self, well: bool) -> None:
+        """Set engine_up."""
+        self._set_up(well)
+
     def on_death(self) -> None:
         """Set engine_up, and the gauges of what a dead engine has no more: requests, pages and a state of sleep."""
         self._set_up(0)
@@ -384,4 +388,4 @@ class Metrics(EngineObserver):
         self.on_sleep(-1)
 
     def _set_up(self, value: int) -> None:
-        self._set("pagerunner:engine_up", "1 while the engine's core lives, 0 when it is gone.", value)
+        self._set("pagerunner:engine_up", "1 while the engine makes progress, 0 when it hangs or is gone.", value)

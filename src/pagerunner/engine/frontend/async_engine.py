@@ -22,7 +22,7 @@ from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
 from pagerunner.engine.frontend.input_processor import Truncation, check_queueable, up_to_mark, with_marked_end
 from pagerunner.engine.frontend.observer import EngineObserver
-from pagerunner.engine.frontend.replicas import Chooser, Replica, check_alive
+from pagerunner.engine.frontend.replicas import Chooser, Replica, check_able, check_alive
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.engine.startup.hub import fetch_checkpoint
@@ -74,10 +74,10 @@ class AsyncEngine:
         self._frontend = frontend
         self.dead = asyncio.Event()
         self.replicas = [
-            Replica(core, frontend.outputs, observer.of_engine(index), self._core_died)
+            Replica(core, frontend.outputs, observer.of_engine(index), self._core_died, stall_seconds)
             for index, core in enumerate(cores)
         ]
-        self._chooser = Chooser(self.replicas, stall_seconds, prefixes=prefixes)
+        self._chooser = Chooser(self.replicas, prefixes=prefixes)
         self._numbers = itertools.count()
         self._name = f"c{cores[0].client}-" if cores[0].client else ""  # of several frontends
         self._stall_seconds = stall_seconds
@@ -108,7 +108,7 @@ class AsyncEngine:
             core_factory: `module:function` that builds the core in the new process.
             frontend_factory: builds the text side from the arguments and the resolved length.
             cores: those that another process of the server has started, instead of new ones.
-            stall_seconds: silence after which `check_health` fails while requests are unfinished.
+            stall_seconds: silence after which a core counts as hung: it gets no new requests, and `check_health` fails.
 
         Raises:
             ConfigError, CheckpointError, CapacityError: the engine cannot be built as asked.
@@ -191,8 +191,8 @@ class AsyncEngine:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Which cores can't serve, and why: they are gone, make no progress, don't answer, or have weights that are half new."""
-        faults = {index: one.fault(self._stall_seconds) or one.flaw for index, one in enumerate(self.replicas)}
+        """Which cores can't serve, and why: they are gone, hang, or have weights that are half new."""
+        faults = {index: one.fault or one.flaw for index, one in enumerate(self.replicas)}
         return {index: fault for index, fault in faults.items() if fault}
 
     async def add_request(
@@ -212,7 +212,7 @@ class AsyncEngine:
         """
         self._home.check()
         arrival = time.monotonic()
-        check_alive(self.replicas)
+        check_able(self.replicas)
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         self._check_queue(params.n, 0)
@@ -269,7 +269,7 @@ class AsyncEngine:
             InvalidRequestError: this request can never run.
             QueueFullError: too many requests wait already.
             RequestFailedError: it failed inside the engine.
-            EngineSleepingError, EngineDeadError: nothing can run now, or ever. While the engine is only paused, requests wait.
+            EngineSleepingError, EngineDeadError: nothing can run now, or ever, or the engine hangs. While the engine is only paused, requests wait.
         """
         stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank)
         try:
@@ -384,7 +384,7 @@ class AsyncEngine:
         await self._whole(self._sleep(level, mode))
 
     async def _sleep(self, level: int, mode: str) -> None:
-        if not self._several:
+        if len(self.replicas) == 1:
             await self._of_all(lambda one: one.sleep(level, mode))
             return
         before = [(one, one.level) for one in self.replicas]
@@ -444,15 +444,10 @@ class AsyncEngine:
     async def _of_all(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
         """The answers of all cores that live. Raises the error of the first that can't answer.
 
-        Of several each has to give a sign of life first, so that one that hangs leaves the others as they are.
+        Each has to give a sign of life first. So a core that hangs is an error, and leaves the others as they are.
         """
-        if self._several:
-            await self._answers(lambda one: one.sleep_level(self._stall_seconds))
+        await self._answers(lambda one: one.sleep_level())
         return await self._answers(call)
-
-    @property
-    def _several(self) -> bool:
-        return len(self.replicas) > 1
 
     async def _answers(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
         asked = check_alive(self.replicas)
@@ -481,7 +476,7 @@ class AsyncEngine:
     async def is_sleeping(self) -> bool:
         """Whether the engine is parked."""
         self._home.check()
-        levels = await self._answers(lambda one: one.sleep_level(self._stall_seconds if self._several else None))
+        levels = await self._answers(lambda one: one.sleep_level())
         return any(level is not None for level in levels)
 
     async def reset_prefix_cache(self) -> bool:
@@ -492,20 +487,20 @@ class AsyncEngine:
     async def memory_state(self, engine: int = 0) -> dict[str, Any]:
         """Who holds a core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
         self._home.check()
-        state: dict[str, Any] = msgspec.to_builtins(await self.replicas[engine].client.call(wire.ReadMemory))
+        one = self.replicas[engine]
+        state: dict[str, Any] = msgspec.to_builtins(await one.answer(one.client.call(wire.ReadMemory)))
         return state
 
     async def watch(self, since: int, engine: int = 0) -> LiveState:
         """What a core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
         self._home.check()
-        return await self.replicas[engine].client.watch(since)
+        one = self.replicas[engine]
+        return await one.answer(one.client.watch(since))
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when the core is gone, or has requests and makes no progress; of several, when all are lost."""
+        """Raise EngineDeadError when the core is gone or hangs; of several, when all are lost."""
         self._home.check()
-        faults = [fault for one in self.replicas if (fault := one.fault(self._stall_seconds)) is not None]
-        if len(faults) == len(self.replicas):
-            raise EngineDeadError(" ".join(dict.fromkeys(faults)))
+        check_able(self.replicas)
 
     async def shutdown(self) -> None:
         """End the core's process; readers that are still there get EngineDeadError. Idempotent."""
@@ -553,17 +548,19 @@ class AsyncEngine:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def _watch(self) -> None:
-        """Print a core's stacks once per stall.
+        """Look after the cores, and print a core's stacks once per stall.
 
         The core's own watchdog logs them too, unless the step keeps the interpreter's lock.
         """
         reported: set[int] = set()
+        period = min(self._stall_seconds / 4, 5.0)
         while not self.dead.is_set():
-            await asyncio.sleep(min(self._stall_seconds / 4, 5.0))
+            await asyncio.sleep(period)
             for index, one in enumerate(self.replicas):
+                one.look(period)
                 if one.client.death is not None or one.stalled_seconds() <= 2 * self._stall_seconds:
                     reported.discard(index)
                 elif index not in reported:
                     reported.add(index)
-                    logger.error("The engine core makes no progress; its stacks follow on standard error.")
+                    logger.error("%s makes no progress; its stacks follow on standard error.", one.client.who)
                     one.client.dump_stacks()

@@ -74,5 +74,8 @@ class EngineObserver:
     def on_sleep(self, level: int | None) -> None:
         """The engine has gone to sleep at this level, or is awake again (None)."""
 
+    def on_health(self, well: bool) -> None:
+        """Whether the engine makes progress, or hangs. Told every few seconds while its core lives."""
+
     def on_death(self) -> None:
         """The engine's core has ended."""

@@ -25,6 +25,7 @@ class ProgressMeter:
         self._sequences: dict[str, _Progress] = {}
         self.queued = self.queued_tokens = 0  # sequences without a first token, and their prompts' tokens
         self._progress_at = time.monotonic()
+        self._asked = False
 
     @property
     def unfinished(self) -> int:
@@ -37,14 +38,25 @@ class ProgressMeter:
     def touch(self) -> None:
         """The engine has just given a sign of life."""
         self._progress_at = time.monotonic()
+        self._asked = False
+
+    def ask(self) -> None:
+        """The engine has been asked for a sign of life, whether it has something to do or not."""
+        if not (self._sequences or self._asked):
+            self._progress_at = time.monotonic()
+        self._asked = True
+
+    def is_unheard(self, seconds: float) -> bool:
+        """Whether there was no sign of life for so many seconds, and none has been asked for."""
+        return not self._asked and time.monotonic() - self._progress_at > seconds
 
     def stalled_seconds(self) -> float:
-        """Seconds without a sign of life while there is something to do; 0 when there is nothing."""
-        return time.monotonic() - self._progress_at if self._sequences else 0.0
+        """Seconds without a sign of life while one is due; 0 when the engine has nothing to do and wasn't asked."""
+        return time.monotonic() - self._progress_at if self._sequences or self._asked else 0.0
 
     def started(self, requests: Iterable[EngineRequest], arrival: float) -> None:
         """Count sequences from now on. `arrival` is the monotonic time at which their request came."""
-        if not self._sequences:
+        if not (self._sequences or self._asked):
             self.touch()
         for request in requests:
             self._sequences[request.request_id] = _Progress(request, arrival=arrival)
@@ -72,8 +84,8 @@ class ProgressMeter:
 
     def advanced(self, updates: Iterable[RequestUpdate]) -> None:
         """Measure the updates of one step."""
-        now = time.monotonic()
-        self._progress_at = now
+        self.touch()
+        now = self._progress_at
         prompt = cached = generated = 0
         for update in updates:
             sequence = self._sequences.get(update.request_id)

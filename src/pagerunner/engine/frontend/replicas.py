@@ -8,11 +8,12 @@ it goes to engine 0: 2,048 tokens count as much as 4 requests that run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from pagerunner import limits
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import CoreClient, LoadedCore
 from pagerunner.engine.frontend.desk import OutputDesk
@@ -24,6 +25,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, ch
 from pagerunner.types import EngineRequest
 from pagerunner.types.weights import AbortUpdate, WeightChange
 
+Result = TypeVar("Result")
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
 UNITS_OF_A_REQUEST = 32
@@ -37,16 +39,23 @@ MOST_SENT = 65_536
 class Replica:
     """One engine core as a frontend sees it: the way to it, the requests that it runs, and its level of sleep (-1 is awake).
 
-    `asked` is its own part of `EngineObserver`. `died` is called when the core ends.
+    `asked` is its own part of `EngineObserver`. `died` is called when the core ends. A core that is silent for more than `stall_seconds`, and
+    has something to do or was asked for a sign of life, hangs.
     """
 
     def __init__(
-        self, core: LoadedCore, outputs: OutputProcessor, asked: EngineObserver, died: Callable[[], None]
+        self,
+        core: LoadedCore,
+        outputs: OutputProcessor,
+        asked: EngineObserver,
+        died: Callable[[], None],
+        stall_seconds: float,
     ) -> None:
         self.desk = OutputDesk(outputs, asked)
         self.client = CoreClient(core, receive=self._receive, died=self._core_died)
         self.level = -1
-        self._silence = self._weights_fault = ""
+        self._weights_fault = ""
+        self._stall_seconds = stall_seconds
         self._long_calls = 0
         self._observer, self._died = asked, died
         self._sent: dict[bytes, None] = {}  # hashes of units, the latest last
@@ -105,16 +114,37 @@ class Replica:
         """Raise now what `sleep` would raise. Requests go on."""
         await self._long_call(lambda call_id: wire.PrepareSleep(call_id, level, mode))
 
-    async def sleep_level(self, seconds: float | None) -> int | None:
-        """The level that the core says it sleeps at. Raises EngineDeadError if it says nothing for so many seconds.
+    async def sleep_level(self) -> int | None:
+        """The level that the core says it sleeps at. Raises what `answer` raises."""
+        return await self.answer(self.client.sleep_level())
 
-        While a call is under way that may take longer, such as the wait for a trainer, it has the time that this call takes.
+    async def answer(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The answer to a call that the core answers between two steps. Raises EngineDeadError if the core hangs.
+
+        While a call is under way that may take longer, such as the wait for a trainer, this one has the time that it takes.
         """
+        patient = self._long_calls > 0
+        if not patient:
+            self.desk.progress.ask()
         try:
-            return await asyncio.wait_for(self.client.sleep_level(), None if self._long_calls else seconds)
+            found = await asyncio.wait_for(call, None if patient else self._stall_seconds)
         except TimeoutError:
-            self._silence = f"{self.client.who} has not answered a call for {seconds:g} seconds."
-            raise EngineDeadError(self._silence) from None
+            said = f"{self.client.who} has not answered a call for {self._stall_seconds:g} seconds."
+            raise EngineDeadError(said) from None
+        self.desk.progress.touch()
+        return found
+
+    def look(self, seconds: float) -> None:
+        """Ask for a sign of life if there was none for so many seconds, and tell the observer whether the core hangs.
+
+        So it is known of a core that has nothing to do for this frontend. Its stats, which come with the answer, go to all frontends.
+        """
+        if self.client.death is not None:
+            return
+        if self.level < 0 and not self._long_calls and self.desk.progress.is_unheard(seconds):
+            self.desk.progress.ask()
+            self.client.send(wire.ReadSleepLevel(0))
+        self._observer.on_health(not self.fault)
 
     async def return_to(self, level: int) -> None:
         """Be at the level of sleep that it was at before. Raises the core's error."""
@@ -152,31 +182,34 @@ class Replica:
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached prompt pages. False when some belong to running requests."""
         self._sent.clear()
-        return bool(await self.client.call(wire.ResetPrefixCache))
+        return bool(await self.answer(self.client.call(wire.ResetPrefixCache)))
 
-    def fault(self, stall_seconds: float) -> str | None:
-        """Why it can't serve: it is dead, or has requests and was silent for `stall_seconds`. None if it can."""
+    @property
+    def fault(self) -> str:
+        """Why it can't serve: it is dead, or hangs. "" if it can."""
         if self.client.death is not None:
             return str(self.client.death)
-        silent = self.stalled_seconds()
-        if silent <= stall_seconds:
-            return None
-        return (
-            f"The engine has {self.desk.progress.unfinished} unfinished requests and has made no step for {silent:.0f} "
-            f"seconds; more than {stall_seconds:.0f} count as a stall."
+        silent, unfinished = self.stalled_seconds(), self.desk.progress.unfinished
+        if silent <= self._stall_seconds:
+            return ""
+        who, most = (
+            self.client.who,
+            f"more than {self._stall_seconds:g} count as a stall {limits.knob('STALL_SECONDS')}",
         )
+        if unfinished:
+            return f"{who} has {unfinished} unfinished requests and has made no step for {silent:.0f} seconds; {most}."
+        return f"{who} has given no sign of life for {silent:.0f} seconds; {most}."
 
     @property
     def flaw(self) -> str:
-        """Why it can't serve as the others do, though it lives: it doesn't answer, or an update of its weights has failed. "" if it can."""
-        return self._silence or self._weights_fault
+        """Why it can't serve as the others do, though it runs: an update of its weights has failed. "" if it can."""
+        return self._weights_fault
 
     def stalled_seconds(self) -> float:
-        """Seconds without a sign of life while there is something to do."""
+        """Seconds without a sign of life while one is due."""
         return 0.0 if self.level >= 0 else self.desk.progress.stalled_seconds()
 
     def _receive(self, message: wire.FromCore) -> None:
-        self._silence = ""
         # A sleep that fails may change the level too, and so may a call of another frontend.
         if isinstance(message, wire.Updates) and message.stats is not None:
             if message.level < 0:
@@ -196,10 +229,9 @@ class Replica:
 class Chooser:
     """Finds the engine for a request."""
 
-    def __init__(self, replicas: Sequence[Replica], stall_seconds: float, *, prefixes: bool) -> None:
+    def __init__(self, replicas: Sequence[Replica], *, prefixes: bool) -> None:
         """`prefixes`: the engines keep what they have computed of prompts."""
         self._replicas = replicas
-        self._stall_seconds = stall_seconds
         self._prefixes = prefixes and len(replicas) > 1
         self._recent = RecentPrompts()
         self._turn = 0
@@ -217,7 +249,7 @@ class Chooser:
 
         Raises:
             InvalidRequestError: there is no engine with this number.
-            EngineDeadError: no engine is left, or this one is gone.
+            EngineDeadError: no engine is left, or this one is gone or hangs.
         """
         count = len(self._replicas)
         if rank is not None:
@@ -226,10 +258,10 @@ class Chooser:
                     f"data_parallel_rank must be in [0, {count}), as data_parallel_size is {count}; got {rank}.",
                     param="data_parallel_rank",
                 )
-            return check_alive([self._replicas[rank]])[0]
-        living = check_alive(self._replicas)
-        fine = [one for one in living if one.level <= 0 and not one.flaw and one.fault(self._stall_seconds) is None]
-        fine = [one for one in fine if one.level < 0] or fine or living  # a paused one serves later
+            return check_able([self._replicas[rank]])[0]
+        able = check_able(self._replicas)
+        fine = [one for one in able if one.level <= 0 and not one.flaw]
+        fine = [one for one in fine if one.level < 0] or fine or able  # a paused one serves later
         self._turn = (self._turn + 1) % len(fine)  # of equal ones each has its turn
         return min(
             fine[self._turn :] + fine[: self._turn],
@@ -243,3 +275,11 @@ def check_alive(replicas: Sequence[Replica]) -> list[Replica]:
     if not living:
         raise EngineDeadError(" ".join(dict.fromkeys(str(one.client.death) for one in replicas)))
     return living
+
+
+def check_able(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that are alive and don't hang. Raises EngineDeadError with the faults of all if there is none."""
+    faults = [one.fault for one in replicas]
+    if all(faults):
+        raise EngineDeadError(" ".join(dict.fromkeys(faults)))
+    return [one for one, fault in zip(replicas, faults, strict=True) if not fault]
