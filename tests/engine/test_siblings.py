@@ -18,7 +18,7 @@ from helpers.effort import by_days
 from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.memory.grant import Grant
-from pagerunner.memory.manager import KVManager
+from pagerunner.memory.holdings import Holdings
 
 pytest.importorskip("transformers")
 
@@ -91,12 +91,12 @@ def test_all_tokens_of_the_prompt_but_the_last_are_shared(checkpoint: Callable[[
 def test_writing_into_the_shared_page_would_be_noticed(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(self: KVManager, grant: Grant, group: int) -> list[int]:
+    def nothing(self: Holdings, grant: Grant, group: int) -> list[int]:
         return []
 
     path = checkpoint("qwen3")
     expected = alone(path)
-    monkeypatch.setattr(KVManager, "_to_copy", nothing)
+    monkeypatch.setattr(Holdings, "borrowed_to_copy", nothing)
     assert together(path) != expected
 
 

@@ -14,9 +14,10 @@ from helpers.effort import effort
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
-from pagerunner.memory import manager, rules
+from pagerunner.memory import growth, rules
 from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import NO_PAGE, Grant
+from pagerunner.memory.holdings import Holdings
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
@@ -266,7 +267,7 @@ class Traffic(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So short that prompts of these tests are long chunks."""
-    for module in (rules, manager):
+    for module in (rules, growth):
         monkeypatch.setattr(module, "SHORT_CHUNK", 24)
 
 
@@ -376,9 +377,20 @@ def _expect_failure(machine: type[Traffic]) -> None:
     pytest.fail("no traffic met the planted bug")
 
 
-class _TrimsTooMuch(KVManager):
-    def _trim(self, grant: Grant, group: int, first: int) -> int:
-        return super()._trim(grant, group, min(first + 1, len(grant.pages[group])))
+def _with_holdings(kind: type[Holdings]) -> type[KVManager]:
+    """A manager whose holdings are of that kind."""
+
+    class Broken(KVManager):
+        def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+            super().__init__(plan, **options)
+            self._holdings.__class__ = kind
+
+    return Broken
+
+
+class _TrimsTooMuch(Holdings):
+    def trim(self, grant: Grant, group: int, first: int) -> int:
+        return super().trim(grant, group, min(first + 1, len(grant.pages[group])))
 
 
 class _WritesIntoHoles(KVManager):
@@ -422,10 +434,10 @@ class _SharesTheSnapshot(KVManager):
         return [copy for copy in super().take_copies() if copy.group != self._snapshots._group]
 
 
-class _WritesIntoBorrowedPages(KVManager):
+class _WritesIntoBorrowedPages(Holdings):
     """Siblings go on in one page."""
 
-    def _to_copy(self, grant: Grant, group: int) -> list[int]:
+    def borrowed_to_copy(self, grant: Grant, group: int) -> list[int]:
         return []
 
 
@@ -436,18 +448,18 @@ class _CopiesBeforeTheWrite(KVManager):
         return False
 
 
-class _KeepsTheBorrowedEntry(KVManager):
+class _KeepsTheBorrowedEntry(Holdings):
     """The copy is made, but the table still names the sibling's page."""
 
-    def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
+    def replace_borrowed(self, grant: Grant, group: int, numbers: Any, fresh: Any) -> None:
         sent = grant.sent[group]
-        super()._replace_borrowed(grant, group, numbers, fresh)
+        super().replace_borrowed(grant, group, numbers, fresh)
         grant.sent[group] = sent
 
 
-class _ZeroesTheBorrowedCopy(KVManager):
-    def _replace_borrowed(self, grant: Grant, group: int, numbers: list[int], fresh: list[int]) -> None:
-        super()._replace_borrowed(grant, group, numbers, fresh)
+class _ZeroesTheBorrowedCopy(Holdings):
+    def replace_borrowed(self, grant: Grant, group: int, numbers: Any, fresh: Any) -> None:
+        super().replace_borrowed(grant, group, numbers, fresh)
         self._work._fresh[group].update(dict.fromkeys(fresh))
 
 
@@ -470,21 +482,21 @@ class _BorrowsWhatIsGone(KVManager):
 
     def __init__(self, plan: MemoryPlan, **options: Any) -> None:
         super().__init__(plan, **options)
-        self._forks = _CarelessForks()
+        self._forks.__class__ = _CarelessForks
 
 
 @pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("broken", "kinds"),
     [
-        (_WritesIntoBorrowedPages, ("full",)),
-        (_WritesIntoBorrowedPages, ("full", "window-40")),
+        (_with_holdings(_WritesIntoBorrowedPages), ("full",)),
+        (_with_holdings(_WritesIntoBorrowedPages), ("full", "window-40")),
         (_CopiesBeforeTheWrite, ("full", "chunked-50")),
-        (_KeepsTheBorrowedEntry, ("latent-4",)),
-        (_ZeroesTheBorrowedCopy, ("full",)),
+        (_with_holdings(_KeepsTheBorrowedEntry), ("latent-4",)),
+        (_with_holdings(_ZeroesTheBorrowedCopy), ("full",)),
         (_BorrowsWhatIsGone, ("full", "window-40")),
-        (_TrimsTooMuch, ("full", "window-40")),
-        (_TrimsTooMuch, ("chunked-50",)),
+        (_with_holdings(_TrimsTooMuch), ("full", "window-40")),
+        (_with_holdings(_TrimsTooMuch), ("chunked-50",)),
         (_WritesIntoHoles, ("full", "window-5")),
         (_TrimsBeforeSnapshots, ("window-40", "recurrent")),
         (_SavesAnotherPosition, ("full", "recurrent")),

@@ -10,6 +10,7 @@ import pytest
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.admission import Admission
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched import state as state_module
 from pagerunner.sched.scheduler import Scheduler
@@ -111,8 +112,8 @@ def test_slots_are_the_lowest_free_and_running_requests_never_exceed_them() -> N
 
 def test_a_blocked_request_is_looked_up_again_only_after_pages_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = []
-    original = KVManager._find_hit
-    monkeypatch.setattr(KVManager, "_find_hit", lambda *args: lookups.append(1) or original(*args))
+    original = Admission._find_hit
+    monkeypatch.setattr(Admission, "_find_hit", lambda *args: lookups.append(1) or original(*args))
     bench = Bench(10)
     bench.add(request("a", 100, 40), request("b", 100))
     for _ in range(20):

@@ -45,7 +45,7 @@ def test_a_prompt_is_never_spread_over_steps(share: float, together: bool) -> No
 
 def test_a_manager_that_shortens_all_the_same_is_caught() -> None:
     bench = tight(False)
-    bench.manager._shortens = True
+    bench.manager._growth._shortens = True
     for number, prompt in enumerate(branches()):
         bench.run(str(number), prompt)
     assert any(not row.samples for plan in bench.plans for row in plan.rows)

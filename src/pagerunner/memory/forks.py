@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import GroupRule
-from pagerunner.memory.slabs import SlabPool
-from pagerunner.memory.step_work import StepWork
 
 PromptKey = tuple[str, bytes, tuple[int, ...]]
 
@@ -25,15 +23,16 @@ def prompt_key(parent_id: str, chain: PrefixChain, prompt: Sequence[int]) -> Pro
 
 
 class Forks:
-    """Which running requests have a whole prompt in their pages, and since which plan."""
+    """Which running requests have a whole prompt in their pages, and since which plan. `plans` were ended so far."""
 
     def __init__(self) -> None:
+        self.plans = 0
         self._holders: dict[PromptKey, dict[Grant, int]] = {}
         self._keys: dict[Grant, PromptKey] = {}
 
-    def offer(self, key: PromptKey, grant: Grant, plan: int) -> None:
-        """Plan number `plan` computes the last of the prompt in this request's pages."""
-        self._holders.setdefault(key, {})[grant] = plan
+    def offer(self, key: PromptKey, grant: Grant) -> None:
+        """The plan in the making computes the last of the prompt in this request's pages."""
+        self._holders.setdefault(key, {})[grant] = self.plans
         self._keys[grant] = key
 
     def withdraw(self, grant: Grant) -> None:
@@ -87,30 +86,3 @@ def _pages_of(
                 page = index.find(group, rule.key(holder.chain, number))
                 pages[number - first] = NO_PAGE if page is None else page
     return (first, pages) if len(pages) == stop - first and NO_PAGE not in pages else None
-
-
-def pages_to_copy(grant: Grant, group: int, pool: SlabPool, index: PrefixIndex) -> list[int]:
-    """Numbers of the borrowed pages that other requests hold or may find.
-
-    All other borrowed pages are the grant's own by now.
-    """
-    pages = grant.pages[group]
-    return [
-        number
-        for number in grant.borrowed[group]
-        if pool.num_holders(group, pages[number]) > 1 or index.holds(group, pages[number])
-    ]
-
-
-def replace_borrowed(
-    grant: Grant, group: int, numbers: Sequence[int], fresh: Sequence[int], pool: SlabPool, work: StepWork
-) -> None:
-    """Copy borrowed pages into `fresh` ones: the grant is about to write to them."""
-    pages = grant.pages[group]
-    for number, page in zip(numbers, fresh, strict=True):
-        work.copy(group, pages[number], page)
-        pool.release(group, (pages[number],))
-        pages[number] = page
-    if numbers:
-        grant.sent[group] = min(grant.sent[group], numbers[0])
-    grant.reserve[group] -= len(grant.borrowed[group])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.rules import FOREVER
+from pagerunner.memory.slabs import SlabPool
 
 NO_PAGE = -1  # stands in a grant's list, and in a table write, for a page that was given back or never allocated
 
@@ -51,13 +52,18 @@ class Grant:
 
 
 class Promises:
-    """Pages by group that running requests don't hold yet and may still take.
+    """Pages by group that running requests don't hold yet and may still take from `pool`.
 
     All other requests must leave `by_group` pages alone.
     """
 
-    def __init__(self, groups: int) -> None:
-        self.by_group = [0] * groups
+    def __init__(self, pool: SlabPool) -> None:
+        self._pool = pool
+        self.by_group = [0] * len(pool.per_slab)
+
+    def kept(self, needs: Sequence[int], grant: Grant | None = None) -> bool:
+        """Whether every promise can still be kept when `needs` are handed out, to `grant` or to nobody who was promised any."""
+        return self._pool.slack(self.beside(needs, grant)) >= 0
 
     def update(self, grant: Grant) -> None:
         """The grant's reserve, or what it holds, has changed."""

@@ -9,12 +9,11 @@ in all, and the step waits for them. Later steps move the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from pagerunner.memory.books import Books
 from pagerunner.memory.grant import Grant
-from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.slabs import Move, SlabPool
-from pagerunner.memory.step_work import StepWork
+from pagerunner.memory.slabs import Move
 
 MOVES_PER_STEP = 32
 UNTIDY = 0.04  # share of the slabs that may be lost to scattered pages
@@ -22,20 +21,18 @@ _SLOT = 1 << 32  # a page's place is slot * _SLOT + its number in the slot's seq
 
 
 class PageMoves:
-    """Moves pages of the pool, and corrects the `grants` that hold them and what the step carries.
+    """Moves pages of the pool, and corrects the grants that hold them and what the step carries.
 
     `unfinished`: the wanted pages would fit if this step were allowed to move more pages.
     """
 
-    def __init__(self, plan: MemoryPlan, pool: SlabPool, grants: Mapping[Grant, None], work: StepWork) -> None:
-        self._pool = pool
-        self._grants = grants
-        self._work = work
-        self._snapshots = [group.rule.snapshots for group in plan.groups]
-        self._never = len(plan.groups) == 1  # any free page will do
+    def __init__(self, books: Books) -> None:
+        self._pool, self._grants, self._work = books.pool, books.grants, books.work
+        self._snapshots = [rule.snapshots for rule in books.rules]
+        self._never = len(books.rules) == 1  # any free page will do
         self._left = MOVES_PER_STEP
         # By group and page, where it was last put. An entry stays when its page is given back: there are as many as pages.
-        self._places: list[dict[int, int]] = [{} for _ in plan.groups]
+        self._places: list[dict[int, int]] = [{} for _ in books.rules]
         self._by_slot: dict[int, Grant] = {}
         self.unfinished = False
 

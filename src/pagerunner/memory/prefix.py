@@ -97,10 +97,12 @@ class PrefixChain:
 class PrefixIndex:
     """Which page holds which content, per group. Knows nothing of reference counts: the pool asks it what is worth keeping.
 
-    `pages[group]` maps a key to a page; `keys[group]` maps a page to its key.
+    `pages[group]` maps a key to a page; `keys[group]` maps a page to its key. `epoch` counts how often everything was forgotten:
+    what began in an earlier epoch publishes nothing.
     """
 
     def __init__(self, num_groups: int) -> None:
+        self.epoch = 0
         self.pages: list[dict[PageKey, int]] = [{} for _ in range(num_groups)]
         self.keys: list[dict[int, PageKey]] = [{} for _ in range(num_groups)]
 
@@ -132,6 +134,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.epoch += 1
         for pages, keys in zip(self.pages, self.keys, strict=True):
             pages.clear()
             keys.clear()

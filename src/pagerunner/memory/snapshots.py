@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pagerunner.memory.grant import NO_PAGE, Grant, Promises
-from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex
+from pagerunner.memory.books import Books
+from pagerunner.memory.grant import NO_PAGE, Grant
+from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import FOREVER
-from pagerunner.memory.slabs import SlabPool
-from pagerunner.memory.step_work import StepWork
 from pagerunner.types import StateSave
 
 LATEST_EVERY = 64  # tokens: a request's latest snapshot of generated text is at most about this old
@@ -27,29 +25,17 @@ class Snapshots:
     requests that may use it now have ended.
     """
 
-    def __init__(
-        self,
-        plan: MemoryPlan,
-        pool: SlabPool,
-        index: PrefixIndex,
-        promises: Promises,
-        work: StepWork,
-        *,
-        keep: bool,
-    ) -> None:
-        states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
+    def __init__(self, books: Books, *, keep: bool) -> None:
+        states = [number for number, rule in enumerate(books.rules) if rule.snapshots]
         assert len(states) <= 1, "all recurrent layers share one group"
-        self._has_state = bool(states)
+        self.has_state = bool(states)
         self._group = states[0] if states else -1
-        self._plan = plan
-        self._pool = pool
-        self._index = index
-        self._promises = promises
-        self._work = work
+        self._plan, self._pool, self._index = books.plan, books.pool, books.index
+        self._promises, self._work = books.promises, books.work
         self._keep = keep
         self._planned: Counter[tuple[int, PageKey]] = Counter()  # snapshots that running requests will take
-        self._one = [int(number in states) for number in range(len(plan.groups))]
-        cell = plan.hit_granularity  # every hit ends at a multiple of this
+        self._one = [int(number in states) for number in range(len(books.rules))]
+        cell = books.plan.hit_granularity  # every hit ends at a multiple of this
         self._latest_every = -(-LATEST_EVERY // cell) * cell
 
     def find(self, chain: PrefixChain, tokens: int) -> int:
@@ -59,14 +45,14 @@ class Snapshots:
 
     def is_lost(self, chain: PrefixChain, tokens: int) -> bool:
         """Whether the snapshot after `tokens` tokens is gone, from which a request was to continue."""
-        return self._has_state and self.find(chain, tokens) == NO_PAGE
+        return self.has_state and self.find(chain, tokens) == NO_PAGE
 
     def restore(self, grant: Grant, hit: int) -> None:
         """Hand out the request's state page, filled with the snapshot after `hit` tokens.
 
         In a full pool the snapshot's own page may become the state, and the snapshot is gone.
         """
-        if not self._has_state:
+        if not self.has_state:
             return
         group = self._group
         source = self.find(grant.chain, hit)
@@ -83,7 +69,7 @@ class Snapshots:
 
     def plan(self, grant: Grant, hit: int) -> None:
         """A new request, which has the state after `hit` tokens, will take a snapshot at each of its `snapshot_positions`."""
-        if self._has_state:
+        if self.has_state:
             self._planned += _planned(grant)
             self._set_next(grant, hit)
 
@@ -133,16 +119,16 @@ class Snapshots:
         grant.next_save = next((position for position in grant.snapshot_positions if position > end), latest)
 
     def _save(self, saves: list[StateSave], row: int, grant: Grant, position: int, is_latest: bool) -> None:
-        group, pool = self._group, self._pool
+        group = self._group
         unit = position // UNIT_TOKENS
         hashes = grant.chain.hashes
         if unit <= len(hashes) and self._index.find(group, hashes[unit - 1]) is not None:
             return
         if is_latest:
             self._drop_latest(grant)
-        if pool.slack(self._promises.beside(self._one)) < 0:
+        if not self._promises.kept(self._one):
             return
-        pages = pool.allocate(self._one)
+        pages = self._pool.allocate(self._one)
         assert pages is not None
         (page,) = pages[group]
         grant.saves.append((position, page))
@@ -199,7 +185,7 @@ class Snapshots:
         """Recount. Raises AssertionError when what is planned isn't what `grants` will take."""
         planned: Counter[tuple[int, PageKey]] = Counter()
         for grant in grants:
-            planned += _planned(grant) if self._has_state else Counter()
+            planned += _planned(grant) if self.has_state else Counter()
         assert planned == self._planned, "planned snapshots"
 
 

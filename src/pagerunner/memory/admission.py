@@ -1,0 +1,157 @@
+"""Admission: what a new request finds in the prefix index or with a sibling, and whether the rest of its pages can be had.
+
+A request is admitted for all groups at once, or not at all. What it still has to compute is promised to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagerunner.memory.books import Books
+from pagerunner.memory.forks import Forks, prompt_key
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.holdings import Holdings
+from pagerunner.memory.prefix import HitCounts, PrefixChain
+from pagerunner.memory.residency import PageSampler
+from pagerunner.memory.room import Room
+from pagerunner.memory.rules import joint_hit
+from pagerunner.memory.snapshots import Snapshots
+
+
+class Admission:
+    """Makes grants. `awaits_snapshot`: why it refused last."""
+
+    def __init__(
+        self,
+        books: Books,
+        holdings: Holdings,
+        snapshots: Snapshots,
+        forks: Forks,
+        room: Room,
+        sampler: PageSampler | None,
+    ) -> None:
+        self.awaits_snapshot = False
+        self.hit_counts = HitCounts(len(books.rules))
+        self._books, self._index, self._rules = books, books.index, books.rules
+        self._holdings, self._snapshots, self._forks, self._room = holdings, snapshots, forks, room
+        self._sampler = sampler
+        self._lookup_order = sorted(
+            range(len(self._rules)), key=lambda number: self._rules[number].forgets or self._rules[number].snapshots
+        )
+
+    def admit(
+        self,
+        slot: int,
+        chain: PrefixChain,
+        tokens: Sequence[int],
+        hit_limit: int,
+        *,
+        shares: bool,
+        parent_id: str,
+        prompt_len: int,
+    ) -> Grant | None:
+        """See KVManager."""
+        grant = Grant(slot, chain, len(self._rules), self._index.epoch)
+        self.awaits_snapshot = False
+        grant.target = len(tokens)
+        hit = 0
+        if shares:
+            chain.cover(tokens, len(tokens))
+            hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
+            if self._snapshots.is_planned(chain, hit, hit_limit):
+                self.awaits_snapshot = True
+                return None
+        fork = min(hit_limit, prompt_len)
+        if shares and parent_id and fork > hit and self._fork(grant, parent_id, tokens[:prompt_len], fork):
+            hit = fork
+            grant.group_hits = [max(other, fork) for other in grant.group_hits]
+        else:
+            self._take_hit(grant, hit)
+        lent = [len(numbers) for numbers in grant.borrowed] or [0] * len(self._rules)
+        taken = [count - others for count, others in zip(grant.num_pages, lent, strict=True)]
+        needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
+        self._books.grants[grant] = None
+        fits = self._room.reserve(needs)
+        lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
+        if not fits or lost:
+            self._holdings.release(grant)
+            if not lost:
+                return None
+            # Making room has cost the very snapshot. The hit's other pages are of no use without it.
+            return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
+        grant.cached_tokens = hit
+        if hit and self._sampler is not None:
+            self._sampler.used(grant.pages)
+        for group in range(len(self._rules)):
+            grant.reserve[group] = taken[group] + needs[group] + lent[group]
+            grant.published[group] = len(grant.pages[group]) - lent[group]
+        if hit:
+            self._snapshots.restore(grant, hit)
+        self._books.promises.update(grant)
+        if shares:
+            self._holdings.set_next_publish(grant)
+            self._plan_snapshots(grant, hit)
+        grant.capacity = hit
+        self._books.work.send_table(grant)
+        return grant
+
+    def _find_hit(self, grant: Grant, limit: int) -> int:
+        """The longest prefix that all groups have.
+
+        Notes in `grant.group_hits` what each group has, within the prefix of the groups that keep everything.
+        """
+        chain, indexes, rules = grant.chain, self._index.pages, self._rules
+        for group in self._lookup_order:
+            hit = grant.group_hits[group] = rules[group].longest_hit(indexes[group], chain, limit)
+            if not rules[group].forgets and not rules[group].snapshots:
+                limit = hit
+        return joint_hit(rules, indexes, chain, min(grant.group_hits)) if len(rules) > 1 else grant.group_hits[0]
+
+    def _take_hit(self, grant: Grant, hit: int) -> None:
+        """Put the pages of a hit into the grant."""
+        for group, rule in enumerate(self._rules):
+            if rule.snapshots or not hit:
+                continue
+            start, stop = rule.hit_span(hit)
+            found = self._index.pages[group]
+            self._holdings.share(grant, group, start, [found[key] for key in rule.keys(grant.chain, start, stop)])
+
+    def _fork(self, grant: Grant, parent_id: str, prompt: Sequence[int], tokens: int) -> bool:
+        """Put the pages of the first `tokens` tokens of a sibling's prompt into the grant; False if no sibling has all.
+
+        A page with room left is borrowed, as each sibling fills it otherwise. `Growth` makes it the grant's own.
+        """
+        key = prompt_key(parent_id, grant.chain, prompt)
+        found = self._forks.find(key, tokens, self._rules, self._index, self._index.epoch)
+        if found is None:
+            return False
+        groups, plan = found
+        for group, (first, pages) in enumerate(groups):
+            self._holdings.share(grant, group, first, pages)
+            stop = first + len(pages)
+            grant.borrowed.append(range(min(max(self._rules[group].complete(tokens), first), stop), stop))
+        grant.starts = plan + 1 if any(grant.borrowed) else 0
+        return True
+
+    def _plan_snapshots(self, grant: Grant, hit: int) -> None:
+        """The positions where a later request may want to continue.
+
+        The first is the last boundary of this prompt, where the same prompt hits. The second is where this prompt's hit would
+        have ended if every group had as much as the best group: other requests may branch off there too.
+        """
+        cell = self._books.plan.hit_granularity
+        wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
+        grant.snapshot_positions = sorted(position for position in wanted if position > hit)
+        self._snapshots.plan(grant, hit)
+
+    def count_query(self, grant: Grant) -> None:
+        """See KVManager."""
+        counts, asked = self.hit_counts, grant.target
+        counts.queries += asked
+        counts.hits += grant.cached_tokens
+        for group in self._lookup_order:
+            hit = grant.group_hits[group]
+            counts.group_queries[group] += asked
+            counts.group_hits[group] += hit
+            if not self._rules[group].forgets and not self._rules[group].snapshots:
+                asked = hit  # as in `_find_hit`

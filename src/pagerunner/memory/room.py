@@ -1,0 +1,51 @@
+"""Whether pages can be had, and what is given up for them. This is the only place that decides it.
+
+Pages are looked for in this order. Whoever asks says how far down the list it may go.
+
+1. Pages that are free, or cached and unused for longest: the pool hands them out.
+2. A shorter step, where a group forgets: `Growth` asks for less until it `fits`.
+3. Snapshots in the making are given up.
+4. Pages are moved together.
+5. The request waits for the next step, if that step may move what is missing.
+6. The scheduler preempts.
+
+Example: a running request of 8,192 tokens a step doesn't fit. A step of 1,024 fits, so 3 to 6 don't happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagerunner.memory.books import Books
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.moves import PageMoves
+from pagerunner.memory.snapshots import Snapshots
+
+
+class Room:
+    """Pages for those who need them. `version` changes whenever pages were given back."""
+
+    def __init__(self, books: Books, snapshots: Snapshots, moves: PageMoves) -> None:
+        self.version = 0
+        self._pool, self._promises, self._grants = books.pool, books.promises, books.grants
+        self._snapshots, self._moves = snapshots, moves
+
+    def fits(self, needs: Sequence[int], grant: Grant) -> bool:
+        """Whether the grant can have `needs` without giving up anything and without breaking a promise to others."""
+        return self._promises.kept(needs, grant)
+
+    def reserve(self, needs: Sequence[int]) -> bool:
+        """Make sure that a new request can have `needs` beside all promises. It asks for nothing more then."""
+        wanted = self._promises.beside(needs)
+        return self._pool.slack(wanted) >= 0 or self._make(wanted)
+
+    def take(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """Hand out `needs` to a running request, or None. It goes before what others were promised."""
+        fresh = self._pool.allocate(needs)
+        return self._pool.allocate(needs) if fresh is None and self._make(needs) else fresh
+
+    def _make(self, needs: Sequence[int]) -> bool:
+        """Give up snapshots in the making, then move pages together. Whether that was enough."""
+        if self._snapshots.drop(self._grants) and self._pool.slack(needs) >= 0:
+            return True
+        return self._moves.make_room_for(needs)
