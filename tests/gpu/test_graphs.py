@@ -76,7 +76,12 @@ def test_joint_products_beside_a_busy_stream_leave_their_counters_at_zero(form, 
 
 @pytest.mark.parametrize(
     ("form", "kernels", "tokens", "experts"),
-    [("e2m1 e8m0 32", "lanes_products", 64, 32), ("bf16", "piped_product", 1333, 7)],
+    [
+        ("e2m1 e8m0 32", "lanes_products", 64, 32),
+        ("e2m1 e8m0 32", "streams_products", 250, 24),
+        ("e2m1 e8m0 32", "streams_products", 1500, 24),
+        ("bf16", "piped_product", 1333, 7),
+    ],
 )
 def test_experts_in_gluon_follow_their_inputs_in_a_graph(form, kernels, tokens, experts, monkeypatch) -> None:
     if not linear_wide.has_gluon(torch.device("cuda", 0)):

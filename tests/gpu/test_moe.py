@@ -178,7 +178,7 @@ def test_stored_experts(form, tokens, activation):
     close(got - residual, want)
 
 
-@pytest.mark.parametrize("tokens", [3, 8, 17, 48, 64, 100, 160, 250])
+@pytest.mark.parametrize("tokens", [3, 8, 17, 48, 64, 100, 160, 250, 900])
 @pytest.mark.parametrize(("features", "inner"), [(2880, 2880), (2048, 768), (576, 192), (704, 448), (160, 64)])
 @pytest.mark.parametrize("activation", [SILU, CLAMPED])
 @pytest.mark.parametrize("weigh_inputs", [False, True])
@@ -231,8 +231,8 @@ def of_whole_blocks(form: str) -> tuple[Stored, Stored]:
 @pytest.mark.parametrize("form", ["e2m1 e8m0 32", "int4 f16 128"])
 def test_experts_are_unpacked_beside_the_products_of_those_before(form, monkeypatch):
     gate_up, down = of_whole_blocks(form)
-    routes = [route(random(1500, 24), Routing(8, normalise=True)) for _ in range(4)]
-    x = random(1500, down.shape[1]).bfloat16()
+    routes = [route(random(2200, 24), Routing(8, normalise=True)) for _ in range(4)]
+    x = random(2200, down.shape[1]).bfloat16()
     want = layers(x, routes, gate_up, down, wait=False)  # all experts at once
     monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * gate_up.shape[1] * gate_up.shape[2] * 2)
     assert moe_unpacked.experts_at_once(gate_up, 2, moe_unpacked.EXPERTS_BYTES) == (4, 2)
@@ -248,7 +248,7 @@ def test_experts_are_unpacked_beside_the_products_of_those_before(form, monkeypa
 
 def test_an_interrupt_between_products_leaves_streams_in_order(monkeypatch):
     gate_up, down = of_whole_blocks("e2m1 e8m0 32")
-    routes, x = [route(random(1500, 24), Routing(8, normalise=True))], random(1500, down.shape[1]).bfloat16()
+    routes, x = [route(random(2200, 24), Routing(8, normalise=True))], random(2200, down.shape[1]).bfloat16()
     want, product, calls = layers(x, routes, gate_up, down, wait=False), moe_unpacked.many_product, []
     monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * gate_up.shape[1] * gate_up.shape[2] * 2)
 

@@ -30,9 +30,11 @@ from check_compiled import disassembled, faults, overwritten
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
 from pagerunner.ops.kernels.moe_gluon import many_kernel
-from pagerunner.ops.kernels.moe_lanes import _wide, lanes_config
+from pagerunner.ops.kernels.moe_lanes import TILE, _wide
 from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
 from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
+from pagerunner.ops.kernels.moe_streams import streams_config
+from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 
@@ -141,9 +143,8 @@ def arrange(features: int) -> dict[str, Any]:
     return _lanes(arrange_kernel, constants, num_warps=4)
 
 
-def lanes(features: int, inner: int, each: int, kind: int, gated: bool) -> dict[str, Any]:
-    """Experts in MXFP4 of `ops/kernels/moe_lanes.py`, for `each` pairs an expert."""
-    config = lanes_config(each * 32, 32)
+def lanes(features: int, inner: int, kind: int, gated: bool) -> dict[str, Any]:
+    """Experts in MXFP4 of `ops/kernels/moe_lanes.py`."""
     outputs, inputs = (inner, features) if gated else (features, inner)
     constants = {
         "E": 32,
@@ -151,18 +152,54 @@ def lanes(features: int, inner: int, each: int, kind: int, gated: bool) -> dict[
         "N": outputs,
         "K": inputs,
         "WIDE": _wide(inputs),
-        "BM": config.pairs,
-        "BN": config.rows,
+        "BM": TILE.pairs,
+        "BN": TILE.rows,
         "OUT": _wide(outputs) if gated else outputs,
+        "STAGES": TILE.stages,
+        "BIAS": True,
+        "GATED": gated,
+        "KIND": kind,
+        "WEIGH": not gated,
+        "PDL": True,
+    }
+    return _lanes(lanes_kernel, constants, num_warps=TILE.warps, maxnreg=TILE.registers)
+
+
+def streams(features: int, inner: int, each: int, kind: int, gated: bool) -> dict[str, Any]:
+    """Experts in MXFP4 of `ops/kernels/moe_streams.py`, for `each` pairs an expert."""
+    config = streams_config(each * 32, 32)
+    assert config is not None
+    outputs, inputs = (inner, features) if gated else (features, inner)
+    codes = NVMMASharedLayout(64 * config.steps, 32, 2)
+    box = 32 if gated and kind != 2 else 64
+    types = {
+        "x_desc": f"tensordesc<bf16[16,64],{ROWS!r}>",
+        "w_desc": f"tensordesc<i32[{box},{16 * config.steps}],{codes!r}>",
+        "s_ptr": "*u8",
+        "bias_ptr": "*bf16",
+        "weights_ptr": "*fp32",
+        "order_ptr": "*i32",
+        "tiles_ptr": "*i32",
+        "count_ptr": "*i32",
+        "out_ptr": "*bf16",
+        "limit": "fp32",
+    }
+    constants = {
+        "E": 32,
+        "N": outputs,
+        "K": inputs,
+        "OUT": -(-outputs // 128) * 128 if gated else outputs,
+        "WIDTHS": config.widths,
+        "S": config.steps,
         "STAGES": config.stages,
         "BIAS": True,
         "GATED": gated,
         "KIND": kind,
         "WEIGH": not gated,
-        "GROUPS": config.groups,
         "PDL": True,
     }
-    return _lanes(lanes_kernel, constants, num_warps=config.warps, maxnreg=config.registers)
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    return gluon(streams_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
 @triton.jit

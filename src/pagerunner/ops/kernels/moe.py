@@ -25,12 +25,13 @@ from pagerunner.ops.kernels.moe_joint import (
     joint_products,
     most_pairs,
 )
-from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, lanes_config, lanes_products, serves_lanes
+from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, lanes_products, serves_lanes
 from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_piped import piped_product, row_blocks
 from pagerunner.ops.kernels.moe_routing import order_pairs
+from pagerunner.ops.kernels.moe_streams import serves_streams, streams_config, streams_products
 from pagerunner.ops.kernels.moe_tiles import serves
 from pagerunner.ops.kernels.moe_unpacked import UnpackedProduct, unpacked_products, unpacks
 from pagerunner.ops.kernels.pair_sums import sum_pairs
@@ -57,6 +58,10 @@ def _products(
 ) -> torch.Tensor:
     """Both products, [P, D] in the tokens' order. Weights come with their biases."""
     (up, up_bias), (low, low_bias) = gate_up, down
+    config = streams_config(routes.experts_TA.numel(), up.shape[0])
+    if config is not None and _streams(x_TD, up) and _streams(x_TD, low):
+        first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
+        return streams_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs, config=config)
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
         few = routes.experts_TA.numel() <= LANES_PAIRS * up.shape[0] and serves_lanes(up) and serves_lanes(low)
@@ -71,6 +76,11 @@ def _products(
         return piped_product(inner_PI, low, low_bias, routes, table, None, weigh=not weigh_inputs)
     inner_PI = _any_product(x_TD, *gate_up, routes, activation, weigh=weigh_inputs)
     return _any_product(inner_PI, *down, routes, None, weigh=not weigh_inputs)
+
+
+def _streams(x: torch.Tensor, weights: torch.Tensor | Stored) -> TypeGuard[Stored4]:
+    """Whether `streams_products` serves such weights here."""
+    return isinstance(weights, Stored4) and reads_codes(x, weights) and serves_streams(weights)
 
 
 def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored4]:
@@ -225,8 +235,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashabl
     ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
-    lanes = each <= LANES_PAIRS, lanes_config(pairs, experts)
-    return *ways, *lanes, most_pairs(pairs, experts), *codes, *many
+    fours = each <= LANES_PAIRS, streams_config(pairs, experts)
+    return *ways, *fours, most_pairs(pairs, experts), *codes, *many
 
 
 def _dense(routes: Routes) -> Routes:

@@ -1,4 +1,4 @@
-"""Launches the kernels of `kernels/moe_lanes_gluon.py`: experts in MXFP4 of a few to some dozens of pairs of an expert, on Hopper.
+"""Launches the kernels of `kernels/moe_lanes_gluon.py`: experts in MXFP4 of a few pairs of an expert, on Hopper.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_codes.py` serves.
 Shape letters as in `ops/moe.py`.
@@ -26,23 +26,18 @@ COLUMNS = 256
 
 
 class LanesConfig(NamedTuple):
-    """A tile: pairs, rows of weights, its warps, chunks in flight and at work, whether 4 warps make a product together, and a thread's registers."""
+    """A tile: pairs, rows of weights, its warps, chunks in flight and at work, and a thread's registers."""
 
     pairs: int
     rows: int
     warps: int
     stages: int
-    groups: bool = False
-    registers: int | None = None
+    registers: int
 
 
-LANES_PAIRS = 22
+TILE = LanesConfig(16, 64, 4, 2, 80)
+LANES_PAIRS = 14
 """Pairs of an expert, on average, up to which these kernels are chosen, by measurement (docs/performance.md)."""
-
-
-def lanes_config(pairs: int, experts: int) -> LanesConfig:
-    """The tile for so many pairs, by measurement (docs/performance.md). A product of 4 warps reads inputs once for all of them."""
-    return LanesConfig(16, 64, 4, 2, registers=80) if pairs <= 14 * experts else LanesConfig(32, 64, 4, 2, groups=True)
 
 
 @functools.cache
@@ -82,27 +77,30 @@ def lanes_products(
     activation: GatedActivation,
     *,
     weigh_inputs: bool,
-    configs: tuple[LanesConfig, LanesConfig] | None = None,
 ) -> torch.Tensor:
     """Both products, [P, D] in the tokens' order."""
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, features, inner = down.shape
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    first, second = configs or (lanes_config(pairs, experts),) * 2
     inner_PI = x_TD.new_empty(pairs, _wide(inner))
     out_PD = x_TD.new_empty(pairs, features)
     x_TD = _arranged(x_TD)
-    common: dict[str, Any] = {"E": experts, "BE": padded(experts)} | dependent(x_TD.device)
-    chosen = routes.weights_TA, routes.order_P, routes.starts_E1
-    _kernels().lanes_kernel[(most_tiles(pairs, experts, first.pairs), blocks(inner, first.rows // 2))](
+    own: dict[str, Any] = {
+        "E": experts,
+        "BE": padded(experts),
+        "BM": TILE.pairs,
+        "BN": TILE.rows,
+        "STAGES": TILE.stages,
+    }
+    own |= {"num_warps": TILE.warps, "maxnreg": TILE.registers, **dependent(x_TD.device)}
+    chosen, tiles = (routes.weights_TA, routes.order_P, routes.starts_E1), most_tiles(pairs, experts, TILE.pairs)
+    _kernels().lanes_kernel[(tiles, blocks(inner, TILE.rows // 2))](
         x_TD, *_weights(gate_up), *chosen, inner_PI, active, activation.limit, N=inner, K=features, WIDE=x_TD.shape[1],
-        OUT=inner_PI.shape[1], BM=first.pairs, BN=first.rows, STAGES=first.stages, BIAS=gate_up.bias_EO is not None,
-        GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs, GROUPS=first.groups, num_warps=first.warps, maxnreg=first.registers, **common,
+        OUT=inner_PI.shape[1], BIAS=gate_up.bias_EO is not None, GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs, **own,
     )  # fmt: skip
-    _kernels().lanes_kernel[(most_tiles(pairs, experts, second.pairs), blocks(features, second.rows))](
+    _kernels().lanes_kernel[(tiles, blocks(features, TILE.rows))](
         inner_PI, *_weights(down), *chosen, out_PD, active, 0.0, N=features, K=inner, WIDE=inner_PI.shape[1], OUT=features,
-        BM=second.pairs, BN=second.rows, STAGES=second.stages, BIAS=down.bias_EO is not None, GATED=False, KIND=0,
-        WEIGH=not weigh_inputs, GROUPS=second.groups, num_warps=second.warps, maxnreg=second.registers, **common,
+        BIAS=down.bias_EO is not None, GATED=False, KIND=0, WEIGH=not weigh_inputs, **own,
     )  # fmt: skip
     return out_PD
 

@@ -1,4 +1,4 @@
-"""The kernels of `kernels/moe_lanes.py`: experts' products with e2m1 weights of a few to some dozens of pairs of an expert, in Gluon.
+"""The kernels of `kernels/moe_lanes.py`: experts' products with e2m1 weights of a few pairs of an expert, in Gluon.
 
 As in `kernels/moe_codes.py` weights are the first operand, and codes become numbers in the registers that a matrix unit reads. What differs is how
 memory is read, which is what takes the time (docs/performance.md):
@@ -20,7 +20,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.runtime.jit import constexpr_function
 
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated, rounded
@@ -142,7 +141,7 @@ def _load_scales(place, run, chunk, K: gl.constexpr, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, scales, OPERAND: gl.constexpr):
+def halves_of(words, scales):
     """bfloat16 [N, 64] in places of the low nibbles of words [N, 4 lanes, 4], and of the high ones, times scales.
 
     A product with two powers of two puts a nibble in two places; the mask leaves the sign of one and the rest of the other.
@@ -164,8 +163,7 @@ def _halves(words, scales, OPERAND: gl.constexpr):
         both = gl.join(even[half], odd[half])  # lane, word, odd
         first = (both & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
         second = (both >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-        numbers = gl.reshape(gl.permute(gl.join(first, second), [0, 2, 3, 1, 4]), [BN, 64])
-        halves = halves + (gl.convert_layout(numbers, OPERAND, assert_trivial=True),)
+        halves = halves + (gl.reshape(gl.permute(gl.join(first, second), [0, 2, 3, 1, 4]), [BN, 64]),)
     return halves
 
 
@@ -191,20 +189,16 @@ def _steps_of(codes, scales, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_chunk(acc, codes, scales, x_buffer, RUNS: gl.constexpr, GROUPS: gl.constexpr):
-    """`acc` and the products of a chunk, whose inputs are in the buffer. GROUPS: by groups of 4 warps."""
+def _add_chunk(acc, codes, scales, x_buffer, RUNS: gl.constexpr):
+    """`acc` and the products of a chunk, whose inputs are in the buffer."""
     LAYOUT: gl.constexpr = acc.type.layout
     steps = _steps_of(codes, scales, RUNS)
     for step in gl.static_range(RUNS):
-        halves = _halves(steps[step][0], steps[step][1], gl.DotOperandLayout(0, LAYOUT, 2))
+        halves = halves_of(steps[step][0], steps[step][1])
         for half in gl.static_range(2):
+            numbers = gl.convert_layout(halves[half], gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
             x = x_buffer.slice(step * 128 + half * 64, 64, 1).permute([1, 0])
-            if GROUPS:
-                acc = warpgroup_mma(halves[half], x, acc, is_async=True)
-            else:
-                acc = mma_v2(halves[half], x.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
-    if GROUPS:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = mma_v2(numbers, x.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
     return acc
 
 
@@ -222,8 +216,7 @@ def _ask(
 
 @gluon.jit
 def _sums(x_ptr, source, valid, w, s, BM: gl.constexpr, BN: gl.constexpr, N: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
-          STAGES: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, GROUPS: gl.constexpr, X: gl.constexpr,
-          SUMS: gl.constexpr):  # fmt: skip
+          STAGES: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Rows of weights, the tile's first at `w` and its scales at `s`, times rows `source` of inputs; float32 [N, M]."""
     W: gl.constexpr = gl.num_warps()
     SHORT: gl.constexpr = K % CHUNK > 0 and K % CHUNK <= 128
@@ -248,27 +241,23 @@ def _sums(x_ptr, source, valid, w, s, BM: gl.constexpr, BN: gl.constexpr, N: gl.
     free = STAGES - 1
     for chunk in range(CHUNKS):
         async_copy.wait_group(STAGES - 2)
-        if GROUPS:
-            fence_async_shared()
         gl.thread_barrier()
         _ask(x_buffers, x_place, x_column, valid, w_buffers, w_place, word, chunk + STAGES - 1, free, K, WIDE)
         later_scales = _load_scales(s_place, run, chunk + 2, K, 2)
         codes = w_buffers.index(slot).load(_codes_layout(BN, W, 2))
-        acc = _add_chunk(acc, codes, scales, x_buffers.index(slot), 2, GROUPS)
+        acc = _add_chunk(acc, codes, scales, x_buffers.index(slot), 2)
         scales = next_scales
         next_scales = later_scales
         free = slot
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
     if SHORT:
-        if GROUPS:
-            fence_async_shared()
         gl.thread_barrier()
         HALF: gl.constexpr = _scales_layout(BN, W, 1)
         place = s + (gl.convert_layout(s_rows, gl.SliceLayout(1, HALF)) * (K // 32))[:, None]
         scales = _load_scales(place, gl.arange(0, 4, gl.SliceLayout(0, HALF)), CHUNKS, K, 1)
         codes = w_buffers.index(slot).slice(0, 16, 1).load(_codes_layout(BN, W, 1))
-        acc = _add_chunk(acc, codes, scales, x_buffers.index(slot), 1, GROUPS)
+        acc = _add_chunk(acc, codes, scales, x_buffers.index(slot), 1)
     return acc
 
 
@@ -296,7 +285,7 @@ def _store(y, out_ptr, order_ptr, first, first_row, last_row, N: gl.constexpr, O
 def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, limit,
                   E: gl.constexpr, BE: gl.constexpr, N: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, OUT: gl.constexpr,
                   BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-                  KIND: gl.constexpr, WEIGH: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                  KIND: gl.constexpr, WEIGH: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """BN rows of weights times BM pairs of one expert, whose inputs are arranged.
 
     The first product (GATED) reads tokens' rows and stores what the activation makes of BN / 2 gates and ups, in expert order and arranged.
@@ -304,9 +293,7 @@ def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr,
     """
     W: gl.constexpr = gl.num_warps()
     F: gl.constexpr = BN // 2 if GATED else BN
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3 if GROUPS else 2, 0], warps_per_cta=[W, 1], instr_shape=[16, BM, 16] if GROUPS else [16, 8]
-    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1], instr_shape=[16, 8])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     start_next_and_wait(PDL)
     expert, first_row, last_row = _find_tile(starts_ptr, gl.program_id(0), E, BE, BM)
@@ -321,7 +308,7 @@ def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr,
         source = gl.load(order_ptr + pair_rows) // active if GATED else pair_rows
         w = w_ptr + expert.to(gl.int64) * w_expert + first_w * (K // 8)
         s = s_ptr + expert.to(gl.int64) * s_expert + first_w * (K // 32)
-        acc = _sums(x_ptr, source, valid, w, s, BM, BN, N, K, WIDE, STAGES, GATED, KIND, GROUPS, X, SUMS)
+        acc = _sums(x_ptr, source, valid, w, s, BM, BN, N, K, WIDE, STAGES, GATED, KIND, X, SUMS)
         weights = 1.0
         if WEIGH:
             pair_rows = first_row + gl.arange(0, BM, gl.SliceLayout(0, SUMS))
