@@ -78,11 +78,14 @@ class Experts(Module):
         self.transposed, self.interleaved = transposed, activation.alternating
         self.weigh_inputs = weigh_inputs
         self.own: range | None = None
+        self.ranks = 1
+        """How many ranks divide whole experts."""
         self.all = Features("experts", sizes.experts)
         self.store(method or UnquantizedExperts())
 
     def keep(self, rank: int, ranks: int, inner: int) -> None:
         """Keep the experts of one of several ranks that divide whole experts, with `inner` features each unless it is 0."""
+        self.ranks = ranks
         self.own = range(rank * self.all.count // ranks, (rank + 1) * self.all.count // ranks)
         self.sizes = self.sizes._replace(experts=len(self.own), inner=inner or self.sizes.inner)
         self.store(self.method)
@@ -125,7 +128,7 @@ class Experts(Module):
 
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
-        return experts_bytes(self.stored, self.dtype, pairs)
+        return experts_bytes(self.stored, self.dtype, -(-pairs // self.ranks))
 
     @property
     def stored(self) -> list[Stored]:
@@ -275,12 +278,13 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
     """For each kind of routing in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
     found = list(modules)
     kinds = {(m.experts, m.routing.active) for m in found if isinstance(m, Router)}
-    here = {m.sizes.experts for m in found if isinstance(m, Experts)}
-    products = {(experts, active) for experts in here for _, active in kinds}
-    return [partial(_kernels, op, kind) for op, own in ((route, kinds), (moe_experts, products)) for kind in own]
+    here = {(m.sizes.experts, m.ranks) for m in found if isinstance(m, Experts)}
+    products = {(experts, active, ranks) for experts, ranks in here for _, active in kinds}
+    ops: list[tuple[Op[..., Any], set[Any]]] = [(route, kinds), (moe_experts, products)]
+    return [partial(_kernels, op, kind) for op, own in ops for kind in own]
 
 
-def _kernels(op: Op[..., Any], kind: tuple[int, int], tokens: int) -> Hashable:
+def _kernels(op: Op[..., Any], kind: tuple[int, ...], tokens: int) -> Hashable:
     return op.kernels_for(tokens, *kind)
 
 

@@ -55,6 +55,7 @@ class Tiles(NamedTuple):
 
     `places` [3, 2 E] are each tile's expert, its first pair in the experts' order, and the end of the expert's pairs. The expert is E where there are
     fewer tiles. Where there are more than 2 E, nothing is there to be read. Kernels count in `counts` [8 E], which holds zeros before and behind them.
+    Where `ranks` divide the experts, there is room for E times the ranks, as all pairs may be one rank's.
     """
 
     places: torch.Tensor
@@ -66,7 +67,7 @@ class Routes(NamedTuple):
 
     Number -1 is no expert: the token is a graph's padding. Kernels also say which pairs an expert has: those of expert e are
     `order[starts[e] : starts[e + 1]]`, both int32, and their tiles, unless there is one token.
-    Twins leave these out.
+    Twins leave these out. Experts that are not one of several `ranks`' have number -1, too.
     """
 
     weights_TA: torch.Tensor
@@ -74,6 +75,12 @@ class Routes(NamedTuple):
     order_P: torch.Tensor | None = None
     starts_E1: torch.Tensor | None = None
     tiles: Tiles | None = None
+    ranks: int = 1
+
+    @property
+    def expected(self) -> int:
+        """How many pairs have an expert, on average: kernels are chosen by it. Memory and grids have room for all."""
+        return -(-self.experts_TA.numel() // self.ranks)
 
 
 _counts: list[None] = []  # one element for each measurement that runs
@@ -177,10 +184,11 @@ def route(
 
 
 @gpu_kernel("moe_routing")
-def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int) -> Routes:
-    """The routes to `count` of their `experts` from `first` on, numbered from 0. Other pairs have no expert, and weight 0."""
+def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int, ranks: int) -> Routes:
+    """The routes to `count` of their `experts` from `first` on, numbered from 0. Other pairs, those of other `ranks`, have no expert, and weight 0."""
     here_TA = (experts_TA >= first) & (experts_TA < first + count)
-    return Routes(routes.weights_TA.masked_fill(~here_TA, 0.0), (experts_TA - first).masked_fill_(~here_TA, -1))
+    own_TA = (experts_TA - first).masked_fill_(~here_TA, -1)
+    return Routes(routes.weights_TA.masked_fill(~here_TA, 0.0), own_TA, ranks=ranks)
 
 
 @route.on_cpu

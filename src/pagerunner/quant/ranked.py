@@ -108,11 +108,9 @@ class SummedExperts(ExpertMethod):
 
     def _here(self, routes: Routes) -> Routes:
         """The routes to experts that are here."""
-        return (
-            routes
-            if self.numbers is None
-            else own_experts(routes.experts_TA, routes, self.numbers.start, len(self.numbers))
-        )
+        if self.numbers is None:
+            return routes
+        return own_experts(routes.experts_TA, routes, self.numbers.start, len(self.numbers), self.comm.size)
 
     def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         """The ranks' outputs added up, and to the residual if there is one."""

@@ -8,6 +8,7 @@ import torch
 from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
+from pagerunner.ops.kernels import moe
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
 from pagerunner.ops.kernels.moe_joint import MOST_FEW, MOST_FEW_PLAIN, joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
@@ -173,8 +174,8 @@ def test_few_tokens_in_4_bits_take_the_kernel_of_pairs(monkeypatch):
 
 
 def test_gpt_oss_takes_the_kernel_of_pairs_up_to_four_tokens_and_qwen3_up_to_eight():
-    assert [few_pairs(tokens, 32, 4) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
-    assert [few_pairs(tokens, 128, 8) for tokens in (0, 1, 8, 9)] == [False, True, True, False]
+    assert [few_pairs(tokens, 32, 4 * tokens) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
+    assert [few_pairs(tokens, 128, 8 * tokens) for tokens in (0, 1, 8, 9)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("active", [1, 3, 8])
@@ -308,8 +309,8 @@ def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
     routes, plain = (way(logits, Routing(2, normalise=True)) for way in (route.kernel, route.twin))
     for first, count in ((0, 2), (2, 3)):
         here = slice(first, first + count)
-        own = own_experts.kernel(routes.experts_TA, routes, first, count)
-        want = own_experts.twin(plain.experts_TA, plain, first, count)
+        own = own_experts.kernel(routes.experts_TA, routes, first, count, 2)
+        want = own_experts.twin(plain.experts_TA, plain, first, count, 2)
         assert torch.equal(own.experts_TA.long(), want.experts_TA)
         torch.testing.assert_close(own.weights_TA, want.weights_TA)
         parts = [one[here].clone() if isinstance(one, torch.Tensor) else experts_of(one, here) for one in matrices]
@@ -321,6 +322,34 @@ def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
         total += got
     whole = moe_experts.kernel(x, routes, *matrices, SILU, *biases)
     torch.testing.assert_close(total, whole, atol=1e-3 * float(whole.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("int4 bf16 32", 60), ("float32", 40)])
+def test_kernels_are_chosen_by_a_ranks_share_of_the_pairs_and_have_room_for_all_of_them(form, tokens, monkeypatch):
+    """Two of eight experts are here, so a quarter of the pairs is expected: 15 or 10 an expert, which one launch serves. It gets four times as many."""
+    torch.manual_seed(tokens)
+    shapes, ranks = ((64, 64), (64, 32)), 4
+    if form == "float32":
+        matrices = tuple(torch.randn(2, *shape) for shape in shapes)
+    else:
+        matrices = tuple(stored(form, *shape, experts=2) for shape in shapes)
+    x, logits = torch.randn(tokens, 64), torch.randn(tokens, 8)
+    logits[:, :2] += 50.0
+    seen = []
+    joint = moe.joint_products
+    monkeypatch.setattr(
+        moe, "joint_products", lambda *args, **how: seen.append(args[1].expected) or joint(*args, **how)
+    )
+    routes, plain = (way(logits, Routing(2, normalise=True)) for way in (route.kernel, route.twin))
+    own = own_experts.kernel(routes.experts_TA, routes, 0, 2, ranks)
+    assert own.tiles.counts.tolist() == [0] * (8 * 2 * ranks)
+    want = moe_experts.twin(x, own_experts.twin(plain.experts_TA, plain, 0, 2, ranks), *matrices, SILU)
+    got = moe_experts.kernel(x, own, *matrices, SILU)
+    torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+    assert seen == [tokens * 2 // ranks] and not own.tiles.counts.any()
+    for many in (tokens, 4 * tokens, 400):  # the warm-up compiles these
+        kernels, few = (moe.moe_experts_kernels(many // n, 2, 2, ranks // n) for n in (1, ranks))
+        assert kernels[2:4] + kernels[5:] == few[2:4] + few[5:]
 
 
 def experts_of(weights: Stored, here: slice) -> Stored:

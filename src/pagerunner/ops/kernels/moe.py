@@ -58,13 +58,13 @@ def _products(
 ) -> torch.Tensor:
     """Both products, [P, D] in the tokens' order. Weights come with their biases."""
     (up, up_bias), (low, low_bias) = gate_up, down
-    config = streams_config(routes.experts_TA.numel(), up.shape[0])
+    config = streams_config(routes.expected, up.shape[0])
     if config is not None and _streams(x_TD, up) and _streams(x_TD, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
         return streams_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs, config=config)
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
-        few = routes.experts_TA.numel() <= LANES_PAIRS * up.shape[0] and serves_lanes(up) and serves_lanes(low)
+        few = routes.expected <= LANES_PAIRS * up.shape[0] and serves_lanes(up) and serves_lanes(low)
         products = lanes_products if few else codes_products
         return products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
     if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
@@ -87,7 +87,7 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
     """Whether `codes_products` serves such weights, and is the fastest (docs/performance.md)."""
     if not isinstance(weights, Stored4) or not reads_codes(x, weights):
         return False
-    each = routes.experts_TA.numel() / weights.shape[0]
+    each = routes.expected / weights.shape[0]
     if each > MOST_OF_CODES and unpacks(x, weights):
         return False
     return weights.numbers == "e2m1" or each > MOST_FEW
@@ -95,12 +95,12 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
 
 def _piped(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[torch.Tensor]:
     """Whether `piped_product` is the fastest kernel, and serves such weights here."""
-    return moe_piped.serves(x, weights) and routes.experts_TA.numel() > MANY_PAIRS * weights.shape[0]
+    return moe_piped.serves(x, weights) and routes.expected > MANY_PAIRS * weights.shape[0]
 
 
 def _unpacked_before(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored]:
     """Whether matrices are unpacked before the product, as there are many pairs and no kernel that multiplies with their codes."""
-    if isinstance(weights, torch.Tensor) or routes.experts_TA.numel() <= WORTH_UNPACKING * weights.shape[0]:
+    if isinstance(weights, torch.Tensor) or routes.expected <= WORTH_UNPACKING * weights.shape[0]:
         return False
     if _rounding(x, weights) is not None and isinstance(weights, Stored8) and fits(x, weights):
         return False
@@ -123,7 +123,7 @@ def _any_product(
         return (many_product if fits(x, w_EOK) else grouped_product)(x, w_EOK, *own, weigh=weigh)
     rounded = _rounding(x, w_EOK)
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
-        many = routes.experts_TA.numel() > MANY_PAIRS * experts
+        many = routes.expected > MANY_PAIRS * experts
         numbers = (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
     if _unpacked_before(x, routes, w_EOK):
@@ -208,14 +208,14 @@ def moe_experts_then(
 
 def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
     """Whether these are pairs for `pairs_products`."""
-    tokens, active = routes.experts_TA.shape
-    return few_pairs(tokens, gate_up.shape[0], active) and packs(x_TD.dtype, gate_up, down)
+    tokens, experts = routes.experts_TA.shape[0], gate_up.shape[0]
+    return few_pairs(tokens, experts, routes.expected) and packs(x_TD.dtype, gate_up, down)
 
 
 def _is_joint(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
     """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own."""
     most = MOST_FEW_PLAIN if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) else MOST_FEW
-    few = routes.experts_TA.numel() <= most * gate_up.shape[0]
+    few = routes.expected <= most * gate_up.shape[0]
     return few and not (_of_codes(x_TD, routes, gate_up) and _of_codes(x_TD, routes, down))
 
 
@@ -226,11 +226,11 @@ def _readable(weights: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tenso
     return weights.contiguous() if isinstance(weights, torch.Tensor) else dense(weights, dtype)
 
 
-def moe_experts_kernels(tokens: int, experts: int, active: int) -> tuple[Hashable, ...]:
-    """See `Op.kernels_for`: everything that products choose by, whatever form the weights have."""
-    pairs = tokens * active
+def moe_experts_kernels(tokens: int, experts: int, active: int, ranks: int) -> tuple[Hashable, ...]:
+    """See `Op.kernels_for`: everything that products choose by, whatever form the weights have. The experts are one of so many `ranks`'."""
+    pairs = -(-tokens * active // ranks)
     each = pairs / experts
-    few = tokens == 1, few_pairs(tokens, experts, active), each <= MOST_FEW, each <= MOST_FEW_PLAIN
+    few = tokens == 1, few_pairs(tokens, experts, pairs), each <= MOST_FEW, each <= MOST_FEW_PLAIN
     joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= MOST_FEW_PLAIN else ()
     ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))

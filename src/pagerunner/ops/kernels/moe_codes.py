@@ -277,8 +277,8 @@ def codes_products(
     experts, features, inner = down.shape
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     first, second = configs or (
-        codes_config(pairs, experts, gate_up.constants["FORM"]),
-        codes_config(pairs, experts, down.constants["FORM"]),
+        codes_config(routes.expected, experts, gate_up.constants["FORM"]),
+        codes_config(routes.expected, experts, down.constants["FORM"]),
     )
     inner_PI = x_TD.new_empty(pairs, blocks(inner, PIECE) * PIECE)
     out_PD = x_TD.new_empty(pairs, features)

@@ -38,7 +38,7 @@ def _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weigh
           out_row, active, num_tokens, limit, tile, block, SHARED: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
           BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr, G: tl.constexpr, BO: tl.constexpr,
           SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-          KIND: tl.constexpr, WEIGH: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr):  # fmt: skip
+          KIND: tl.constexpr, WEIGH: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, ALL: tl.constexpr):  # fmt: skip
     """BM pairs of one expert times BN of its N features.
 
     The first product (GATED) reads tokens' rows and stores what the activation makes of BN gates and ups, in expert order. The second
@@ -47,7 +47,7 @@ def _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weigh
     UPS: a tile's programs of the first product, which count themselves in `ready`. The second product waits for them, and the last of its DOWNS
     programs sets the counts back to 0. 0: the products are launches of their own.
 
-    `starts` are where experts' pairs begin. With UPS and tiles of TILE pairs they are the tiles' places (`Tiles`).
+    `starts` are where experts' pairs begin. With UPS and tiles of TILE pairs they are the places (`Tiles`) of up to 2 ALL tiles.
 
     SHARED: BM tokens and the matrices that all of them pass. The second product's rows are added to those of `out`.
     """
@@ -59,8 +59,8 @@ def _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weigh
     if SHARED:
         expert, first_row, last_row = tile * 0, tile * BM, num_tokens
     elif UPS and BM == TILE:
-        expert, first_row = tl.load(starts_ptr + tile), tl.load(starts_ptr + 2 * E + tile)
-        last_row = tl.load(starts_ptr + 4 * E + tile)
+        expert, first_row = tl.load(starts_ptr + tile), tl.load(starts_ptr + 2 * ALL + tile)
+        last_row = tl.load(starts_ptr + 4 * ALL + tile)
     else:
         expert, first_row, last_row = find_tile(starts_ptr, tile, E, BE, BM)
     if expert < E:
@@ -125,7 +125,7 @@ def _grouped_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_
     start_next_and_wait(PDL)
     _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr, starts_ptr,
           out_ptr, N, active, 0, limit, tl.program_id(0), tl.program_id(1), False, E, N, K, BE, BM, BN, BK, FORM, WORDS, G, BO, SCALES, ZEROS,
-          FACTORS, BIAS, GATED, KIND, WEIGH, 0, 0)  # fmt: skip
+          FACTORS, BIAS, GATED, KIND, WEIGH, 0, 0, 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["active", "tiles", "num_tokens"])
@@ -138,7 +138,7 @@ def _joint_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_pt
                   FORM2: tl.constexpr, G2: tl.constexpr, BO2: tl.constexpr, SCALES2: tl.constexpr, ZEROS2: tl.constexpr,
                   FACTORS2: tl.constexpr, BIAS: tl.constexpr, BIAS2: tl.constexpr, KIND: tl.constexpr, WEIGH: tl.constexpr,
                   SHARED: tl.constexpr, SM: tl.constexpr, SN: tl.constexpr, SN2: tl.constexpr, SG: tl.constexpr, SG2: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  ALL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Both products: all programs of the first one, expert by expert, then those of the second. WEIGH: the inputs are weighted.
 
     SHARED: inner features of what all tokens pass, or 0. Before each product its programs for that stand: SM tokens and SN or SN2 features.
@@ -158,23 +158,23 @@ def _joint_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_pt
     if SHARED and program < first:
         _tile(x_ptr, sw_ptr, ss_ptr, sz_ptr, sr_ptr, 0, 0, x_ptr, weights_ptr, order_ptr, places_ptr, shared_ready, shared_ptr, SHARED,
               active, num_tokens, limit, program // SHARED_UPS, program % SHARED_UPS, True, 1, SHARED, D, BE, SM, SN, BK, FORM,
-              WORDS, SG, BO, SCALES, ZEROS, FACTORS, False, True, KIND, False, SHARED_UPS, SHARED_DOWNS)  # fmt: skip
+              WORDS, SG, BO, SCALES, ZEROS, FACTORS, False, True, KIND, False, SHARED_UPS, SHARED_DOWNS, ALL)  # fmt: skip
     elif program < second:
         program -= first
         _tile(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, places_ptr, ready_ptr,
               inner_ptr, INNER, active, num_tokens, limit, program // UPS, program % UPS, False, E, INNER, D, BE, BM, BN, BK, FORM,
-              WORDS, G, BO, SCALES, ZEROS, FACTORS, BIAS, True, KIND, WEIGH, UPS, DOWNS)  # fmt: skip
+              WORDS, G, BO, SCALES, ZEROS, FACTORS, BIAS, True, KIND, WEIGH, UPS, DOWNS, ALL)  # fmt: skip
     elif SHARED and program < second + shared_tiles * SHARED_DOWNS:
         program -= second
         _tile(shared_ptr, sw2_ptr, ss2_ptr, sz2_ptr, sr2_ptr, 0, 0, x_ptr, weights_ptr, order_ptr, places_ptr, shared_ready,
               residual_ptr, residual_row, active, num_tokens, 0.0, program // SHARED_DOWNS, program % SHARED_DOWNS, True, 1, D, SHARED,
               BE, SM, SN2, BK2, FORM2, WORDS, SG2, BO2, SCALES2, ZEROS2, FACTORS2, False, False, 0, False, SHARED_UPS,
-              SHARED_DOWNS)  # fmt: skip
+              SHARED_DOWNS, ALL)  # fmt: skip
     else:
         program -= second + shared_tiles * SHARED_DOWNS
         _tile(inner_ptr, w2_ptr, s2_ptr, z2_ptr, r2_ptr, w2_expert, s2_expert, bias2_ptr, weights_ptr, order_ptr, places_ptr,
               ready_ptr, out_ptr, D, active, num_tokens, 0.0, program // DOWNS, program % DOWNS, False, E, D, INNER, BE, BM, BN2, BK2,
-              FORM2, WORDS, G2, BO2, SCALES2, ZEROS2, FACTORS2, BIAS2, False, 0, not WEIGH, UPS, DOWNS)  # fmt: skip
+              FORM2, WORDS, G2, BO2, SCALES2, ZEROS2, FACTORS2, BIAS2, False, 0, not WEIGH, UPS, DOWNS, ALL)  # fmt: skip
 
 
 def most_pairs(pairs: int, experts: int) -> int:
@@ -197,7 +197,7 @@ def grouped_product(
     experts, outputs, inputs = w_EOK.shape
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    bm = most_pairs(pairs, experts)
+    bm = most_pairs(routes.expected, experts)
     bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
     tensors, constants = stored_args(w_EOK, x.dtype)
     if not isinstance(w_EOK, torch.Tensor):
@@ -273,7 +273,7 @@ def joint_products(
     experts, features, inner = low.shape
     (pairs,), (tokens, active) = routes.order_P.shape, routes.experts_TA.shape
     plain = isinstance(up, torch.Tensor) and isinstance(low, torch.Tensor)
-    config = config or joint_config(pairs, experts, plain=plain)
+    config = config or joint_config(routes.expected, experts, plain=plain)
     tensors, constants = stored_args(up, x_TD.dtype)
     low_tensors, low_constants = stored_args(low, x_TD.dtype)
     constants |= {f"{name}2": value for name, value in low_constants.items() if name != "WORDS"}
@@ -304,7 +304,7 @@ def joint_products(
         *common, inner_PI, out_PD, shared_TS, residual, residual.stride(0), active, tokens, activation.limit, tiles,
         E=experts, D=features, INNER=inner, BE=padded(experts), BM=config.pairs, BN=wide, BK=_depth(config.inputs, features),
         BN2=low_wide, BK2=_depth(config.down_inputs, inner), BIAS=up_bias is not None, BIAS2=low_bias is not None,
-        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, num_stages=config.stages, **own, **constants,
+        KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, num_stages=config.stages, ALL=routes.tiles.places.shape[1] // 2, **own, **constants,
         **dependent(x_TD.device),
     )  # fmt: skip
     return out_PD

@@ -223,7 +223,7 @@ def many_product(
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     rounded = isinstance(x, Quantized)
-    config = config or many_config(pairs, experts, inputs, rounded, activation is not None)
+    config = config or many_config(routes.expected, experts, inputs, rounded, activation is not None)
     codes = weights if isinstance(weights, torch.Tensor) else weights.codes
     numbers = x.codes if isinstance(x, Quantized) else x
     if out is None:

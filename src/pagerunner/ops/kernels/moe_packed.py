@@ -265,9 +265,9 @@ def down_config(inputs: int, active: int) -> PairsConfig:
     return PairsConfig(32, min(8, active & -active), 4)
 
 
-def few_pairs(tokens: int, experts: int, active: int) -> bool:
-    """Whether `pairs_products` is the fastest for so many tokens, each of which chose `active` experts."""
-    return tokens == 1 or 0 < tokens * active <= MOST_PAIRS * experts
+def few_pairs(tokens: int, experts: int, pairs: int) -> bool:
+    """Whether `pairs_products` is the fastest for so many tokens, of which so many `pairs` are these experts'."""
+    return tokens == 1 or 0 < pairs <= MOST_PAIRS * experts
 
 
 def packs(dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:

@@ -48,24 +48,25 @@ def note_touched(touched_ptr, count):
 
 
 @triton.jit
-def _store_tiles(tiles_ptr, experts, starts, counts, E: tl.constexpr, BE: tl.constexpr):
-    """Which expert has a tile of TILE pairs, the tile's first pair and the end of the expert's, for 2 E tiles; and zeros [8 E] to count in.
+def _store_tiles(tiles_ptr, experts, starts, counts, E: tl.constexpr, ALL: tl.constexpr, BA: tl.constexpr):
+    """Which expert has a tile of TILE pairs, the tile's first pair and the end of the expert's, for 2 ALL tiles; and zeros [8 ALL] to count in.
 
-    The expert is E where there are fewer tiles. Where there are more, nobody reads tiles, and they aren't stored.
+    The expert is E where there are fewer tiles. Where there are more, nobody reads tiles, and they aren't stored. ALL is E times the ranks.
     """
+    every = tl.arange(0, BA)
     own = (counts + TILE - 1) // TILE
     first = tl.cumsum(own, 0) - own
     for i in tl.static_range(2):
-        tile = i * E + experts
-        tl.store(tiles_ptr + tile, tl.full((BE,), E, tl.int32), mask=(experts < E) & (tile >= tl.sum(own, 0)))
-    for i in range(tl.where(tl.sum(own, 0) <= 2 * E, tl.max(own, 0), 0)):
+        tile = i * ALL + every
+        tl.store(tiles_ptr + tile, tl.full((BA,), E, tl.int32), mask=(every < ALL) & (tile >= tl.sum(own, 0)))
+    for i in range(tl.where(tl.sum(own, 0) <= 2 * ALL, tl.max(own, 0), 0)):
         tile = first + i
         there = (experts < E) & (i < own)
         tl.store(tiles_ptr + tile, experts, mask=there)
-        tl.store(tiles_ptr + 2 * E + tile, starts + i * TILE, mask=there)
-        tl.store(tiles_ptr + 4 * E + tile, starts + counts, mask=there)
+        tl.store(tiles_ptr + 2 * ALL + tile, starts + i * TILE, mask=there)
+        tl.store(tiles_ptr + 4 * ALL + tile, starts + counts, mask=there)
     for i in tl.static_range(8):
-        tl.store(tiles_ptr + 6 * E + i * E + experts, tl.zeros((BE,), tl.int32), mask=experts < E)
+        tl.store(tiles_ptr + (6 + i) * ALL + every, tl.zeros((BA,), tl.int32), mask=every < ALL)
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
         tl.store(starts_ptr + experts, starts, mask=experts < E)
         tl.store(starts_ptr + E, tl.sum(counts, 0))
         if BT > 1:
-            _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, BE)
+            _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, E, BE)
         if COUNT:
             note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
@@ -229,7 +230,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
     if block == 0:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
-        _store_tiles(starts_ptr + E + 1, experts, starts, total, E, BE)
+        _store_tiles(starts_ptr + E + 1, experts, starts, total, E, E, BE)
         if COUNT:
             note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
 
@@ -287,7 +288,7 @@ def _tiles_kernel(starts_ptr, E: tl.constexpr, BE: tl.constexpr, PDL: tl.constex
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
-    _store_tiles(starts_ptr + E + 1, experts, starts, ends - starts, E, BE)
+    _store_tiles(starts_ptr + E + 1, experts, starts, ends - starts, E, E, BE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -434,7 +435,7 @@ def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
 
 @triton.jit(do_not_specialize=["num_pairs", "first"])
 def _own_kernel(weights_ptr, experts_ptr, starts_ptr, own_weights_ptr, own_ptr, tiles_ptr, num_pairs, first, E: tl.constexpr, BE: tl.constexpr,
-                BLOCK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                ALL: tl.constexpr, BA: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BLOCK pairs. The first program stores the tiles of the experts that are here, too."""
     start_next_and_wait(PDL)
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -450,23 +451,23 @@ def _own_kernel(weights_ptr, experts_ptr, starts_ptr, own_weights_ptr, own_ptr, 
             experts = tl.arange(0, BE)
             starts = tl.load(starts_ptr + first + experts, mask=experts < E, other=0)
             ends = tl.load(starts_ptr + first + 1 + experts, mask=experts < E, other=0)
-            _store_tiles(tiles_ptr, experts, starts, ends - starts, E, BE)
+            _store_tiles(tiles_ptr, experts, starts, ends - starts, E, ALL, BA)
 
 
-def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int) -> Routes:
+def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int, ranks: int) -> Routes:
     """See `ops/routing.py`. Pairs stay in their order, of which the experts that are here have one range."""
-    (weights_TA, _, order_P, starts_E1, tiles), experts_TA = routes, experts_TA.contiguous()
+    (weights_TA, _, order_P, starts_E1, tiles, _), experts_TA = routes, experts_TA.contiguous()
     weights_TA = weights_TA.contiguous()
     own, own_weights, num_pairs = torch.empty_like(experts_TA), torch.empty_like(weights_TA), experts_TA.numel()
-    own_tiles = None if tiles is None else _starts(count, weights_TA)[1]
+    own_tiles = None if tiles is None else _starts(count * ranks, weights_TA)[1]
     if num_pairs:
         _own_kernel[(blocks(num_pairs, 1024),)](
             weights_TA, experts_TA, own if starts_E1 is None else starts_E1, own_weights, own,
-            own if own_tiles is None else own_tiles.places, num_pairs, first, E=count, BE=padded(count), BLOCK=1024,
-            TILES=tiles is not None, **dependent(experts_TA.device),
+            own if own_tiles is None else own_tiles.places, num_pairs, first, E=count, BE=padded(count),
+            ALL=count * ranks, BA=padded(count * ranks), BLOCK=1024, TILES=tiles is not None, **dependent(experts_TA.device),
         )  # fmt: skip
     here = None if starts_E1 is None else starts_E1[first : first + count + 1]
-    return Routes(own_weights, own, order_P, here, own_tiles)
+    return Routes(own_weights, own, order_P, here, own_tiles, ranks)
 
 
 def _meter(other: torch.Tensor) -> torch.Tensor:

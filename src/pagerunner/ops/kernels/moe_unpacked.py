@@ -70,7 +70,7 @@ def unpacked_products(x: torch.Tensor, products: Sequence[UnpackedProduct], rout
         many_product(
             inputs, dense_EOI, None if product.bias_EO is None else product.bias_EO[some],
             routes._replace(starts_E1=routes.starts_E1[some.start : some.stop + 1]), product.activation, weigh=product.weigh,
-            config=many_config(pairs, experts, columns, False, product.activation is not None), out=outs[part.product],
+            config=many_config(routes.expected, experts, columns, False, product.activation is not None), out=outs[part.product],
             registers=MOST_REGISTERS if isinstance(product.weights, Stored4) else None,
         )  # fmt: skip
     return outs[-1]
