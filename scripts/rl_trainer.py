@@ -14,6 +14,8 @@ import datetime
 import json
 import os
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -50,7 +52,7 @@ class Sender:
 
     def __init__(self, server: Server, backend: str = "gloo", address: str = "127.0.0.1", seconds: float = 300) -> None:
         """Open a store at `address`, and wait until all ranks have joined. With NCCL this process sends from its current device."""
-        self._server, self._threads = server, ThreadPoolExecutor(2)
+        self._server, self._threads, self._seconds = server, ThreadPoolExecutor(1), seconds
         self._device = "cuda" if backend == "nccl" else "cpu"
         size = 1 + server("/get_world_size", method="GET")["world_size"]
         listener = socket.create_server((address, 0))  # a port that is bound can't be taken by another process
@@ -66,7 +68,15 @@ class Sender:
         )
         place = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
         call = self._threads.submit(server, "/init_weight_transfer_engine", {"init_info": place})
-        joining = self._threads.submit(self._join, backend, address, size, limit)
+        joining: Future[Any] = Future()
+
+        def join() -> None:
+            try:
+                joining.set_result(self._join(backend, address, size, limit))
+            except Exception as error:
+                joining.set_exception(error)
+
+        threading.Thread(target=join, daemon=True).start()  # if the server refuses, nobody waits for this one's end
         done, _ = wait([call, joining], return_when=FIRST_EXCEPTION)
         for one in done:
             one.result()
@@ -85,7 +95,10 @@ class Sender:
         return ProcessGroupGloo(self._store, 0, size, options)
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, packed: bool = True) -> None:
-        """Replace weights of the server by these, which have a checkpoint's names. Raises RuntimeError with the server's sentence."""
+        """Replace weights of the server by these, which have a checkpoint's names.
+
+        Raises RuntimeError with the server's sentence, or if the server doesn't take a piece in time. Neither is joined then: make another Sender.
+        """
         named = [(name, tensor.detach().to(self._device)) for name, tensor in weights]
         update = {
             "names": [name for name, _ in named],
@@ -99,20 +112,22 @@ class Sender:
         try:
             for piece in pieces((tensor for _, tensor in named), PACKED_BYTES if packed else 0):
                 self._broadcast(piece, call)
+            call.result()
+            self._server("/finish_weight_update")
         except RuntimeError:
             self._group = None  # closes the ways to ranks that still wait
             call.result()  # if the server has refused the update, its sentence says more
             raise
-        call.result()
-        self._server("/finish_weight_update")
 
     def _broadcast(self, piece: torch.Tensor, call: Future[Any]) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        work = self._group.broadcast([piece], options)
+        work, until = self._group.broadcast([piece], options), time.monotonic() + self._seconds
         while not work.is_completed():  # a server that has refused the update doesn't take the piece
             if call.done() and call.exception() is not None:
                 raise RuntimeError("the server doesn't take the update")
+            if time.monotonic() > until:
+                raise RuntimeError(f"the server hasn't taken {len(piece):,} bytes in {self._seconds:g} seconds")
             wait([call], timeout=0.001)
         work.wait()
 

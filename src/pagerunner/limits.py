@@ -88,8 +88,11 @@ RANK_SECONDS = _limit(
     "RANK_SECONDS", 30, "seconds that a rank may be behind the others, or give no sign of life, before the engine ends"
 )
 TRANSFER_SECONDS = _limit(
-    "TRANSFER_SECONDS", 300, "seconds that an engine waits for a trainer, and for each piece of new weights"
+    "TRANSFER_SECONDS",
+    300,
+    "seconds that an engine waits for a trainer, for its next call, and for each piece of new weights",
 )
+TRANSFER_MEGABYTES = _limit("TRANSFER_MEGABYTES", 4_096, "memory for the largest piece of new weights, on each rank")
 MAX_API_SERVERS = _limit("MAX_API_SERVERS", 64, "processes that serve a port (`--api-server-count`)")
 TEMPLATE_MEGABYTES = _limit("TEMPLATE_MEGABYTES", 512, "memory of the process that renders chat templates")
 FAULTS += [

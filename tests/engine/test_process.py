@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -89,6 +90,16 @@ def test_what_one_request_asks_for_holds_the_core_up_once_and_not_n_times() -> N
     CoreLoop(core, sockets=[], stall_seconds=60)._add(message)
     assert time.process_time() - started < 1.0, "it was 20 s"
     assert len(core.requests) == 128
+
+
+def test_every_frontend_hears_that_weights_are_half_new() -> None:
+    sent: list[list[bytes]] = [[], []]
+    sockets: Any = [SimpleNamespace(send=one.append) for one in sent]
+    core: Any = SimpleNamespace(weights_fault="They are half new.", sleep_level=0)
+    CoreLoop(core, sockets, stall_seconds=60)._tell([], wire.SchedulerStats())
+    for (message,) in sent:
+        told = msgspec.msgpack.decode(message, type=wire.Updates)
+        assert (told.weights_fault, told.level) == ("They are half new.", 0)
 
 
 class Frontend:

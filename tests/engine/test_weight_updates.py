@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import faulty_ranks
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from helpers.patience import patient
 from helpers.trainer import sender_to
 from pagerunner import LLM, SamplingParams
-from pagerunner.errors import CheckpointError, ConfigError, EngineSleepingError, InvalidRequestError, RequestFailedError
+from pagerunner.engine.core.executors.process import load_ranks
+from pagerunner.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineSleepingError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from pagerunner.types.weights import AbortUpdate
 
 SETTINGS: dict[str, Any] = {
@@ -147,3 +162,87 @@ def test_half_new_weights_that_a_failed_sleep_has_dropped_are_forgotten(
             llm.sleep(level=2)
     llm.wake_up()
     assert tokens_of(llm) == before
+
+
+NOBODY = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+def test_a_join_ends_the_update_that_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagerunner.limits.TRANSFER_SECONDS", 1)
+    llm = LLM(str(make_checkpoint(tmp_path, "qwen3")), weight_transfer_config=GLOO, **SETTINGS)
+    before = tokens_of(llm)
+    one = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[64]]}
+    for join in (lambda: sender_to(llm), lambda: llm.init_weight_transfer_engine({"init_info": NOBODY})):
+        sender_to(llm)
+        llm.start_weight_update()
+        with contextlib.suppress(RequestFailedError):
+            join()
+        with pytest.raises(InvalidRequestError, match="No update of the weights has been started"):
+            llm.update_weights({"update_info": one})
+        assert tokens_of(llm) == before
+    with pytest.raises(InvalidRequestError, match="No trainer is known; call init_weight_transfer_engine first"):
+        llm.start_weight_update()
+
+    sender = sender_to(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "finish_weight_update", lambda: None)
+        sender.send([("model.norm.weight", torch.ones(64))])
+    sender_to(llm)
+    with pytest.raises(
+        EngineSleepingError, match=r"half new, .* init_weight_transfer_engine came before finish_weight_update\."
+    ):
+        tokens_of(llm)
+
+
+def test_memory_for_a_piece_is_taken_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    llm = LLM(str(path), weight_transfer_config=GLOO, **SETTINGS)
+    before = tokens_of(llm)
+
+    def full(*_: object) -> None:
+        raise CapacityError("there is no room.")
+
+    for target, put, said in (
+        (
+            "limits.TRANSFER_MEGABYTES",
+            0,
+            r"piece of new weights has .* more than the 0 MiB .*PAGERUNNER_LIMIT_TRANSFER_MEGABYTES",
+        ),
+        ("dist.transfer.TransferGroup.reserve", full, "there is no room"),
+    ):
+        sender = sender_to(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"pagerunner.{target}", put)
+            with pytest.raises((InvalidRequestError, CapacityError), match=said):
+                sender.send([("model.norm.weight", torch.zeros(64))])
+        assert tokens_of(llm) == before
+    sender_to(llm).send(load_file(path / "model.safetensors").items())
+    assert tokens_of(llm) == before
+
+
+@pytest.mark.days(2)  # they start processes
+@pytest.mark.parametrize(
+    ("family", "make", "layout"),
+    [
+        ("qwen3_moe", make_window_checkpoint, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3", make_checkpoint, {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_ranks_with_whole_experts_or_whole_layers_take_what_is_theirs(
+    family: str, make: Callable[..., Path], layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank has no memory at first: all ranks keep what they have, and leave the trainer at once."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "update once")
+    monkeypatch.setattr("pagerunner.engine.startup.build.load_ranks", partial(load_ranks, loader=faulty_ranks.LOADER))
+    first, second = (make(tmp_path, family, seed=seed) for seed in range(2))
+    weights = load_file(second / "model.safetensors")
+    expected = tokens_of(LLM(str(second), **SETTINGS))
+    llm = LLM(str(first), weight_transfer_config=GLOO, **SETTINGS, **layout)
+    before = tokens_of(llm)
+    began = time.monotonic()
+    with pytest.raises(CapacityError, match=r"^Rank 1 of 2: there is no memory for a piece\.$"):
+        sender_to(llm).send(weights.items())
+    assert time.monotonic() - began < patient(10), "not the 20 seconds of a trainer that waits for ranks that are there"
+    assert tokens_of(llm) == before != expected
+    sender_to(llm).send(weights.items(), packed=False)
+    assert tokens_of(llm) == expected

@@ -75,7 +75,8 @@ class FakeCore:
             max_in_flight=1,
         )
 
-    failure_fd = None
+    failure_fd = update_seconds = None
+    weights_fault = ""
 
     def check_alive(self) -> None:
         """It has no other processes."""

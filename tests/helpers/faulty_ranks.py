@@ -17,11 +17,12 @@ from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import CapacityError
 from pagerunner.types import StepPlan
+from pagerunner.types.weights import RankChange, UpdateWeights
 
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
 RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
 VARIABLE = "PAGERUNNER_TEST_FAULT"
-"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once"; "first": rank 0's worker is the one that fails."""
+"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails."""
 
 
 class FaultyWorker:
@@ -29,7 +30,7 @@ class FaultyWorker:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._wakes = 0
+        self._wakes = self._updates = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -59,6 +60,12 @@ class FaultyWorker:
         if os.environ.get(VARIABLE) == "wake once" and self._wakes == 1:
             raise CapacityError("another process has taken the memory.")
         self._worker.wake_up(tags)
+
+    def change_weights(self, change: RankChange) -> None:
+        self._updates += isinstance(change, UpdateWeights)
+        if os.environ.get(VARIABLE) == "update once" and isinstance(change, UpdateWeights) and self._updates == 1:
+            raise CapacityError("there is no memory for a piece.")
+        self._worker.change_weights(change)
 
 
 class FaultyLoaded:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import make_checkpoint
+from helpers.patience import patient, until
 from helpers.scripts import script
 from helpers.serving import RunningServer, running_server
 from pagerunner import LLM, SamplingParams
@@ -150,19 +157,38 @@ def test_half_new_weights_are_never_served(
 ) -> None:
     weights = weights_of(models[1])
     spoil(server, sender, weights)
-    assert server.get("/is_paused").json() == {"is_paused": True} and server.get("/health").status_code == 200
-    refused = server.post("/resume")
-    assert refused.status_code == 503 and "half new" in refused.json()["error"]["message"]
+    assert server.get("/is_paused").json() == {"is_paused": True}
+    asked = {"prompt": PROMPT, "max_tokens": 1}
+    for refused in (server.get("/health"), server.post("/v1/completions", asked), server.post("/resume")):
+        assert refused.status_code == 503 and "half new, as an update of them has failed" in refused.text
     if heal == "checkpoint":
         assert server.post("/sleep?level=2").status_code == 200
         assert server.post("/wake_up").status_code == 200
     else:
-        sender = rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20)
         with pytest.raises(RuntimeError, match="lacks the tensor lm_head.weight and 23 more"):
-            sender.send([(NORM, weights[NORM])])
+            rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send([(NORM, weights[NORM])])
         assert server.get("/is_paused").json() == {"is_paused": True}
-        sender.send(weights_of(models[0]).items())
-    assert tokens_of(server) == expected[0]
+        rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights_of(models[0]).items())
+    assert tokens_of(server) == expected[0] and server.get("/health").status_code == 200
+
+
+def test_requests_wait_for_a_trainer_that_is_late_and_the_server_is_healthy(
+    server: RunningServer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has opened its store and doesn't join."""
+    ready, join = threading.Event(), rl_trainer.Sender._join
+    monkeypatch.setattr(rl_trainer.Sender, "_join", lambda *given: ready.wait(20) and join(*given))
+    monkeypatch.setattr(server.engine.replicas[0], "_stall_seconds", 0.2)
+    with ThreadPoolExecutor(2) as threads:
+        sender = threads.submit(rl_trainer.Sender, rl_trainer.Server(server.url), seconds=20)
+        until(lambda: server.engine.replicas[0].level == 0)
+        tokens = threads.submit(tokens_of, server)
+        until(lambda: server.engine.num_unfinished)
+        time.sleep(0.4)
+        assert server.get("/health").status_code == 200 and not tokens.done() and not sender.done()
+        ready.set()
+        assert tokens.result() == expected[0]
+        sender.result()
 
 
 def test_the_example_trains_what_the_server_then_serves(server: RunningServer, sender: Any, models: list[Path]) -> None:
@@ -173,19 +199,24 @@ def test_the_example_trains_what_the_server_then_serves(server: RunningServer, s
     sender.send(weights_of(models[0]).items())
 
 
-def test_all_engines_behind_one_port_take_them(models: list[Path], expected: list[list[int]]) -> None:
+def test_all_engines_behind_one_port_take_them(
+    models: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = EngineArgs(
         model=str(models[0]), data_parallel_size=2, weight_transfer_config={"backend": "gloo"}, **SETTINGS
     )
+    monkeypatch.setenv("PAGERUNNER_LIMIT_TRANSFER_SECONDS", "5")
     with running_server(args, core_factory=DEFAULT_FACTORY) as server:
         assert server.get("/get_world_size").json() == {"world_size": 2}
         rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights_of(models[1]).items())
         for engine in ("0", "1"):
             assert tokens_of(server, **{"X-data-parallel-rank": engine}) == expected[1]
-        one_engine_that_fails_holds_all(server, weights_of(models[0]), expected)
+        one_engine_that_fails_ends_it_on_all(server, weights_of(models[0]), expected)
+        a_trainer_that_goes_away_is_waited_for_so_long(server, expected)
+        an_engine_that_dies_ends_the_call(server, weights_of(models[1]))
 
 
-def one_engine_that_fails_holds_all(
+def one_engine_that_fails_ends_it_on_all(
     server: RunningServer, weights: dict[str, torch.Tensor], expected: list[list[int]]
 ) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
@@ -205,19 +236,50 @@ def one_engine_that_fails_holds_all(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second.client, "call", call)
         refused = server.post("/start_weight_update")
-        assert refused.status_code == 500 and server.engine.replicas[0].level == -1
-        lost = server.get("/health").json()["lost"]
-        assert list(lost) == ["1"] and "a fault of one engine alone" in lost["1"]
-        assert tokens_of(server) == tokens_of(server) == expected[1], "who holds gets nothing"
+        assert refused.status_code == 500 and [one.level for one in server.engine.replicas] == [-1, -1]
+        assert tokens_of(server) == tokens_of(server) == expected[1]
         failing = UpdateWeights
         with pytest.raises(RuntimeError, match="a fault of one engine alone"):
             rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send([(NORM, weights[NORM])])
     assert [one.level for one in server.engine.replicas] == [0, 0]
-    assert server.get("/health").json()["lost"].keys() == {"0", "1"}
+    health = server.get("/health")
+    assert (
+        health.status_code == 503 and "half new, as an update of them has failed: a fault of one engine" in health.text
+    )
     rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights.items())
     for engine in ("0", "1"):
         assert tokens_of(server, **{"X-data-parallel-rank": engine}) == expected[0]
     assert server.get("/health").content == b""
+
+
+def a_trainer_that_goes_away_is_waited_for_so_long(server: RunningServer, expected: list[list[int]]) -> None:
+    sender = rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20)
+    assert server.post("/start_weight_update").status_code == 200
+    assert tokens_of(server) == expected[0], "the engine goes on with the weights that it has"
+    with pytest.raises(RuntimeError, match="No trainer is known"):
+        sender.send([])
+
+
+def an_engine_that_dies_ends_the_call(server: RunningServer, weights: dict[str, torch.Tensor]) -> None:
+    """While the trainer sends. The other engine's weights are half new, and the trainer is told at once."""
+    sender = rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20)
+    broadcast, pids = sender._broadcast, [one.client.pid for one in server.engine.replicas]
+
+    def die(piece: torch.Tensor, call: Any) -> None:
+        broadcast(piece, call)
+        os.kill(pids[1], signal.SIGKILL)
+        with contextlib.suppress(RuntimeError):
+            call.result(patient(3))
+        assert call.done(), "not the 5 seconds that the other engine waits for the next piece"
+        raise RuntimeError("the server has answered")
+
+    sender._broadcast = die
+    with pytest.raises(RuntimeError, match="engine 1 of 2 was ended by SIGKILL"):
+        sender.send(weights.items(), packed=False)
+    until(lambda: server.get("/health").status_code == 503)
+    assert "half new" in server.get("/health").text and server.get("/get_world_size").json() == {"world_size": 1}
+    rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights.items())
+    assert list(server.get("/health").json()["lost"]) == ["1"]
 
 
 def test_updates_out_of_order_and_other_machines_are_refused(server: RunningServer) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,10 +31,20 @@ def nccl_settings() -> dict[str, str]:
     return _SETTINGS if host_ip() != LOOPBACK else {**_SETTINGS, "NCCL_SOCKET_IFNAME": "lo"}
 
 
+@contextmanager
+def nccl_environment() -> Iterator[None]:
+    """What NCCL is told stands in the environment inside; afterwards it is the user's again. NCCL reads it at a group's first call."""
+    added = {name: value for name, value in nccl_settings().items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
 def nccl_group(store: Store, rank: int, size: int, seconds: float) -> Any:
-    """Join a group that meets in `store`, each rank with its current device. Raises RuntimeError."""
-    for name, value in nccl_settings().items():
-        os.environ.setdefault(name, value)
+    """Join a group that meets in `store`, each rank with its current device. The environment has `nccl_settings`. Raises RuntimeError."""
     nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]  # builds of torch without CUDA have none
     options = nccl.Options()
     options._timeout = datetime.timedelta(seconds=seconds)

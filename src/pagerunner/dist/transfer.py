@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed import BroadcastOptions, TCPStore
 from pagerunner.children import HOST_IP, LOOPBACK, host_ip
 from pagerunner.config import TransferBackend
 from pagerunner.dist.gloo import gloo_group
-from pagerunner.dist.nccl import nccl_group
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.dist.nccl import nccl_environment, nccl_group
+from pagerunner.errors import CapacityError, InvalidRequestError, RequestFailedError
 from pagerunner.limits import knob
+from pagerunner.memory.units import human_bytes
 
 
 class TransferGroup:
@@ -40,28 +42,55 @@ class TransferGroup:
                 param="master_address",
             )
         self._device = device if backend == "nccl" else torch.device("cpu")
+        self._environment = nccl_environment if backend == "nccl" else nullcontext
         self._seconds = seconds
+        self._room = torch.empty(0)
         try:
             limit = datetime.timedelta(seconds=seconds)
             store = TCPStore(address, port, size, is_master=False, timeout=limit, wait_for_workers=False)
-            self._group: Any = (
-                nccl_group(store, rank, size, seconds)
-                if backend == "nccl"
-                else gloo_group(store, rank, size, seconds, host_ip())
-            )
+            with self._environment():
+                self._group: Any = (
+                    nccl_group(store, rank, size, seconds)
+                    if backend == "nccl"
+                    else gloo_group(store, rank, size, seconds, host_ip())
+                )
         except RuntimeError as error:
             raise self._failed(f"could not join {size} processes at {address}:{port}", error) from error
 
+    def reserve(self, num_bytes: int) -> None:
+        """Take memory for pieces of up to so many bytes, until `release`. Raises CapacityError."""
+        try:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            cuda = self._device.type == "cuda"
+            free = f"the device has {human_bytes(torch.cuda.mem_get_info(self._device)[0])}" if cuda else "the host has less"
+            raise CapacityError(
+                f"The largest piece of new weights takes {human_bytes(num_bytes)}, and {free}. Send smaller pieces (packed_buffer_size_bytes), "
+                "or leave more memory free (gpu_memory_utilization)."
+            ) from error
+
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """What the trainer broadcasts next, as uint8 [num_bytes]. Raises RequestFailedError."""
+        """What the trainer broadcasts next, as uint8 [num_bytes], until the next call. Raises RequestFailedError."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
-        piece = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        piece = self._room[:num_bytes]
         try:
-            self._group.broadcast([piece], options).wait()
+            with self._environment():
+                self._group.broadcast([piece], options).wait()
         except RuntimeError as error:
             raise self._failed(f"has lost the trainer before {num_bytes:,} bytes of new weights", error) from error
         return piece
+
+    def release(self) -> None:
+        """Give the memory back to the device: the plan doesn't count it."""
+        self._room = torch.empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def leave(self) -> None:
+        """Close the ways to the others, which end what they wait for."""
+        self._group = None
+        self.release()
 
     def _failed(self, what: str, error: RuntimeError) -> RequestFailedError:
         limit = f"{self._seconds:g} seconds {knob('TRANSFER_SECONDS')}"

@@ -66,12 +66,16 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"shapes has {shape} for {name[:200]!r}; a tensor has fewer than 2^48 numbers")
 
 
+class ReceiveWeights(msgspec.Struct, frozen=True, tag="receive"):
+    """Take the tensors of the last UpdateWeights from the trainer. The core says so to its ranks when all of them can."""
+
+
 class FinishUpdate(msgspec.Struct, frozen=True, tag="finish"):
     """End the update: steps run with the new weights."""
 
 
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort"):
-    """End the update that is open, if one is, as another engine can't go on with it. A `reason` is a sentence.
+    """End the update that is open, if one is, as a rank or another engine can't go on with it, and leave the trainer. A `reason` is a sentence.
 
     An engine that has taken tensors has weights that are half new then.
     """
@@ -80,6 +84,7 @@ class AbortUpdate(msgspec.Struct, frozen=True, tag="abort"):
 
 
 WeightChange = InitTransfer | StartUpdate | UpdateWeights | FinishUpdate | AbortUpdate
+RankChange = WeightChange | ReceiveWeights
 
 
 class WeightTransferInitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

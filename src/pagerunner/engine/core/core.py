@@ -65,11 +65,11 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: it could never run; the message has the numbers.
-            EngineSleepingError: the engine sleeps at level 1 or 2.
+            EngineSleepingError: the engine sleeps at level 1 or 2, or its weights are half new.
             EngineDeadError: a step has failed.
         """
         self.check_alive()
-        if self.sleep_level != 0:
+        if self.sleep_level != 0 or self.weights_fault:
             self.check_awake()
         self._check_ids(request)
         self._scheduler.add(request)
@@ -158,7 +158,8 @@ class EngineCore:
             self._step_log.note(plan, launched, pending.in_graph)
         return self._scheduler.commit(plan, result)
 
-    def _drain(self) -> list[RequestUpdate]:
+    def drain(self) -> list[RequestUpdate]:
+        """Wait for the steps in flight; returns their updates. Raises EngineDeadError when one fails."""
         updates: list[RequestUpdate] = []
         try:
             while self._in_flight:
@@ -287,7 +288,7 @@ class EngineCore:
             if mode == "wait":
                 while self.has_work:
                     updates += self.step()
-            updates += self._drain()
+            updates += self.drain()
             if mode == "abort":
                 updates += self._scheduler.abort(self._scheduler.request_ids)
             elif level > 0:
@@ -325,11 +326,25 @@ class EngineCore:
         From its start to its finish no step runs. Requests that were running go on afterwards, with the keys and values that the old
         weights have made; prompts find none of these. `take_unreported` has what the steps in flight have made.
 
-        Raises what is wrong. If weights may be half new then, no step runs until all of them have come.
+        Raises what is wrong. If weights are half new then, `weights_fault` says so, and no step runs until all of them have come.
         """
         self.check_alive()
         if isinstance(change, StartUpdate):
-            self._unreported += self._drain()
+            self._unreported += self.drain()
         self._weights.change(change)
         if isinstance(change, FinishUpdate):
             self._scheduler.reset_prefix_cache()
+
+    @property
+    def weights_fault(self) -> str:
+        """Why the weights are half new, and what to do; "" if they aren't."""
+        return self._weights.fault
+
+    @property
+    def update_seconds(self) -> float | None:
+        """How long an update of the weights may still wait for its trainer's next call; None if none is open."""
+        return self._weights.seconds_left
+
+    def end_late_update(self) -> None:
+        """End an update that has waited too long for its trainer's next call."""
+        self._weights.end_late()

@@ -231,12 +231,13 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
     """What one step, or one abort, did to a frontend's sequences. Sent without updates as a sign of progress during long prefills.
 
-    Stats come to all frontends, with the `level` that the core sleeps at (-1: it is awake).
+    Stats come to all frontends, with the `level` that the core sleeps at (-1: it is awake), and why its weights are half new, if they are.
     """
 
     updates: list[RequestUpdate]
     stats: SchedulerStats | None = None
     level: int = -1
+    weights_fault: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

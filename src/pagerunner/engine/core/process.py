@@ -69,8 +69,7 @@ class CoreLoop:
                 poller.register(source, zmq.POLLIN)
         while self._running:
             if not core.has_work:
-                poller.poll()
-                core.check_alive()
+                self._wait(poller)
             for client, message in self._receive():
                 self._client = client
                 self._handle(message)
@@ -85,13 +84,24 @@ class CoreLoop:
                     self._client = client
                     self._handle(message)
 
+    def _wait(self, poller: zmq.Poller) -> None:
+        """Wait for a message. Where a trainer's next call is waited for, that has its end."""
+        seconds = self._core.update_seconds
+        came = poller.poll(None if seconds is None else int(1000 * seconds) + 1)
+        self._core.check_alive()
+        if not came:
+            self._core.end_late_update()
+            self._tell([], self._core.stats())
+
     def send(self, message: wire.FromCore) -> None:
         """Send one message to the frontend whose message is being handled."""
         self._sockets[self._client].send(self._encoder.encode(message))
 
-    def _tell(self, updates: list[RequestUpdate], stats: wire.SchedulerStats | None) -> None:
-        """Tell each frontend of its own sequences, and all of them the stats."""
-        level = self._core.sleep_level if stats is not None else None
+    def _tell(self, updates: list[RequestUpdate], stats: wire.SchedulerStats | None, level: int | None = None) -> None:
+        """Tell each frontend of its own sequences, and all of them the stats, with the core's level of sleep unless another one is given."""
+        fault = self._core.weights_fault
+        if stats is not None and level is None:
+            level = self._core.sleep_level
         own: list[list[RequestUpdate]] = [[] for _ in self._sockets]
         if len(own) == 1:
             own = [updates]
@@ -102,7 +112,7 @@ class CoreLoop:
                     self._owners.pop(update.request_id, None)
         for socket, some in zip(self._sockets, own, strict=True):
             if some or stats is not None:
-                socket.send(self._encoder.encode(wire.Updates(some, stats, -1 if level is None else level)))
+                socket.send(self._encoder.encode(wire.Updates(some, stats, -1 if level is None else level, fault)))
 
     def _receive(self) -> Iterator[tuple[int, wire.ToCore]]:
         for client, socket in enumerate(self._sockets):
@@ -213,7 +223,8 @@ class CoreLoop:
                     self._core.prepare_sleep(level, mode)
                 case wire.WakeUp(_, tags):
                     self._core.wake_up(tags)
-                case wire.ChangeWeights(_, change):
+                case wire.ChangeWeights(_, change):  # it may wait for a trainer, and no step runs meanwhile
+                    self._tell(self._core.drain(), self._core.stats(), level=self._core.sleep_level or 0)
                     self._core.change_weights(change)
                     updates = self._core.take_unreported()
                 case wire.ReadSleepLevel():

@@ -417,24 +417,22 @@ class AsyncEngine:
                 f"engines make {least}.",
                 param="world_size",
             )
-        done: list[Replica] = []
 
         def own(one: Replica) -> WeightChange:
             if not isinstance(change, InitTransfer):
                 return change
             return msgspec.structs.replace(change, rank_offset=change.rank_offset + alive.index(one) * self._ranks)
 
-        async def changed(one: Replica) -> None:
-            await one.change_weights(own(one))
-            done.append(one)
-
-        try:
-            await self._of_all(changed)
-        except PagerunnerError as error:  # the others don't go on alone
-            abort = AbortUpdate(str(error))
-            if not isinstance(change, InitTransfer):
-                await asyncio.gather(*(one.change_weights(abort) for one in done), return_exceptions=True)
-            raise
+        await self._answers(lambda one: one.sleep_level())
+        calls = {self._begun(one.change_weights(own(one))): one for one in alive}
+        ended, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for call in calls if call in ended and (error := call.exception()) is not None]
+        if errors and len(alive) > 1:  # the others don't go on alone; one that waits for the trainer is told later
+            abort = AbortUpdate(str(errors[0]))
+            told = {self._begun(one.change_weights(abort)): call for call, one in calls.items()}
+            await asyncio.wait([one for one, call in told.items() if call in ended])
+        if errors:
+            raise errors[0]
 
     @property
     def world_size(self) -> int:
@@ -463,10 +461,13 @@ class AsyncEngine:
 
     async def _whole(self, change: Coroutine[Any, Any, Any]) -> None:
         """Run a change of state to its end, whatever becomes of the caller: the core carries it out in any case."""
+        await asyncio.shield(self._begun(change))
+
+    def _begun(self, change: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(change)
         self._changes.add(task)
         task.add_done_callback(self._changed)
-        await asyncio.shield(task)
+        return task
 
     def _changed(self, task: asyncio.Future[None]) -> None:
         self._changes.discard(task)
@@ -498,9 +499,11 @@ class AsyncEngine:
         return await one.answer(one.client.watch(since))
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when the core is gone or hangs; of several, when all are lost."""
+        """Raise EngineDeadError when the core is gone, hangs, or has half new weights; of several, when all are lost."""
         self._home.check()
-        check_able(self.replicas)
+        lost = self.lost
+        if len(lost) == len(self.replicas):
+            raise EngineDeadError(" ".join(dict.fromkeys(lost.values())))
 
     async def shutdown(self) -> None:
         """End the core's process; readers that are still there get EngineDeadError. Idempotent."""

@@ -20,10 +20,10 @@ from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.frontend.stream import OutputStream
-from pagerunner.errors import EngineDeadError, InvalidRequestError, PagerunnerError
+from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.types import EngineRequest
-from pagerunner.types.weights import AbortUpdate, WeightChange
+from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
 WAITING_WEIGHT = 4
@@ -160,17 +160,7 @@ class Replica:
     async def change_weights(self, change: WeightChange) -> None:
         """Have the core do a part of an update of its weights. Raises its error."""
         self._sent.clear()
-        try:
-            await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
-        except PagerunnerError as error:
-            self._weights_failed(error)
-            raise
-        if isinstance(change, AbortUpdate):
-            self._weights_failed(change.reason)
-
-    def _weights_failed(self, why: object) -> None:
-        if self.level >= 0:
-            self._weights_fault = f"An update of its weights has failed, or stands open: {why}"
+        await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
 
     async def _long_call(self, make: Callable[[int], wire.Call]) -> None:
         self._long_calls += 1
@@ -212,8 +202,7 @@ class Replica:
     def _receive(self, message: wire.FromCore) -> None:
         # A sleep that fails may change the level too, and so may a call of another frontend.
         if isinstance(message, wire.Updates) and message.stats is not None:
-            if message.level < 0:
-                self._weights_fault = ""
+            self._weights_fault = message.weights_fault
             if message.level != self.level:
                 self.level = message.level
                 self.desk.progress.touch()

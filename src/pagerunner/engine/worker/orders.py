@@ -15,7 +15,7 @@ from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.types import StepPlan, StepResult
-from pagerunner.types.weights import WeightChange
+from pagerunner.types.weights import RankChange
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
     """Call `Worker.change_weights(change)`."""
 
     call_id: int
-    change: WeightChange
+    change: RankChange
 
 
 class Compare(msgspec.Struct, frozen=True, tag="compare"):

@@ -10,10 +10,19 @@ from pagerunner.dist.transfer import TransferGroup
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.layers.shares import Share
+from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.loader import Model
-from pagerunner.models.checkpoint.updates import Update
+from pagerunner.models.checkpoint.updates import Claimed, Update
 from pagerunner.runner.sleep import Sleeper
-from pagerunner.types.weights import FinishUpdate, InitTransfer, StartUpdate, UpdateWeights, WeightChange
+from pagerunner.types.weights import (
+    AbortUpdate,
+    FinishUpdate,
+    InitTransfer,
+    RankChange,
+    ReceiveWeights,
+    StartUpdate,
+    UpdateWeights,
+)
 
 
 class WorkerWeights:
@@ -27,28 +36,44 @@ class WorkerWeights:
         self._backend = transfer_backend(resolved.args, self._device)
         self._group: TransferGroup | None = None
         self._update: Update | None = None
+        self._claimed: Claimed | None = None
 
-    def change(self, change: WeightChange, sleeper: Sleeper) -> None:
+    def change(self, change: RankChange, sleeper: Sleeper) -> None:
         """See Executor.change_weights. Calls come in an order that the core has checked."""
         group, update = self._group, self._update
         match change:
             case InitTransfer():
-                self._group = None
+                self._leave()
                 self._group = self._join(change)
+            case AbortUpdate():
+                self._leave()
             case StartUpdate(whole=whole):
                 if group is None:
                     raise InvalidRequestError("No trainer is known; call init_weight_transfer_engine first.")
                 sleeper.begin_update()
                 self._update = Update(self._model, self._share, whole=whole, quantised=self._quantised)
             case UpdateWeights() if group is not None and update is not None:
-                self._group = None  # what the trainer still sends after an error isn't for the next call
-                update.take(change, group.receive)
-                self._group = group
+                self._claimed = claimed = update.claim(change)
+                _check_size(claimed.largest, change)
+                group.reserve(claimed.largest)
+            case ReceiveWeights() if group is not None and update is not None and self._claimed is not None:
+                claimed, self._claimed = self._claimed, None
+                try:
+                    update.take(claimed, group.receive)
+                except BaseException:
+                    self._leave()  # other ranks, and the trainer, may wait for this one
+                    raise
+                group.release()
             case FinishUpdate() if update is not None:
                 update.finish()
                 sleeper.end_update()
             case _:
                 raise RuntimeError(f"{type(change).__name__} comes out of order")
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+        self._group = self._update = self._claimed = None
 
     def _join(self, info: InitTransfer) -> TransferGroup:
         if self._backend is None:
@@ -72,4 +97,14 @@ class WorkerWeights:
             self._backend,
             device,
             seconds,
+        )
+
+
+def _check_size(largest: int, asked: UpdateWeights) -> None:
+    if largest > limits.TRANSFER_MEGABYTES * 2**20:
+        raise InvalidRequestError(
+            f"The largest piece of new weights has {human_bytes(largest)}, more than the {limits.TRANSFER_MEGABYTES:,} MiB that are taken at "
+            f"once {limits.knob('TRANSFER_MEGABYTES')}. A piece ends with the tensor that makes it larger than packed_buffer_size_bytes="
+            f"{asked.packed_buffer_size_bytes * asked.packed:,}.",
+            param="packed_buffer_size_bytes",
         )

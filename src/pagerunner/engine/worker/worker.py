@@ -42,7 +42,7 @@ from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.types import StepPlan
-from pagerunner.types.weights import WeightChange
+from pagerunner.types.weights import RankChange
 
 
 class Worker:
@@ -82,7 +82,7 @@ class Worker:
         """See Executor.wake_up."""
         self._sleeper.wake_up(tags)
 
-    def change_weights(self, change: WeightChange) -> None:
+    def change_weights(self, change: RankChange) -> None:
         """See Executor.change_weights."""
         self._weights.change(change, self._sleeper)
 

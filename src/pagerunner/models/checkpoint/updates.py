@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,24 @@ from pagerunner.types.weights import UpdateWeights
 _WHERE = Path("update_weights")  # instead of a file's name, in messages
 
 
+class Claimed(NamedTuple):
+    """Tensors of one call that a model can take: what the trainer calls them, their shapes, the model's names and sinks; what comes together."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    taken: list[tuple[str, Sink | None]]
+    pieces: list[range]
+
+    def num_bytes(self, piece: range) -> int:
+        """Those of a piece."""
+        return sum(self.tensors[number].nbytes for number in piece)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest piece."""
+        return max(map(self.num_bytes, self.pieces), default=0)
+
+
 class Update:
     """One update of a model, from its start to its finish."""
 
@@ -26,25 +45,32 @@ class Update:
         self._filling = Filling(model, share)
         self._wanted = set(self._filling.pending)
 
-    def take(self, asked: UpdateWeights, receive: Callable[[int], torch.Tensor]) -> None:
-        """Fill weights with the tensors of one call. `receive(num_bytes)` gives their bytes, piece by piece.
-
-        Raises:
-            InvalidRequestError: a tensor isn't the model's, or has another shape or dtype. Nothing has been received.
-            CheckpointError: a number is NaN or infinite.
-            Others: what copies raise. All pieces have been received.
-        """
+    def claim(self, asked: UpdateWeights) -> Claimed:
+        """What will come with one call. Raises InvalidRequestError: a tensor isn't the model's, or has another shape or dtype."""
         tensors = [
             torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for shape, dtype in zip(asked.shapes, asked.dtype_names, strict=True)
         ]
-        taken = self._claimed(asked.names, tensors)
+        most = asked.packed_buffer_size_bytes * asked.packed
+        together = list(pieces([tensor.nbytes for tensor in tensors], most))
+        return Claimed(asked.names, tensors, self._claimed(asked.names, tensors), together)
+
+    def take(self, claimed: Claimed, receive: Callable[[int], torch.Tensor]) -> None:
+        """Fill weights with tensors. `receive(num_bytes)` gives their bytes, piece by piece, each until the next one.
+
+        Raises:
+            CheckpointError: a number is NaN or infinite.
+            Others: what copies raise. All pieces have been received.
+        """
         fault: Exception | None = None
-        for piece in pieces([tensor.nbytes for tensor in tensors], asked.packed_buffer_size_bytes * asked.packed):
-            received = receive(sum(tensors[number].nbytes for number in piece))
+        for piece in claimed.pieces:
+            received = receive(claimed.num_bytes(piece))
             try:
                 if fault is None:
-                    self._put([(asked.names[number], tensors[number], *taken[number]) for number in piece], received)
+                    parts = [
+                        (claimed.names[number], claimed.tensors[number], *claimed.taken[number]) for number in piece
+                    ]
+                    self._put(parts, received)
             except Exception as error:
                 fault = error  # the rest is received all the same, as the trainer and other ranks go on
         if fault is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.types import StepPlan, StepResult
-from pagerunner.types.weights import WeightChange
+from pagerunner.types.weights import RankChange
 
 
 class Pending(Protocol):
@@ -48,8 +48,11 @@ class Executor(Protocol):
         """Take memory back; see runner/sleep.py."""
         ...
 
-    def change_weights(self, change: WeightChange) -> None:
-        """Do a part of an update of the weights; see `types/weights.py`. Raises what is wrong; the weights may be half new then."""
+    def change_weights(self, change: RankChange) -> None:
+        """Do a part of an update of the weights; see `types/weights.py`. Only ReceiveWeights changes them. Raises what is wrong.
+
+        UpdateWeights is looked at, and memory for it taken. AbortUpdate never waits for another process.
+        """
         ...
 
     @property

@@ -35,12 +35,13 @@ from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
 from pagerunner.types import StepPlan, StepResult
-from pagerunner.types.weights import WeightChange
+from pagerunner.types.weights import AbortUpdate, RankChange
 
 LOADER = "pagerunner.engine.worker.worker:load_worker"
 COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
 _CALLS = 10  # a start, or a call, may take so many times as long as a sum, or as the first rank takes for it
+_NOBODY_ASKS = -1  # the id of calls whose answers aren't waited for
 _SUMS = 4  # the watch knows more than the group, so it comes first
 
 
@@ -342,8 +343,11 @@ class ProcessExecutor:
         names: list[str] | None = None if tags is None else [*parse_tags(tags)]
         self._all(lambda call_id: orders.WakeUp(call_id, names))
 
-    def change_weights(self, change: WeightChange) -> None:
+    def change_weights(self, change: RankChange) -> None:
         """See Executor.change_weights."""
+        if isinstance(change, AbortUpdate):
+            self._ranks.send(orders.ChangeWeights(_NOBODY_ASKS, change))
+            return
         seconds = (
             limits.TRANSFER_SECONDS + self._ranks.seconds
         )  # a rank may wait for the trainer after another one has given up

@@ -1,0 +1,95 @@
+"""The way of new weights: memory is taken before the first piece, and who leaves ends what the trainer waits for."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.patience import patient
+from helpers.scripts import script
+from pagerunner.dist import transfer
+from pagerunner.dist.transfer import TransferGroup
+from pagerunner.errors import CapacityError
+
+CPU = torch.device("cpu")
+
+
+def joined() -> tuple[Any, TransferGroup]:
+    """A trainer, and the one rank of its server."""
+    ranks: list[TransferGroup] = []
+
+    def call(path: str, body: Any = None, method: str = "POST") -> Any:
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            place = (info["master_address"], info["master_port"], 1, info["world_size"])
+            ranks.append(TransferGroup(*place, "gloo", CPU, 20))
+        return {"world_size": 1}
+
+    return script("rl_trainer").Sender(call, seconds=20), ranks[0]
+
+
+def test_pieces_come_into_memory_that_was_taken_before() -> None:
+    sender, rank = joined()
+    with pytest.raises(CapacityError, match=r"^The largest piece of new weights takes 1048576.00 TiB, and .* Send smaller"):
+        rank.reserve(2**60)
+    rank.reserve(100)
+    with ThreadPoolExecutor(1) as thread:
+        for size in (100, 64):
+            sent = thread.submit(sender._group.broadcast, torch.full((size,), size, dtype=torch.uint8), 0)
+            piece = rank.receive(size)
+            assert piece.tolist() == [size] * size and piece.data_ptr() == rank._room.data_ptr()
+            sent.result().wait()
+    rank.release()
+    assert rank._room.nbytes == 0
+
+
+def test_who_leaves_ends_what_the_trainer_waits_for() -> None:
+    sender, rank = joined()
+    began = time.monotonic()
+    work = sender._group.broadcast(torch.ones(2**24, dtype=torch.uint8), 0)
+    rank.leave()
+    with pytest.raises(RuntimeError, match=r"closed|reset|refused"):
+        work.wait()
+    assert time.monotonic() - began < patient(5), "not the 20 seconds that it waits for a rank that is there"
+
+
+def test_a_trainer_does_not_wait_for_ever() -> None:
+    sender, rank = joined()
+    rank.leave()
+    sender._seconds, sender._group = 0.2, SimpleNamespace(broadcast=lambda *_: SimpleNamespace(is_completed=lambda: False))
+    with pytest.raises(RuntimeError, match=r"the server hasn't taken 4 bytes in 0\.2 seconds"):
+        sender.send([("model.norm.weight", torch.ones(1))])
+    assert sender._group is None
+
+
+def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    before, seen = dict(os.environ), []
+
+    class Group:
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+            seen.append(dict(os.environ))
+            return self
+
+        def wait(self) -> None:
+            pass
+
+    def group(*_: Any) -> Group:
+        seen.append(dict(os.environ))
+        return Group()
+
+    monkeypatch.setattr(transfer, "TCPStore", lambda *given, **options: None)
+    monkeypatch.setattr(transfer, "nccl_group", group)
+    rank = TransferGroup("127.0.0.1", 1, 1, 2, "nccl", CPU, 20)
+    assert dict(os.environ) == before
+    rank.receive(0)  # NCCL connects here
+    assert dict(os.environ) == before
+    assert [(one["NCCL_SOCKET_IFNAME"], one["NCCL_NVLS_ENABLE"]) for one in seen] == [("lo", "1")] * 2
