@@ -19,7 +19,7 @@ from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
-from pagerunner.dist.gloo import GlooComm, GlooStage
+from pagerunner.dist.gloo import STREAM, GlooComm, GlooStage
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.startup.build import build_on
@@ -307,21 +307,30 @@ def test_the_plan_covers_what_stages_keep_of_what_they_have_sent(stages: int, tm
         max_model_len=640,
         max_num_seqs=4,
         max_num_batched_tokens=60,
+        enable_sleep_mode=True,
     )
     resolved = resolve(args)
     planned = dict(resolved.plan.other)["streams to the next stage"]
     ranks = DividedRanks(resolved, tmp_path / "ranks")
     core = build_on(resolved, ranks)
-    params = SamplingParams(max_tokens=2)
-    core.add(EngineRequest(request_id="long", prompt_token_ids=[7] * 600, params=params, seed=0, max_tokens=2))
-    most = [0] * stages
-    while core.has_work:
-        core.step()
-        for number, stage in enumerate(ranks.stages):
-            streams, tokens = [sum(x.nbytes for _, x in sent) for sent in stage._sent]
-            most[number] = max(most[number], streams)
-            assert tokens <= 1024
-    assert most == [planned] * (stages - 1) + [0]
+    params = SamplingParams(max_tokens=2, temperature=0)
+    asked = EngineRequest(request_id="long", prompt_token_ids=[7] * 600, params=params, seed=0, max_tokens=2)
+    found = []
+    for _ in range(2):  # again after a sleep, which gives all of it back
+        core.add(asked)
+        most, tokens = [0] * stages, []
+        while core.has_work:
+            tokens += [token for update in core.step() for token in update.new_token_ids]
+            for number, stage in enumerate(ranks.stages):
+                streams, told = [sum(x.nbytes for _, x in sent) for sent in stage._sent]
+                most[number] = max(most[number], streams)
+                assert told <= 1024
+        assert most == [planned] * (stages - 1) + [0]
+        found.append(tokens)
+        core.sleep(1)
+        assert not any(stage._sent[STREAM] for stage in ranks.stages)
+        core.wake_up()
+    assert found[0] == found[1]
 
 
 def test_the_watch_sees_each_piece_of_a_prompt_that_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

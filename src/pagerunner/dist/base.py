@@ -74,6 +74,9 @@ class Stage(Protocol):
     def hear(self, tokens: torch.Tensor) -> None:
         """Fill `tokens` with what the last stage has told next."""
 
+    def let_go(self) -> None:
+        """Free what has been sent to the next stage, once that has it. No step is under way."""
+
 
 def union(comm: Comm, numbers: Iterable[int]) -> list[int]:
     """All ranks' numbers, on all of them."""

@@ -182,6 +182,11 @@ class GlooStage:
         """See Stage."""
         self._take(tokens, self.world.size - self.ranks + self.world.rank % self.ranks, TOKENS)
 
+    def let_go(self) -> None:
+        """See Stage. Tokens stay, which other stages may not have heard yet: some KiB."""
+        while self._sent[STREAM]:
+            self.world.finish(self._sent[STREAM].popleft()[0])
+
     def _give(self, x: torch.Tensor, to: int, tag: int) -> None:
         sent = self._sent[tag]
         if len(sent) == self._most[tag]:

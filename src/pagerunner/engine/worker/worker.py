@@ -48,8 +48,15 @@ from pagerunner.types.weights import RankChange
 class Worker:
     """Runs plans on one runner. See executors/base.py for the methods."""
 
-    def __init__(self, runner: ModelRunner, sleeper: Sleeper, clock: DeviceClock, weights: WorkerWeights) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sleeper: Sleeper,
+        clock: DeviceClock,
+        weights: WorkerWeights,
+        stage: Stage | None = None,
+    ) -> None:
+        self._runner, self._stage = runner, stage
         self._sleeper = sleeper
         self._clock = clock
         self._weights = weights
@@ -76,6 +83,8 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""
+        if level and self._stage is not None:
+            self._stage.let_go()
         self._sleeper.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
@@ -120,6 +129,7 @@ class LoadedWorker:
     runner: ModelRunner
     reload: Callable[[], None]
     meter: StartMeter
+    stage: Stage | None
 
     @property
     def facts(self) -> tuple[MemoryFacts, ...]:
@@ -138,7 +148,9 @@ class LoadedWorker:
         ranks = self.resolved.config.num_ranks * self.resolved.config.data_parallel_size
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
         clock = DeviceClock.of(torch.device(self.resolved.config.device))
-        return Worker(self.runner, sleeper, clock, WorkerWeights(self.model, self.share, self.rank, self.resolved))
+        return Worker(
+            self.runner, sleeper, clock, WorkerWeights(self.model, self.share, self.rank, self.resolved), self.stage
+        )
 
     def close(self) -> None:
         """See LoadedRanks.close."""
@@ -220,4 +232,5 @@ def load_worker(
         runner=runner,
         reload=partial(reload, resolved, fill_weights, runner),
         meter=meter,
+        stage=stage,
     )
