@@ -9,9 +9,23 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def set_up_logging(level: str | int) -> None:
-    """Write this process's log to standard error, from `level` on: one of LOG_LEVELS, or logging's own number."""
-    logging.basicConfig(level=level.upper() if isinstance(level, str) else level, format=LOG_FORMAT)
+_own_name = ""
+
+
+def set_up_logging(level: str | int, process: str = "") -> None:
+    """Write this process's log to standard error, from `level` on: one of LOG_LEVELS, or logging's own number.
+
+    Lines begin with the name of the `process`, if it has one: "[engine 1 rank 0]".
+    """
+    global _own_name
+    _own_name = process
+    form = f"[{process}] {LOG_FORMAT}" if process else LOG_FORMAT
+    logging.basicConfig(level=level.upper() if isinstance(level, str) else level, format=form)
+
+
+def name_of_part(part: str) -> str:
+    """The name of a process that this one starts: "engine 1 rank 0" for "rank 0" of engine 1."""
+    return f"{_own_name} {part}".strip()
 
 
 class SparingLog:

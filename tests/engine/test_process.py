@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from helpers import fake_core
 from helpers.patience import patient
 from pagerunner import limits
 from pagerunner.config import EngineArgs
+from pagerunner.engine.core import client
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import CoreClient, launch_core
 from pagerunner.engine.core.process import CoreLoop
@@ -51,6 +54,23 @@ def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
 
 def add(*requests: EngineRequest) -> wire.Add:
     return wire.Add([one.request_id for one in requests], msgspec.Raw(msgspec.msgpack.encode(list(requests))))
+
+
+@pytest.mark.parametrize("step", ["_bound", "_spawn"])
+def test_without_file_descriptors_a_start_is_an_error_and_leaves_no_directory(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(client, step, refuse)
+    for name in ("open", "scandir"):  # what rmtree calls
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(EngineDeadError, match="process can't be started: .*Too many open files"):
+        asyncio.run(launch_core(ARGS, fake_core.FACTORY))
+    monkeypatch.undo()
+    assert not [*tmp_path.iterdir()]
 
 
 def family(count: int, **params: Any) -> list[EngineRequest]:

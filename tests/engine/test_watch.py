@@ -144,7 +144,7 @@ def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_p
 
 
 def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank that gives no results waits for no step. The thread that reports may be the first one to meet the error."""
 
@@ -168,7 +168,7 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
         thread.join(patient(5))
         reports._socket.close(0)
     assert isinstance(failed, orders.Failed) and "illegal memory access" in str(failed.error.exception())
-    assert ended == [1] and "illegal memory access" in capsys.readouterr().err
+    assert ended == [1] and "illegal memory access" in caplog.text
 
 
 def test_ranks_may_load_in_unequal_times(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_sleep_and_pause_are_states_of_all(two: RunningServer) -> None:
 
 @pytest.mark.days(2)
 def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
-    text_side: Path, monkeypatch: pytest.MonkeyPatch
+    text_side: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_options(monkeypatch, step_seconds=0.01)
     with running_server(EngineArgs(model=str(text_side), data_parallel_size=2)) as server:
@@ -179,7 +180,9 @@ def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
         assert 'pagerunner_core_process_open_fds{engine="0"}' in text
         assert 'pagerunner_core_process_open_fds{engine="1"}' not in text
         assert server.post("/reset_prefix_cache").json() == {"success": True}, "the other one does what is asked"
+        capfd.readouterr()
         response = ask(server, [fake_core.CRASH])
+        assert re.search(r"^\[engine 0\] .* ERROR .*\nTraceback ", capfd.readouterr().err, re.MULTILINE)
         assert response.status_code == 503 and "engine 0 of 2" in response.json()["error"]["message"]
         until(lambda: server.get("/health").status_code == 503)
         for engine in ("engine 0 of 2", "engine 1 of 2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ HOW = ["killed", "killed while nothing runs", "raises", "hangs"]
 
 @pytest.mark.parametrize("how", [HOW[number] for number in share_of_the_day(4, 2)])
 def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PAGERUNNER_LIMIT_RANK_SECONDS", "3")
     with running_server(ARGS, core_factory=faulty_ranks.FACTORY) as server:
@@ -75,6 +76,8 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
         for response in (server.get("/health"), server.post("/v1/completions", {"prompt": "a"})):
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
         until(lambda: all(map(gone, (*pids, core))), 5)
+        log = capfd.readouterr().err
+        assert how != "raises" or re.search(r"^\[rank 1\] .* ERROR .*\nTraceback ", log, re.MULTILINE), log
 
 
 def test_a_rank_that_can_not_come_up_is_the_servers_error(monkeypatch: pytest.MonkeyPatch) -> None:

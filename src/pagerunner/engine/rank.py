@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,8 @@ from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
 from pagerunner.errors import PagerunnerError, RequestFailedError
 from pagerunner.logs import set_up_logging
+
+logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 0.1
 _LINGER_MS = 2_000
@@ -97,7 +98,7 @@ class Reports:
     def fail(self, error: BaseException) -> None:
         """Tell what this process ends with."""
         if not isinstance(error, PagerunnerError):
-            traceback.print_exc()
+            logger.error("The rank has failed.", exc_info=error)
         self.send(orders.Failed(self._rank, WireError.of(error), isinstance(error, CommError)))
 
 
@@ -216,7 +217,7 @@ class Rank:
         except PagerunnerError as error:
             return WireError.of(error)
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("%s has failed.", type(call).__name__)
             said = f"{type(call).__name__} has failed ({type(error).__name__}: {error}); it can be tried again."
             return WireError.of(RequestFailedError(said))
         return None
@@ -249,7 +250,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.rank"), type=orders.RankLaunch)
-    set_up_logging(launch.log_level if launch.rank == 0 else max(launch.log_level, logging.WARNING))
+    level = launch.log_level if launch.rank == 0 else max(launch.log_level, logging.WARNING)
+    set_up_logging(level, launch.log_name)
     threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     reports = Reports(context, launch.ways, launch.rank)

@@ -188,7 +188,7 @@ async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
 def main() -> int:
     """Entry point of an API process."""
     launch = msgspec.json.decode(read_first_line(MODULE), type=ApiLaunch)
-    set_up_logging(launch.log_level)
+    set_up_logging(launch.log_level, f"API process {launch.client}")
     with bind(launch.host, launch.port, shared=True) as listener:
         return asyncio.run(_serve(launch, listener))
 

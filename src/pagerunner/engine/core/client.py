@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -93,7 +94,11 @@ def _bound(address: str) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
         socket.setsockopt(option, value)
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except BaseException:
+        socket.close()
+        raise
     return socket
 
 
@@ -124,7 +129,8 @@ async def launch_core(
     process: subprocess.Popen[bytes] | None = None
     socket: zmq.asyncio.Socket | None = None
     try:
-        socket = _bound(_address(directory, 0))
+        with starting(who):
+            socket = _bound(_address(directory, 0))
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         started = time.perf_counter()
         launch = wire.Launch(
@@ -133,6 +139,7 @@ async def launch_core(
             factory=factory,
             available=share.available,
             log_level=level,
+            log_name=f"engine {share.index}" if share.count > 1 else "",
             stall_seconds=stall_seconds,
         )
         with starting(who):
@@ -295,6 +302,9 @@ def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socke
             logger.error(stuck.strip())
     if socket is not None:
         socket.close()
+    with contextlib.suppress(OSError):  # without a file descriptor, which rmtree wants and may not get
+        (directory / "core0").unlink(missing_ok=True)
+        directory.rmdir()
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -71,7 +71,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How the core process starts. `addresses` are those of its frontends; the first is who starts it. `factory` is `module:function`, called with `args` and `available`, that returns an EngineCore.
 
     `available` is what it may take of the host's memory, where it isn't the only engine. `log_level` is the frontend's, as a number of
-    the logging package. A step of more than `stall_seconds` is reported.
+    the logging package, and `log_name` the process's name in the log. A step of more than `stall_seconds` is reported.
     """
 
     args: EngineArgs
@@ -79,6 +79,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     factory: str
     available: int | None
     log_level: int
+    log_name: str
     stall_seconds: float
 
 

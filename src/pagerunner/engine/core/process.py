@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -297,14 +296,14 @@ def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
         socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it
         if not isinstance(error, PagerunnerError):
-            traceback.print_exc()
+            logger.exception("The engine core can't be built.")
         socket.send(encode(wire.StartFailed(wire.WireError.of(error))))
         return 1
     try:
         with set_apart():
             CoreLoop(core, sockets, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
-        traceback.print_exc()
+        logger.exception("The engine core has failed.")
         for socket in sockets:
             socket.send(encode(wire.Dead(wire.WireError.of(error))))
         return 1
@@ -320,7 +319,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = os.getppid()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.core.process"), type=wire.Launch)
-    set_up_logging(launch.log_level)
+    set_up_logging(launch.log_level, launch.log_name)
     watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.addresses), daemon=True)
     watcher.start()
     context = zmq.Context(io_threads=1)

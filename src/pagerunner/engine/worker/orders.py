@@ -22,7 +22,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How a rank's process starts. `loader` is `module:function`, called as `load_worker`.
 
     `available`: see `resolve`. `directory` has a directory in which the ranks meet; it is empty for ranks of several machines, which meet where
-    rank 0 listens. `seconds`: the longest that a rank may be waited for in a sum.
+    rank 0 listens. `log_name` is the rank's in the log. `seconds`: the longest that a rank may be waited for in a sum.
     """
 
     args: EngineArgs
@@ -33,6 +33,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ways: Ways
     loader: str
     log_level: int
+    log_name: str
     seconds: float
 
 

@@ -32,6 +32,7 @@ from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.build import Progress
 from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.logs import name_of_part
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
 from pagerunner.types import StepPlan, StepResult
@@ -159,6 +160,7 @@ class Ranks:
                     ways=doors.ways(),
                     loader=loader,
                     log_level=logging.getLogger("pagerunner").getEffectiveLevel(),
+                    log_name=name_of_part(f"rank {rank}"),
                     seconds=_SUMS * self.seconds,
                 )
                 processes.append(self._places.start(launch))
