@@ -224,12 +224,16 @@ def test_failures_are_counted_and_all_of_them_are_an_error(demo: RunningServer, 
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "12 + 30 =", "output_tokens": 4}\n{"prompt": ""}\n')
     words = ["--dataset-name", "custom", "--dataset-path", str(file)]
-    assert bench(demo, *words, "--num-prompts", "6") == 0
-    printed = capsys.readouterr().out
+    assert main(["bench", "serve", "--base-url", demo.url, *words, "--num-prompts", "6"]) == 0
+    printed, said = capsys.readouterr()
+    assert "3 of 6 requests failed: HTTP 400" in said
     assert re.search(r"Successful requests: +3 ", printed) and re.search(r"Failed requests: +3 ", printed)
     assert bench(demo, *words, "--num-prompts", "6", "--extra-body", '{"nope": 1}') == 2
     out, err = capsys.readouterr()
     assert "No request was answered; the first failed with: HTTP 400" in err and not out, "no table of zeros"
+    assert bench(demo, *words, "--num-prompts", "6", "--num-clients", "2", "--first-byte-timeout", "1e-6") == 2
+    said = "the first failed with: The server has not begun to answer within 1e-06 seconds (--first-byte-timeout)"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -247,6 +251,8 @@ def test_failures_are_counted_and_all_of_them_are_an_error(demo: RunningServer, 
         (["--percentile-metrics", "ttft,x"], "--percentile-metrics: there are ttft, tpot, itl, e2el, not 'x'."),
         (["--metric-percentiles", "101"], "lie in [0, 100]"),
         (["--extra-body", "[1]"], "is not a JSON object"),
+        (["--request-timeout", "0"], "'0' is not a number of seconds above 0"),
+        (["--first-byte-timeout", "inf"], "'inf' is not a number of seconds above 0"),
         (["--random-range-ratio", "1"], "--random-range-ratio must be in [0, 1), got 1.0."),
         (["--num-prompts", "3", "--num-clients", "4"], "--num-clients 4 needs at least 4 requests, got 3"),
         (["--request-ratee", "4"], "did you mean --request-rate?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from helpers.patience import patient
 from pagerunner.bench import clients, null_server
 from pagerunner.bench.clients import Share, ceiling, measure
-from pagerunner.bench.http_client import HttpClient, HttpFaultError, _Connection
+from pagerunner.bench.http_client import HttpClient, HttpFaultError, Timeouts, _Connection
 from pagerunner.bench.serving import Planned
 from pagerunner.errors import ConfigError
 
@@ -159,6 +160,54 @@ def test_a_body_that_ends_with_the_connection_is_whole() -> None:
 def test_a_connection_that_has_been_closed_is_not_used() -> None:
     closing = OK + b"Content-Length: 2\r\nConnection: close\r\n\r\nok"
     assert posts([[closing], [GOOD]], 2) == ([0, 0], 2)
+
+
+# -- servers that don't answer
+
+
+def test_a_server_that_is_silent_or_slow_fails_the_request_and_names_the_limit() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = json.loads((await reader.readuntil(b"}"))[-20:].partition(b"\r\n\r\n")[2])
+        try:
+            for _ in range(sent["bytes"]):
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n"[:1])
+                await asyncio.sleep(0.01)
+            await reader.read()  # until the client has gone
+        finally:
+            writer.close()
+
+    async def main() -> list[str]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
+        client = HttpClient(url, {}, Timeouts(first_byte=0.4, whole=0.8))
+        errors: list[str] = []
+        for body in (b'{"bytes":0}', b'{"bytes":1}'):
+            async with asyncio.timeout(patient(10)):
+                with pytest.raises(HttpFaultError) as caught:
+                    await client.post(body, lambda status, body, now: None)
+            errors.append(str(caught.value))
+        server.close()
+        return errors
+
+    assert asyncio.run(main()) == [
+        "The server has not begun to answer within 0.4 seconds (--first-byte-timeout).",
+        "The answer has not ended within 0.8 seconds (--request-timeout).",
+    ]
+
+
+def test_a_server_that_accepts_no_connection() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        with socket.create_connection(listener.getsockname()):  # which fills the queue
+
+            async def main() -> None:
+                async with asyncio.timeout(patient(10)):
+                    await HttpClient(url, {}, Timeouts(connect=0.3)).post(b"{}", lambda status, body, now: None)
+
+            with pytest.raises(HttpFaultError, match=r"has accepted no connection in 0\.3 seconds"):
+                asyncio.run(main())
 
 
 # -- processes

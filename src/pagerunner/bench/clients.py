@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pagerunner import children
+from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serving import Planned, Sample, load
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.errors import ConfigError
@@ -34,6 +35,7 @@ class Share(msgspec.Struct, kw_only=True):
     headers: dict[str, str]
     requests: list[Planned]
     max_concurrency: int | None
+    timeouts: Timeouts = Timeouts()
 
     def part(self, number: int, count: int) -> Share:
         """Every `count`-th request, from the `number`-th on."""
@@ -150,6 +152,7 @@ async def _send(share: Share, begin: float, hand_on: Callable[[_Report], object]
         begin=begin,
         max_concurrency=share.max_concurrency,
         progress=lambda index, sample: hand_on((index, sample)),
+        timeouts=share.timeouts,
     )
     hand_on((time.process_time() - computed) / (time.perf_counter() - begin))
 

@@ -6,7 +6,10 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pagerunner.errors import ConfigError
 
@@ -16,6 +19,14 @@ _CLOSES = re.compile(rb"\r\nconnection:[ \t]*close", re.IGNORECASE)
 _IN_CHUNKS, _TO_THE_END = -1, -2
 Reader = Callable[[int, bytes, float], None]
 """Takes an answer's status, a piece of its body, and when that came (time.perf_counter)."""
+
+
+class Timeouts(msgspec.Struct, frozen=True):
+    """Seconds that a request may take: to get a connection, then to the first byte of its answer, and to the last."""
+
+    connect: float = 60.0
+    first_byte: float = 3_600.0
+    whole: float = 21_600.0
 
 
 class HttpFaultError(Exception):
@@ -52,6 +63,15 @@ class _Connection(asyncio.BufferedProtocol):
         self._ended = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._ended
+
+    def expire(self, seconds: float, *, whole: bool) -> None:
+        """So many seconds are over: the request fails, unless it has ended or, with `whole` unset, an answer has begun."""
+        if self._ended is None or self._ended.done() or not whole and (self._status or self._rest):
+            return
+        self._give_up()
+        late = "The answer has not ended" if whole else "The server has not begun to answer"
+        knob = "--request-timeout" if whole else "--first-byte-timeout"
+        self._ended.set_exception(HttpFaultError(f"{late} within {seconds:g} seconds ({knob})."))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
@@ -137,7 +157,8 @@ def _unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
 class HttpClient:
     """Sends POSTs to one URL over as many connections as there are requests at once; the one used last is used next."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeouts: Timeouts | None = None) -> None:
+        self._timeouts = timeouts or Timeouts()
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"The URL must begin with http:// or https:// and a host, got {url!r}.")
@@ -171,14 +192,30 @@ class HttpClient:
         return 0
 
     async def _answered(self, connection: _Connection | None, request: bytes, reader: Reader) -> None:
+        loop, timeouts = asyncio.get_running_loop(), self._timeouts
         if connection is None:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls or None)
+            try:
+                async with asyncio.timeout(timeouts.connect):
+                    _, connection = await loop.create_connection(
+                        _Connection, self._host, self._port, ssl=self._tls or None
+                    )
+            except TimeoutError:
+                raise HttpFaultError(
+                    f"The server has accepted no connection in {timeouts.connect:g} seconds."
+                ) from None
+        ended = connection.ask(request, reader)
+        timers = [
+            loop.call_later(seconds, partial(connection.expire, seconds, whole=whole))
+            for seconds, whole in ((timeouts.first_byte, False), (timeouts.whole, True))
+        ]
         try:
-            await connection.ask(request, reader)
+            await ended
         except asyncio.CancelledError:
             connection.transport.abort()
             raise
+        finally:
+            for timer in timers:
+                timer.cancel()
         if connection.usable:
             self._idle.append(connection)
 

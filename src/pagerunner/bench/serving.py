@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagerunner.bench.http_client import HttpClient, HttpFaultError
+from pagerunner.bench.http_client import HttpClient, HttpFaultError, Timeouts
 from pagerunner.bench.serve_data import ServeRequest
 
 METRICS = {
@@ -209,6 +209,7 @@ async def load(
     begin: float,
     max_concurrency: int | None,
     progress: Callable[[int, Sample], object],
+    timeouts: Timeouts,
 ) -> None:
     """Send the requests at their times after `begin` (time.perf_counter), at most `max_concurrency` of them at once.
 
@@ -217,7 +218,7 @@ async def load(
     gate: AbstractAsyncContextManager[Any] = (
         nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     )
-    client = HttpClient(url, headers)
+    client = HttpClient(url, headers, timeouts)
 
     async def one(index: int, request: Planned) -> None:
         async with gate:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 from tqdm import tqdm
 
 from pagerunner.bench.clients import Outcome, Share, ceiling, measure
+from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
 from pagerunner.cli.options import Parser, add_common_options, not_negative, positive
@@ -26,6 +28,7 @@ BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat
 _RAMPS = ("linear", "exponential")
 _GOODPUT = ("ttft", "tpot", "e2el")
 _BUSY = 0.8
+_ERRORS_NAMED = 3
 
 
 def build_parser() -> Parser:
@@ -62,6 +65,8 @@ def build_parser() -> Parser:
     when("--ramp-up-start-rps", type=float, metavar="X", help="the rate at first")
     when("--ramp-up-end-rps", type=float, metavar="X", help="the rate at last")
     when("--num-clients", type=positive, default=1, metavar="N", help="processes that send them (default: 1)")
+    when("--first-byte-timeout", type=_seconds, default=3_600.0, metavar="S", help="of each request (default: 3600)")
+    when("--request-timeout", type=_seconds, default=21_600.0, metavar="S", help="of each request (default: 21600)")
     when("--num-warmups", type=not_negative, default=0, metavar="N", help="requests before (default: 0)")
     out = parser.add_argument_group("results").add_argument
     out("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"limits of {', '.join(_GOODPUT)} to count under")
@@ -102,7 +107,9 @@ def run(namespace: argparse.Namespace) -> int:
         Planned(at, request.prompt_len, msgspec.Raw(target.body(request)))
         for at, request in zip(times, requests, strict=True)
     ]
-    share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=namespace.max_concurrency)
+    timeouts = Timeouts(first_byte=namespace.first_byte_timeout, whole=namespace.request_timeout)
+    most = namespace.max_concurrency
+    share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=most, timeouts=timeouts)
     outcome = _measured(namespace, share)
     samples = outcome.samples
     if all(sample.error for sample in samples):
@@ -118,7 +125,8 @@ def run(namespace: argparse.Namespace) -> int:
         )
     _write(namespace, model, result, [sample for sample in samples if not sample.error])
     if result["failed"]:
-        note(namespace, f"The first failure: {next(sample.error for sample in samples if sample.error)}")
+        for error, count in Counter(sample.error for sample in samples if sample.error).most_common(_ERRORS_NAMED):
+            note(namespace, f"{count} of {len(samples)} requests failed: {error}")
     return 0
 
 
@@ -252,6 +260,16 @@ def _write(namespace: argparse.Namespace, model: str, result: dict[str, Any], sa
             Path(namespace.plot).write_text(latency_svg(title, panels), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"The result can't be written: {error}.") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
 
 
 def _json_object(text: str) -> dict[str, Any]:
