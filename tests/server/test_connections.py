@@ -222,6 +222,52 @@ def test_a_long_request_is_not_cut_by_the_header_limit(server: RunningServer, mo
         assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
+STREAM = {**GOOD, "max_tokens": 40, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("body", [GOOD, STREAM, {**GOOD, "n": 2}])
+def test_a_client_that_only_reads_any_more_gets_its_answers(server: RunningServer, body: Any) -> None:
+    with connected(server) as client:
+        client.sendall(request(body) + request(GOOD))
+        client.shutdown(socket.SHUT_WR)
+        reply = read_to_end(client)
+    assert reply.count(b"HTTP/1.1 200") == 2 and reply.endswith(b"}")
+    assert b"[DONE]" in reply or not body.get("stream")
+
+
+def test_a_client_of_http_1_0_that_sends_no_more_counts_as_gone(server: RunningServer) -> None:
+    with connected(server) as client:
+        client.sendall(request({**GOOD, "max_tokens": 1500, "ignore_eos": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        client.shutdown(socket.SHUT_WR)
+        assert read_to_end(client) == b"", "it must not be sent an interim answer"
+    server.wait_idle()
+
+
+def test_half_a_request_and_no_more(server: RunningServer) -> None:
+    for half in (b"", b"GET /health HT", request(GOOD)[:-5]):
+        with connected(server) as client:
+            client.sendall(half)
+            client.shutdown(socket.SHUT_WR)
+            assert read_to_end(client) == b""
+
+
+def test_empty_lines_before_a_request_are_passed_over(server: RunningServer) -> None:
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(server) as client:
+        for pieces in ([b"\r\n" + ask], [b"\r\n\r\n", ask], [b"\r", b"\n", ask], [b"\r\n\r", b"\n" + ask]):
+            for piece in pieces:
+                client.sendall(piece)
+                time.sleep(0.05)
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.sendall(request(GOOD) + b"\r\n" + ask)  # as some old clients end a body
+        client.shutdown(socket.SHUT_WR)
+        assert read_to_end(client).count(b"HTTP/1.1 200") == 2
+    for garbage in (b"\n" + ask, b"\r\r\n" + ask, b"\r\n \r\n" + ask):
+        with connected(server) as client:
+            client.sendall(garbage)
+            assert read_to_end(client).startswith(b"HTTP/1.1 400")
+
+
 def test_what_is_not_http_gets_an_error_object(server: RunningServer) -> None:
     for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"):
         with connected(server) as client:

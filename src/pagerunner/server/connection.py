@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES = 64  # that the server has open beside connections: the model's, the helpers', the core's
 _RETRY_SECONDS = 1
 _URL_CHARS = 200
+_HALF_CLOSED_SECONDS = 0.05
 
 
 _refused = SparingLog(logger)
@@ -77,7 +78,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._strict = self.conn = StrictConnection(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
-        self._unreadable = False
+        self._unreadable = self._half_closed = False
         self.timeout_keep_alive = limits.KEEP_ALIVE_SECONDS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,7 +106,35 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """An answer is given; the next request is due, or the rest of this one."""
         super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete:
+            self.transport.close()
         self._watch()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Its last request is answered if it is whole and the client is there.
+
+        A client that has gone looks the same, but its system answers the next bytes with a reset. So it is sent some: an interim answer, which
+        clients of HTTP/1.1 pass over, or what is written next of an answer that has begun.
+        """
+        whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.their_http_version == b"1.1"
+        if self._lingering.is_closing() or not whole or self.cycle.response_complete:
+            return False
+        if not self.cycle.response_started:
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        self._half_closed = True
+        self.loop.call_later(_HALF_CLOSED_SECONDS, self._end_if_reset)
+        return True
+
+    def _end_if_reset(self) -> None:
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), 0)  # errors alone
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_HALF_CLOSED_SECONDS, self._end_if_reset)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, unless bytes have come since the loop looked: with many streams that is long ago."""
