@@ -65,5 +65,9 @@ def test_a_full_device_is_told_from_a_failed_one(kind: type[RuntimeError]) -> No
     assert step_fault(kind("CUDA error: out of memory"), LOST).startswith(f"The device failed in a step ({LOST})")
 
 
-def test_a_process_without_a_device_has_not_lost_it() -> None:
+def test_a_process_without_a_device_has_not_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_failure() is None
+    llm, _ = failing_llm(monkeypatch, LOST)
+    monkeypatch.setattr(llm._core._executor, "failure_fd", 7)  # of ranks in other processes, which have the device
+    with pytest.raises(EngineDeadError, match="A step failed"):
+        llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)

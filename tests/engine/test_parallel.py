@@ -272,7 +272,7 @@ def test_layers_of_stages_that_do_not_add_up_are_refused(
 
 def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
-    monkeypatch.setattr(resolving, "device_memory", lambda: None)
+    monkeypatch.setattr(resolving, "device_memory", lambda **_: None)
     for said in ("", "0"):
         monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", said)
         with pytest.raises(
@@ -291,7 +291,7 @@ def test_ranks_on_devices_plan_with_what_the_core_has_measured(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
     own = iter([DeviceMemory(2**32, 2**31), DeviceMemory(2**32, 2**30)])
-    monkeypatch.setattr(resolving, "device_memory", lambda: next(own))
+    monkeypatch.setattr(resolving, "device_memory", lambda of_ranks: next(own) if of_ranks else None)
     args = EngineArgs(model=str(demo_path()), tensor_parallel_size=2, gpu_memory_utilization=0.9)
     core = resolve(args)
     line = msgspec.json.encode(core.card or core.available)

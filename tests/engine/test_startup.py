@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
     """A machine with a small card, whose driver hands out all of it."""
     monkeypatch.setattr(measure, "DRIVER_BYTES", 0)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cpu" if asked == "cpu" else "cuda")
-    monkeypatch.setattr(resolving, "device_memory", lambda: CARD)
+    monkeypatch.setattr(resolving, "device_memory", lambda **_: CARD)
     return CARD
 
 
@@ -112,7 +115,7 @@ def test_offline_steps_are_larger_where_experts_are_unpacked_and_there_is_room(
     settings: dict[str, object],
     tokens: int,
 ) -> None:
-    monkeypatch.setattr(resolving, "device_memory", lambda: DeviceMemory(gib * 2**30, gib * 2**30))
+    monkeypatch.setattr(resolving, "device_memory", lambda **_: DeviceMemory(gib * 2**30, gib * 2**30))
     args = EngineArgs(model=str(write_model(shape, tmp_path)), max_num_seqs=4, max_model_len=4096, **settings)  # type: ignore[arg-type]
     assert resolve(args, offline=offline).config.max_num_batched_tokens == tokens
 
@@ -314,6 +317,41 @@ def test_a_device_too_full_to_begin_with_is_a_sentence_with_the_numbers(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=64 * MIB))
     with pytest.raises(CapacityError, match=r"64.00 MiB are used up.*CUDA_VISIBLE_DEVICES"):
         device_memory()
+
+
+class AskedDriver:
+    """The calls of `cuda.bindings.driver` that a look at a device takes."""
+
+    CUresult = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2})
+
+    def __init__(self, status: int) -> None:
+        self.calls: list[str] = []
+        self._status = self.CUresult(status)
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        def call(*args: object) -> tuple[Any, ...]:
+            self.calls.append(name)
+            if name == "cuMemGetInfo":
+                return self._status, 3 * MIB, 64 * MIB
+            return (0, "context") if name == "cuDevicePrimaryCtxRetain" else (0, *args[:1])
+
+        return call
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_core_of_several_ranks_asks_for_memory_and_leaves_the_device(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = AskedDriver(status)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("torch would keep its context"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=64 * MIB))
+    if status:
+        with pytest.raises(CapacityError, match=r"64.00 MiB are used up.*OUT_OF_MEMORY"):
+            device_memory(of_ranks=True)
+    else:
+        assert device_memory(of_ranks=True) == DeviceMemory(64 * MIB, 3 * MIB)
+    assert driver.calls[2] == "cuDevicePrimaryCtxRetain" and driver.calls[-1] == "cuDevicePrimaryCtxRelease"
 
 
 GOOD = CudaFacts("NVIDIA H200", (9, 0), triton=True, bindings=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -97,6 +99,23 @@ def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, tmp_p
     two._core._executor._compare()  # type: ignore[attr-defined]
     two.sleep(0)
     two.wake_up()
+
+
+CORE = """
+import sys
+from cuda.bindings import driver
+from pagerunner import LLM
+llm = LLM(sys.argv[1], tensor_parallel_size=2, enforce_eager=True, skip_tokenizer_init=True, use_tqdm=False, kv_cache_memory_bytes=2**27)
+llm.generate({"prompt_token_ids": [7, 8, 9]}, use_tqdm=False)
+print([driver.cuDevicePrimaryCtxGetState(number)[2] for number in range(driver.cuDeviceGetCount()[1])])
+"""
+
+
+def test_a_core_takes_no_memory_of_its_ranks_devices(tmp_path: Path) -> None:
+    """A context is some hundred MiB."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE)
+    done = subprocess.run([sys.executable, "-c", CORE, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2] == str([0] * torch.cuda.device_count()), done.stderr
 
 
 def test_a_rank_that_is_killed_ends_the_engine_and_frees_both_devices(tmp_path: Path) -> None:

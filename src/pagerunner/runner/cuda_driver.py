@@ -67,12 +67,46 @@ class _Range:
         }
 
 
-class CudaDriver:
+class _Calls:
+    """Calls of the driver by name. Raises ModuleNotFoundError without the package cuda-bindings (torch's CUDA builds depend on it)."""
+
+    def __init__(self) -> None:
+        self._cu: Any = importlib.import_module("cuda.bindings.driver")
+
+    def _call(self, name: str, *args: Any) -> Any:
+        status, *values = getattr(self._cu, name)(*args)
+        results = self._cu.CUresult
+        if status == results.CUDA_SUCCESS:
+            return values[0] if len(values) == 1 else values
+        kind = OutOfDeviceMemory if status == results.CUDA_ERROR_OUT_OF_MEMORY else DriverError
+        raise kind(f"{name} failed: {getattr(status, 'name', status)}")
+
+
+class Visit(_Calls):
+    """A look at a device that this process doesn't use: what a look takes of it, some hundred MiB, is given back."""
+
+    def memory(self, device: int) -> tuple[int, int]:
+        """Free and total bytes of the device, as a process that uses it has them."""
+        self._call("cuInit", 0)
+        number = self._call("cuDeviceGet", device)
+        context = self._call("cuDevicePrimaryCtxRetain", number)
+        try:
+            self._call("cuCtxPushCurrent", context)
+            try:
+                free, total = self._call("cuMemGetInfo")
+            finally:
+                self._call("cuCtxPopCurrent")
+        finally:
+            self._call("cuDevicePrimaryCtxRelease", number)
+        return int(free), int(total)
+
+
+class CudaDriver(_Calls):
     """See Driver. Calls go to the device's primary context, which torch uses too."""
 
     def __init__(self, device: int = 0) -> None:
-        """Raises ModuleNotFoundError without the package cuda-bindings (torch's CUDA builds depend on it)."""
-        self._cu: Any = importlib.import_module("cuda.bindings.driver")
+        """See _Calls."""
+        super().__init__()
         self._device = device
         torch.empty(1, device=self._torch_device)  # makes the primary context
         prop = self._cu.CUmemAllocationProp()
@@ -89,14 +123,6 @@ class CudaDriver:
     @property
     def _torch_device(self) -> torch.device:
         return torch.device("cuda", self._device)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        status, *values = getattr(self._cu, name)(*args)
-        results = self._cu.CUresult
-        if status == results.CUDA_SUCCESS:
-            return values[0] if len(values) == 1 else values
-        kind = OutOfDeviceMemory if status == results.CUDA_ERROR_OUT_OF_MEMORY else DriverError
-        raise kind(f"{name} failed: {getattr(status, 'name', status)}")
 
     def reserve(self, size: int) -> int:
         """See Driver.reserve."""

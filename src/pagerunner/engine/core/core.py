@@ -169,7 +169,8 @@ class EngineCore:
         return updates
 
     def _die(self, error: Exception) -> EngineDeadError:
-        failure = device_failure()
+        # ranks in processes of their own have the devices, and to ask one here would take memory of it
+        failure = device_failure() if self._executor.failure_fd is None else None
         if failure is not None:
             never_free(error, self._executor, *self._in_flight)
         self._death = step_fault(error, failure)

@@ -18,6 +18,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.ops.dispatch import has_triton
+from pagerunner.runner.cuda_driver import Visit
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,11 @@ def device_of_rank(rank: int) -> int:
     return rank % max(int(torch.cuda.device_count()), 1)
 
 
-def device_memory() -> DeviceMemory:
-    """The memory of the CUDA device in use now. Raises CapacityError when it is too full to begin with."""
+def device_memory(*, of_ranks: bool = False) -> DeviceMemory:
+    """The memory of the CUDA device in use now. Raises CapacityError when it is too full to begin with.
+
+    `of_ranks`: rank 0's device. This process asks only, and takes nothing of it for good.
+    """
 
     def full(reason: str) -> str:
         total = torch.cuda.get_device_properties().total_memory
@@ -136,5 +140,5 @@ def device_memory() -> DeviceMemory:
         )
 
     with full_device_said(full):
-        free, total = torch.cuda.mem_get_info()
+        free, total = Visit().memory(device_of_rank(0)) if of_ranks else torch.cuda.mem_get_info()
     return DeviceMemory(total, free)

@@ -130,7 +130,7 @@ def resolve(
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
-        card = device_memory()
+        card = device_memory(of_ranks=args.num_ranks > 1)
     room = DeviceMemory(memory_bytes, memory_bytes) if device == "cuda" and memory_bytes is not None else card
     large = (offline or plan_only) and room is not None and _takes_large_steps(args, model, dtype, room)
     batched_tokens = _batched_tokens(args, longest, DEFAULT_BATCHED_TOKENS[device])
