@@ -22,7 +22,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine import rank as of_rank
 from pagerunner.engine.core import client
-from pagerunner.engine.core.executors import process
+from pagerunner.engine.core.executors import process, watch
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import orders
@@ -111,6 +111,17 @@ def test_ranks_that_the_system_refuses_are_a_sentence_and_nothing_is_left(
     with pytest.raises(EngineDeadError, match=r"^The ranks of tensor_parallel_size=4 can't be started: \[Errno"):
         process.load_ranks(resolved)
     assert not tmp_path.exists() and [one.returncode for one in started] == [-9] * (what == "process")
+
+
+def test_a_ctrl_c_while_ranks_end_leaves_no_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0)
+    monkeypatch.setattr(watch, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.close()
+    assert not tmp_path.exists()
 
 
 def test_a_core_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -170,15 +170,17 @@ class RankWatch:
         """End all ranks, and remove what they used."""
         if os.getpid() != self._process:  # a fork, whose ranks they aren't
             return
-        self._end(EngineDeadError("The engine has been shut down."))
-        if self._thread is not threading.current_thread():  # which may be collecting garbage
-            if self._thread.ident is None:  # the processes couldn't be watched, and nobody else closes this
-                self._reports.close(0)
-            else:
-                self._thread.join()
-            for fd in (self.failure_fd, self._failure):
-                os.close(fd)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            self._end(EngineDeadError("The engine has been shut down."))
+            if self._thread is not threading.current_thread():  # which may be collecting garbage
+                if self._thread.ident is None:  # the processes couldn't be watched, and nobody else closes this
+                    self._reports.close(0)
+                else:
+                    self._thread.join()
+                for fd in (self.failure_fd, self._failure):
+                    os.close(fd)
+        finally:  # a user who presses Ctrl-C again ends the wait for the processes
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _watch(self) -> None:
         try:
