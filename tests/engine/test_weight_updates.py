@@ -168,11 +168,16 @@ NOBODY = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "wo
 
 
 def test_a_join_ends_the_update_that_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagerunner.limits.TRANSFER_SECONDS", 1)
     llm = LLM(str(make_checkpoint(tmp_path, "qwen3")), weight_transfer_config=GLOO, **SETTINGS)
     before = tokens_of(llm)
+
+    def join_nobody() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("pagerunner.limits.TRANSFER_SECONDS", 1)
+            llm.init_weight_transfer_engine({"init_info": NOBODY})
+
     one = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[64]]}
-    for join in (lambda: sender_to(llm), lambda: llm.init_weight_transfer_engine({"init_info": NOBODY})):
+    for join in (lambda: sender_to(llm), join_nobody):
         sender_to(llm)
         llm.start_weight_update()
         with contextlib.suppress(RequestFailedError):
