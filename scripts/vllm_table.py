@@ -39,10 +39,11 @@ DIFFERS = {
     "--tensor-parallel-size": "on CPUs only so far, see [Several ranks](models-and-formats.md#several-ranks)",
     "--pipeline-parallel-size": "on CPUs only so far; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
     "--distributed-executor-backend": "`mp`, `ray` for several ranks, on CPUs only so far, or `uni` for one; see [Ray](ray.md)",
-    "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`; with one rank it changes nothing and a line of the log says so. Each engine of `--data-parallel-size` has all experts",
+    "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`; with one rank it changes nothing and a line of the log says so. With `--data-parallel-size` among the ranks of all "
+    "[teams](architecture.md#teams), on CPUs only so far and not with stages; a model without experts is refused",
     "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "
     "[Several API processes](server.md#several-api-processes)",
-    "--data-parallel-size": "independent engines behind one port, of mixtures too; a prompt rather goes to the engine that has computed its "
+    "--data-parallel-size": "independent engines behind one port, of mixtures too but for `--enable-expert-parallel`; a prompt rather goes to the engine that has computed its "
     "beginning; one engine's crash ends its requests alone. `LLM` is one engine. See [Several engines](server.md#several-engines)",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",

@@ -147,7 +147,8 @@ class ForwardBatch:
     """One step's inputs. Rows are in plan order; a row's tokens are adjacent.
 
     `last_alone`: only the hidden states of `logits_index`' tokens are needed. A model may then return these alone, [S, D],
-    instead of all, [T, D].
+    instead of all, [T, D]. `most_tokens`: as many as the fullest of several teams of ranks has in this step, 0 where there is one team, or where all
+    have T. Mixtures of experts gather so many of each team.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -156,6 +157,7 @@ class ForwardBatch:
     groups: tuple[GroupBatch, ...]
     kv: tuple[LayerMemory, ...]  # by layer index
     last_alone: bool = False
+    most_tokens: int = 0
 
     @property
     def positions(self) -> torch.Tensor:

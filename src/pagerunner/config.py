@@ -48,9 +48,19 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     kv_cache_metrics_sample: float = 0.0
 
     @property
+    def teams(self) -> int:
+        """How many teams of ranks an engine has. Each has requests and pages of its own, and the ranks of all divide the experts."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def engines(self) -> int:
+        """How many engines there are, each with all weights."""
+        return self.data_parallel_size // self.teams
+
+    @property
     def num_ranks(self) -> int:
         """How many ranks an engine has."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.teams
 
 
 class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +77,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
     the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
     expert; of a single rank it changes nothing. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of
-    the weights; `AsyncEngine` has them, `LLM` is one. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
+    the weights; `AsyncEngine` has them, `LLM` is one. With `enable_expert_parallel` it is the number of teams of ranks of one engine: each team has
+    requests and pages of its own, and the ranks of all teams divide the experts. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
     a Ray cluster; "uni" is for one rank.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
@@ -157,6 +168,12 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 f'distributed_executor_backend="{backend}" is for {"several ranks" if backend == "ray" else "one rank"}, and tensor_parallel_size '
                 f'times pipeline_parallel_size is {self.num_ranks}; "mp" is for any number.'
+            )
+        if self.teams > 1 and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} with enable_expert_parallel divides experts among the ranks of all of "
+                f"data_parallel_size, which can't be stages so far: pipeline_parallel_size={self.pipeline_parallel_size} must be 1. Without "
+                f"enable_expert_parallel there are {self.data_parallel_size} whole engines, which may have stages."
             )
 
     def _take_types(self) -> None:

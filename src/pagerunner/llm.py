@@ -62,7 +62,7 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
-        if args.data_parallel_size > 1:
+        if args.engines > 1:
             raise ConfigError(
                 f"data_parallel_size={args.data_parallel_size} is for a server or AsyncEngine, which choose an engine for each request. "
                 "LLM is one engine: start one in each of several processes, each with its own CUDA_VISIBLE_DEVICES."
@@ -108,14 +108,14 @@ class LLM:
         with self._whole():
             return self._core.stats()
 
-    def memory_state(self) -> dict[str, Any]:
-        """Who holds the page memory now, as plain JSON values.
+    def memory_state(self, team: int = 0) -> dict[str, Any]:
+        """Who holds the page memory now, as plain JSON values; of several teams of ranks that of one.
 
         `groups` list each group's slabs and cached pages, `requests` each running request's pages, as runs [first, count]
         of ids; see `memory/ownership.py`. Between calls of `generate` nothing runs; a `stream` may be looked at midway.
         """
         with self._whole():
-            state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state())
+            state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state(team))
             return state
 
     def get_tokenizer(self) -> Tokenizer:

@@ -116,6 +116,14 @@ def test_ranks_with_whole_experts_hold_as_much_as_with_parts_of_each(tmp_path, c
     assert weights(parts) == weights(whole) and not parts["enable_expert_parallel"] and whole["enable_expert_parallel"]
     assert main(["plan", model, "--memory", "80GiB", "-tp", "4", "-ep"]) == 0
     assert "Divided among 4 ranks. Each has whole experts. The numbers" in capsys.readouterr().out
+    teams, ranks = (
+        planned(capsys, model, "--memory", "80GiB", *flags, "-ep") for flags in (("-dp", "4"), ("-tp", "4"))
+    )
+    assert weights(teams) > weights(ranks) > weights(teams) / 1.3, "experts are most of it, and a team has all the rest"
+    assert main(["plan", model, "--memory", "80GiB", "-dp", "2", "-tp", "2", "-ep"]) == 0
+    said = capsys.readouterr().out
+    assert "2 teams, each with requests and pages of its own. All of them together hold" in said
+    assert "Divided among 4 ranks. Each has whole experts. The numbers are those of each rank." in said
     said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80GiB", "-tp", "2", "-ep")
     assert (
         "tensor_parallel_size=2: enable_expert_parallel divides whole experts among ranks, and the model has none."

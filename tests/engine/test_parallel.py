@@ -489,7 +489,7 @@ def test_an_interrupt_while_a_result_is_waited_for_costs_no_later_step(monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(core._executor._ranks, "result", interrupt)  # type: ignore[attr-defined]
+        patched.setattr(core._executor._ranks, "results", interrupt)  # type: ignore[attr-defined]
         ask(core, 9)
         with pytest.raises(KeyboardInterrupt):
             run(core)

@@ -228,7 +228,7 @@ class FakeCore:
             raise OSError("the fake device has no memory to map")
         self._level = None
 
-    def memory_state(self) -> MemoryState:
+    def memory_state(self, team: int = 0) -> MemoryState:
         group = GroupOwnership(
             name="full", page_bytes=64, pages_per_slab=1, slabs=[(0, 1)], in_use=1, shared=0, free=0, cached=[]
         )
@@ -237,7 +237,7 @@ class FakeCore:
         ]
         return MemoryState(num_slabs=4, slab_bytes=64, free_slabs=3, groups=[group], requests=requests)
 
-    def watch(self, since: int) -> LiveState:
+    def watch(self, since: int, team: int = 0) -> LiveState:
         level = -1 if self._level is None else self._level
         return LiveState(time.monotonic(), 0.0, level, self.stats(), b"", b"", [b""], [], [])
 

@@ -82,9 +82,9 @@ class FaultyLoaded:
         return FaultyWorker(self._loaded.map_pages(num_bytes))
 
 
-def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None) -> Any:
+def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, teams: Comm | None) -> Any:
     """As `load_worker`."""
-    loaded = load_worker(resolved, progress, comm=comm, stage=stage)
+    loaded = load_worker(resolved, progress, comm=comm, stage=stage, teams=teams)
     faulty = 0 if os.environ.get(VARIABLE) == "first" else resolved.config.num_ranks - 1
     if loaded.rank != faulty:
         return loaded

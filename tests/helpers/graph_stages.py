@@ -42,7 +42,7 @@ class GraphStage(GlooStage):
         _receive(x)
 
 
-def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage) -> Any:
+def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage, teams: None) -> Any:
     """As `load_worker`."""
     assert isinstance(stage, GlooStage)
     _stages.append(GraphStage(stage.world, stage.ranks, stage.depth))  # type: ignore[arg-type]

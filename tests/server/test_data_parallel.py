@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers import fake_core
+from helpers.checkpoints_window import make_window_checkpoint
 from helpers.patience import patient, until
 from helpers.server_process import set_options
 from helpers.serving import RunningServer, readers, running_server
@@ -290,3 +291,37 @@ def test_two_real_engines_answer_alike() -> None:
         assert texts[0] == texts[1] and texts[0]
         plans = [server.get(f"/memory?engine={engine}").json()["plan"] for engine in (0, 1)]
         assert plans[0] == plans[1], "each has half of the memory, and no more"
+
+
+@pytest.mark.days(2)
+def test_teams_of_ranks_are_asked_for_and_shown_as_engines(tmp_path: Path) -> None:
+    """Attention has two engines' pages and requests, and experts are divided between them."""
+    model = make_window_checkpoint(tmp_path, "qwen3_moe")
+    args = EngineArgs(
+        model=str(model),
+        device="cpu",
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        max_model_len=96,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+    )
+    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+        for rank, count in ((0, 1), (1, 3)):
+            for number in range(count):
+                assert ask(server, [40 + number, 50], rank).status_code == 200
+        assert "must be in [0, 2)" in ask(server, [40], 2).text
+        server.wait_idle()
+        until(lambda: server.metric("prefix_cache_queries_total", engine="1") == 6)
+        assert server.metric("prefix_cache_queries_total", engine="0") == 2
+        for engine in (0, 1):
+            assert server.get(f"/memory?engine={engine}").json()["state"]["requests"] == []
+            with httpx.stream("GET", f"{server.url}/ui/live?engine={engine}") as stream:
+                frame = json.loads(next(stream.iter_lines()).removeprefix("data: "))
+            assert frame["engines"] == [2, engine]
+            assert frame["stats"]["prefix_queries_total"] == (2, 6)[engine]
+        [replica] = server.engine.replicas
+        os.kill(replica.client.pid, signal.SIGKILL)
+        until(lambda: server.get("/health").status_code == 503)
+        text = server.get("/metrics").text
+        assert all(f'pagerunner:engine_up{{engine="{engine}",model_name="{model}"}} 0.0' in text for engine in (0, 1))

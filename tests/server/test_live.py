@@ -153,7 +153,7 @@ def test_latencies_are_kept_only_while_somebody_looks() -> None:
 class FakeEngine:
     """Answers with ever new states."""
 
-    replicas = [SimpleNamespace(memory_plan={"groups": []})]
+    places = [(SimpleNamespace(memory_plan={"groups": []}), 0)]
 
     def __init__(self, cost: float = 0.0) -> None:
         self.calls: list[int] = []

@@ -62,7 +62,8 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
         "enable_expert_parallel": "give each rank whole experts instead of a part of every expert",
         "distributed_executor_backend": "where ranks run: mp (processes of this machine) or ray (machines of a Ray cluster)",
-        "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own",
+        "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own; with --enable-expert-parallel one engine, whose experts "
+        "are divided among all ranks, and as many teams of ranks, each with requests of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
         "weight_transfer_config": 'how a trainer sends new weights: JSON, {"backend": "nccl"} or {"backend": "gloo"}',

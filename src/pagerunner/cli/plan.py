@@ -101,11 +101,12 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
     )
     lines = [f"{resolved.model.family} in {config.dtype}, {config.kv_cache_dtype} pages, on {memory}"]
     shared = ", which share that memory" if config.device == "cpu" else ""
-    if (engines := config.data_parallel_size) > 1:
-        lines.append(
-            f"{engines} engines{shared or ', each with devices of its own'}. The numbers are those of each engine. All of them together "
-            f"hold {engines * resolved.plan.max_concurrency:,.2f} requests of full length."
-        )
+    if (several := config.data_parallel_size) > 1:
+        what = f"{several} engines{shared or ', each with devices of its own'}. The numbers are those of each engine."
+        if config.teams > 1:
+            what = f"{several} teams, each with requests and pages of its own."
+        whole = several * resolved.plan.max_concurrency
+        lines.append(f"{what} All of them together hold {whole:,.2f} requests of full length.")
     if config.num_ranks > 1:
         experts = " Each has whole experts." if config.enable_expert_parallel else ""
         lines.append(f"Divided among {config.num_ranks} ranks{shared}.{experts} The numbers are those of each rank.")

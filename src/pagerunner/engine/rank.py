@@ -1,7 +1,7 @@
 """A rank in its own process: `python -m pagerunner.engine.rank`, started by engine/core/executors/process.py or, in a Ray actor, engine/rank_host.py.
 
 It resolves the same arguments as the core, loads its share of the model, and carries out the core's plans in their order. It decides
-nothing. The first rank of the last stage sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
+nothing. The first rank of the last stage, or of each team, sends each step's result to the core. The process ends when a step raises, after its reason has been sent, and when its
 standard input closes, because then the core is gone. It always leaves by `os._exit`: the ends of libraries may wait for other ranks.
 """
 
@@ -113,9 +113,10 @@ def or_end(act: Callable[[], None], reports: Reports) -> None:
 
 
 class Results:
-    """The way of the last stage's first rank to give the core the results of its steps, in a thread that waits for them."""
+    """The way of a rank that answers to give the core the results of its steps, in a thread that waits for them."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ways: Ways, reports: Reports) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ways: Ways, reports: Reports, team: int) -> None:
+        self._team = team
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         ways.connect(self._socket, orders.RESULTS)
@@ -129,7 +130,7 @@ class Results:
     def _tell(self) -> None:
         while True:
             number, pending = self._launched.get()
-            stepped = orders.Stepped(number, pending.in_graph, pending.result())
+            stepped = orders.Stepped(number, pending.in_graph, pending.result(), self._team)
             self._socket.send(msgspec.msgpack.encode(stepped))
 
 
@@ -139,7 +140,7 @@ class Rank:
     def __init__(
         self, launch: orders.RankLaunch, socket: zmq.Socket[bytes], reports: Reports, results: Results | None
     ) -> None:
-        """`results` are those of the last stage's first rank."""
+        """`results` are those of a rank that answers."""
         self._launch = launch
         self._socket = socket
         self._reports, self._results = reports, results
@@ -158,31 +159,32 @@ class Rank:
             address, where = listen(host_ip(), launch.seconds)
         send(orders.Here(launch.rank, what_it_runs(resolved), address))
         join = self._next(orders.Join)
-        comm, stage = self._meet(resolved.config, where or joined(join.meeting, launch.seconds))
+        comm, stage, teams = self._meet(resolved.config, where or joined(join.meeting, launch.seconds))
         if resolved.card is not None:
             resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
         progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
-        loaded = _loader(launch.loader)(resolved, progress, comm=comm, stage=stage)
+        loaded = _loader(launch.loader)(resolved, progress, comm=comm, stage=stage, teams=teams)
         send(orders.Loaded(launch.rank, list(loaded.facts)))
         order = self._next(orders.TakePages)
         self._reports.worker = worker = loaded.map_pages(order.num_bytes)
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
 
-    def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None]:
-        """Meet the other ranks: those of the stage, and those of other stages if there are any."""
+    def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None, Comm | None]:
+        """Meet the other ranks: those of the stage or team, those of other stages, and those of all teams if there are several."""
         launch, together = self._launch, config.tensor_parallel_size
         world = GlooComm(where, launch.rank, launch.ranks, launch.seconds)
         self._reports.comms.append(world)
         if together == launch.ranks:
-            return world, None
-        stage = GlooStage(world, together, config.max_in_flight)
+            return world, None, None
+        stage = GlooStage(world, together, config.max_in_flight) if config.teams == 1 else None
+        teams = world if stage is None else None
         if together == 1:
-            return NullComm(), stage
-        name = f"stage {stage.number}"
+            return NullComm(), stage, teams
+        name = f"ranks {launch.rank // together}"
         comm = GlooComm(where, launch.rank % together, together, launch.seconds, name)
         self._reports.comms.append(comm)
-        return comm, stage
+        return comm, stage, teams
 
     def serve(self, worker: Worker) -> None:
         """Run steps and make calls, until the process is ended."""
@@ -255,8 +257,9 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent, launch.directory), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     reports = Reports(context, launch.ways, launch.rank)
-    answers = launch.rank == launch.ranks - launch.args.tensor_parallel_size
-    results = Results(context, launch.ways, reports) if answers else None
+    team, place = divmod(launch.rank, launch.args.tensor_parallel_size)
+    answers = place == 0 and (launch.args.teams > 1 or launch.rank == launch.ranks - launch.args.tensor_parallel_size)
+    results = Results(context, launch.ways, reports, team if launch.args.teams > 1 else 0) if answers else None
     threading.Thread(target=or_end, args=(reports.say_alive, reports), daemon=True).start()
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)

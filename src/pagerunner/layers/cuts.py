@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from pagerunner.quant.sinks import Axis, Sink
 
+EXPERTS = "experts"
+
 
 @dataclass(frozen=True, slots=True)
 class Features:

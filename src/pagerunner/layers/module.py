@@ -86,6 +86,11 @@ class Module:
             yield module
             stack.extend(child for _, child in reversed(list(module.children())))
 
+    def join(self, most_tokens: int) -> None:
+        """Take part in a step for which other teams of ranks have up to so many tokens, and this one none. Only mixtures have a part in it."""
+        for _, child in self.children():
+            child.join(most_tokens)
+
     @property
     def nbytes(self) -> int:
         """Bytes of this module's own weights."""

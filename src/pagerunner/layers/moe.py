@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
+from pagerunner.layers.cuts import EXPERTS, Cut, Features, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP, inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
@@ -80,7 +80,7 @@ class Experts(Module):
         self.own: range | None = None
         self.ranks = 1
         """How many ranks divide whole experts."""
-        self.all = Features("experts", sizes.experts)
+        self.all = Features(EXPERTS, sizes.experts)
         self.store(method or UnquantizedExperts())
 
     def keep(self, rank: int, ranks: int, inner: int) -> None:
@@ -110,6 +110,13 @@ class Experts(Module):
     def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
         return self.method.apply(x_TD, routes, self._mixture())
+
+    def run_for_others(self, active: int, most_tokens: int) -> None:
+        """Compute for other teams of ranks, while this one has no tokens; see `Module.join`. Tokens have `active` experts."""
+        own = next(iter(self.weights.values()))
+        weights_TA = torch.empty(0, active, device=own.device)
+        routes = Routes(weights_TA, weights_TA.to(torch.int32), most_tokens=most_tokens)
+        self(torch.empty(0, self.sizes.features, dtype=self.dtype, device=own.device), routes)
 
     def add_then(
         self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
@@ -251,21 +258,23 @@ class Router(Module):
         if choice_bias is not None:
             self.weights[choice_bias] = torch.empty(experts, dtype=torch.float32, device="meta")
 
-    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None) -> Routes:
-        """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them."""
-        return self._routes(expert_logits(x_TD, self.weights["weight"], self._weight(self.bias)), chosen_TA, None)
+    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None, most_tokens: int = 0) -> Routes:
+        """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them. `most_tokens`: see `ForwardBatch`."""
+        logits_TE = expert_logits(x_TD, self.weights["weight"], self._weight(self.bias))
+        return self._routes(logits_TE, chosen_TA, None)._replace(most_tokens=most_tokens)
 
     def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
         """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go."""
         own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
-        if stream.x_TD.shape[0] == 1:
+        if stream.x_TD.shape[0] == 1 and not stream.most_tokens:
             row_T = None  # kernels for one token read the experts that it has
         if stream.pairs is not None:
             normed_TD = stream.normed(norm)
-            return normed_TD, self._routes(expert_logits(normed_TD, *own), None, row_T)
+            routes = self._routes(expert_logits(normed_TD, *own), None, row_T)
+            return normed_TD, routes._replace(most_tokens=stream.most_tokens)
         pending_TD, stream.pending_TD = stream.pending_TD, None
         stream.x_TD, normed_TD, logits_TE = norm_expert_logits(stream.x_TD, norm.parameters, *own, pending_TD)
-        return normed_TD, self._routes(logits_TE, None, row_T)
+        return normed_TD, self._routes(logits_TE, None, row_T)._replace(most_tokens=stream.most_tokens)
 
     def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None, row_T: torch.Tensor | None) -> Routes:
         return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T)
@@ -278,14 +287,14 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
     """For each kind of routing in a model, what decides which kernels a number of tokens needs on a CUDA device; see `Op.kernels_for`."""
     found = list(modules)
     kinds = {(m.experts, m.routing.active) for m in found if isinstance(m, Router)}
-    here = {(m.sizes.experts, m.ranks) for m in found if isinstance(m, Experts)}
-    products = {(experts, active, ranks) for experts, ranks in here for _, active in kinds}
-    ops: list[tuple[Op[..., Any], set[Any]]] = [(route, kinds), (moe_experts, products)]
-    return [partial(_kernels, op, kind) for op, own in ops for kind in own]
+    here = {(m.sizes.experts, m.ranks, m.method.teams) for m in found if isinstance(m, Experts)}
+    products = {(experts, active, ranks, teams) for experts, ranks, teams in here for _, active in kinds}
+    routings = [partial(_kernels, route, 1, kind) for kind in kinds]
+    return [*routings, *(partial(_kernels, moe_experts, teams, tuple(kind)) for *kind, teams in products)]
 
 
-def _kernels(op: Op[..., Any], kind: tuple[int, ...], tokens: int) -> Hashable:
-    return op.kernels_for(tokens, *kind)
+def _kernels(op: Op[..., Any], teams: int, kind: tuple[int, ...], tokens: int) -> Hashable:
+    return op.kernels_for(tokens * teams, *kind)
 
 
 class SparseMLP(FeedForward):
@@ -323,6 +332,10 @@ class SparseMLP(FeedForward):
         if beside is None:
             self._add_shared(normed_TD, stream.x_TD)
         stream.pairs = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
+
+    def join(self, most_tokens: int) -> None:
+        """See Module."""
+        self.experts.run_for_others(self.router.routing.active, most_tokens)
 
     def _beside_experts(self) -> Shared | None:
         """The shared feed-forward as the experts' products take it; None if it takes more than two matrices and the experts' activation."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.errors import ConfigError
-from pagerunner.layers.cuts import Features
+from pagerunner.layers.cuts import EXPERTS, Features
 from pagerunner.layers.module import CheckpointTensor
 from pagerunner.quant.sinks import CopyWeight, Sink
 
@@ -75,6 +75,14 @@ def _ranges(features: Features, together: int, ranks: int) -> list[range]:
     return [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
 
 
+def _of_all_teams(parts: Parts, rank: int, ranks: int) -> Parts:
+    """A rank's features, with the experts that it has as number `rank` of the ranks of all teams."""
+    return {
+        features: _ranges(features, 1, ranks)[rank] if features.name == EXPERTS else own
+        for features, own in parts.items()
+    }
+
+
 def shape_of(tensor: CheckpointTensor, parts: Parts) -> tuple[int, ...]:
     """The shape of a rank's part of the tensor."""
     shape = list(tensor.sink.shape)
@@ -107,17 +115,28 @@ class Declares(Protocol):
 class Share:
     """A rank's share of a model. `whole` is the whole model, stored in its checkpoint's format, without memory.
 
-    `ranks` are the features of each of the ranks. A rank's model may also have a part of the whole model's layers.
+    `ranks` are the features of each of a team's ranks. A rank's model may also have a part of the whole model's layers. It is one of
+    `teams` teams, each of which has the whole model but for the experts.
     """
 
     whole: Declares
     ranks: Sequence[Parts]
     rank: int
+    team: int = 0
+    teams: int = 1
 
     @classmethod
-    def of(cls, whole: Declares, rank: int, ranks: int) -> Share:
-        """The share of one of `ranks` ranks. Raises ConfigError as `divided`."""
-        return cls(whole, divided(whole.checkpoint(), ranks), rank)
+    def of(cls, whole: Declares, rank: int, ranks: int, team: int = 0, teams: int = 1) -> Share:
+        """The share of one of the `ranks` ranks of a team. Ranks of all teams divide experts. Raises ConfigError as `divided`."""
+        parts = divided(whole.checkpoint(), ranks)
+        if teams > 1:
+            parts = [_of_all_teams(own, team * ranks + number, teams * ranks) for number, own in enumerate(parts)]
+        return cls(whole, parts, rank, team, teams)
+
+    @property
+    def of_experts(self) -> tuple[int, int]:
+        """Which of how many ranks it is that divide experts."""
+        return self.team * len(self.ranks) + self.rank, self.teams * len(self.ranks)
 
     @property
     def parts(self) -> Parts:

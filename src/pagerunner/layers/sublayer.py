@@ -24,13 +24,13 @@ class ResidualStream:
     experts that are still to be added up and then to be added to it, or None. At most one of the two is there. The next norm adds it in
     the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
 
-    `row_T` are the rows of the tokens, negative ones for a graph's padding. None: there is no padding.
+    `row_T` are the rows of the tokens, negative ones for a graph's padding. None: there is no padding. `most_tokens`: see `ForwardBatch`.
     """
 
-    __slots__ = ("pairs", "pending_TD", "row_T", "x_TD")
+    __slots__ = ("most_tokens", "pairs", "pending_TD", "row_T", "x_TD")
 
-    def __init__(self, x_TD: torch.Tensor, row_T: torch.Tensor | None = None) -> None:
-        self.x_TD, self.row_T = x_TD, row_T
+    def __init__(self, x_TD: torch.Tensor, row_T: torch.Tensor | None = None, most_tokens: int = 0) -> None:
+        self.x_TD, self.row_T, self.most_tokens = x_TD, row_T, most_tokens
         self.pending_TD: torch.Tensor | None = None
         self.pairs: PairSums | None = None
 

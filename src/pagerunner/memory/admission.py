@@ -95,6 +95,11 @@ class Admission:
         self._books.work.send_table(grant)
         return grant
 
+    def cached_tokens(self, chain: PrefixChain, tokens: Sequence[int]) -> int:
+        """See KVManager."""
+        chain.cover(tokens, len(tokens))
+        return self._find_hit(Grant(0, chain, len(self._rules), self._index.epoch), len(tokens) - 1)
+
     def _find_hit(self, grant: Grant, limit: int) -> int:
         """The longest prefix that all groups have.
 

@@ -106,6 +106,10 @@ class KVManager:
             slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len
         )
 
+    def cached_tokens(self, chain: PrefixChain, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` the index has, but for the last one."""
+        return self._admission.cached_tokens(chain, tokens) if self.enable_prefix_caching else 0
+
     @property
     def awaits_snapshot(self) -> bool:
         """Whether `admit` refused last because a running request is about to take a snapshot."""

@@ -68,6 +68,8 @@ class DecoderLayer(Module):
         self.mixer.add_to(stream, self.mixer_norm, context)
         if stream.x_TD.shape[0]:
             self.feed_forward.add_to(stream, self.feed_forward_norm)
+        elif stream.most_tokens:
+            self.feed_forward.join(stream.most_tokens)
 
 
 class Decoder(Module):
@@ -130,7 +132,7 @@ class Decoder(Module):
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:
         """The stream before the first layer."""
-        return ResidualStream(self.embed_tokens(batch.token_ids), batch.rows.row_T)
+        return ResidualStream(self.embed_tokens(batch.token_ids), batch.rows.row_T, batch.most_tokens)
 
     def finish(self, stream: ResidualStream) -> torch.Tensor:
         """The hidden states that the output weights get, from the stream behind the last layer."""

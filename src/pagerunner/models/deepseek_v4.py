@@ -236,10 +236,14 @@ class ExpertMLP(Module):
         self.experts = Experts(sizes, dtype, names=ExpertNames("w1", "w3", "w2"), activation=activation)
         self.shared_experts = SharedExpert(config, dtype)
 
-    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Apply the layer."""
+    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor, most_tokens: int = 0) -> torch.Tensor:
+        """Apply the layer. `most_tokens`: see `ForwardBatch`."""
         chosen_TA = self.gate.experts_of(token_ids_T) if isinstance(self.gate, HashRouter) else None
-        return self.experts(x_TD, self.gate(x_TD, chosen_TA)).add_(self.shared_experts(x_TD))
+        return self.experts(x_TD, self.gate(x_TD, chosen_TA, most_tokens)).add_(self.shared_experts(x_TD))
+
+    def join(self, most_tokens: int) -> None:
+        """See Module."""
+        self.experts.run_for_others(self.gate.routing.active, most_tokens)
 
 
 def _mixes(streams_TMD: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
@@ -278,7 +282,10 @@ class HyperConnectedLayer(Module):
             token_ids = token_ids.index_select(0, wanted_S)
         if stream.x_TD.shape[0]:
             x_TD, out_TM, mixed = self._enter("ffn", stream.x_TD)
-            stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.ffn(self.ffn_norm(x_TD), token_ids).unsqueeze(1)
+            out_TD = self.ffn(self.ffn_norm(x_TD), token_ids, batch.most_tokens)
+            stream.x_TD = mixed + out_TM.unsqueeze(-1) * out_TD.unsqueeze(1)
+        elif batch.most_tokens:
+            self.ffn.join(batch.most_tokens)
 
     def _enter(self, place: str, streams_TMD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the sublayer reads [T, D], how much of its result goes to each stream [T, M], and the streams mixed."""

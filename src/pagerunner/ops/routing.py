@@ -67,7 +67,7 @@ class Routes(NamedTuple):
 
     Number -1 is no expert: the token is a graph's padding. Kernels also say which pairs an expert has: those of expert e are
     `order[starts[e] : starts[e + 1]]`, both int32, and their tiles, unless there is one token.
-    Twins leave these out. Experts that are not one of several `ranks`' have number -1, too.
+    Twins leave these out. Experts that are not one of several `ranks`' have number -1, too. `most_tokens`: see `ForwardBatch`.
     """
 
     weights_TA: torch.Tensor
@@ -76,6 +76,7 @@ class Routes(NamedTuple):
     starts_E1: torch.Tensor | None = None
     tiles: Tiles | None = None
     ranks: int = 1
+    most_tokens: int = 0
 
     @property
     def expected(self) -> int:

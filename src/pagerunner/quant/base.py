@@ -151,7 +151,10 @@ class ExpertMethod(ABC):
 
     Each expert's matrix is stored as `linear` stores it. So a matrix's weights are those of `linear` with a first dimension of experts:
     "weight" [E, 2 I, D] and [E, D, I] of Unquantized. They may also hold a "bias" [E, 2 I] and [E, D].
+    `teams`: the products are for the tokens of so many teams of ranks.
     """
+
+    teams = 1
 
     def __init__(self, linear: WeightMethod) -> None:
         self.linear = linear

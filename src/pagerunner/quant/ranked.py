@@ -118,6 +118,67 @@ class SummedExperts(ExpertMethod):
         return out_TD if residual_TD is None else residual_TD
 
 
+class ExpertsOfTeams(SummedExperts):
+    """Whole experts of several teams of ranks. The ranks of a team have the same tokens. Every rank gathers the tokens of all teams, and computes its
+    experts' outputs for them. The outputs are added up, and each team takes those of its own tokens.
+
+    Ranks gather as many tokens of each team as the fullest one has. Example: teams of two ranks have 5 and 2 tokens. Each of the four ranks tells 3
+    tokens, of which those that aren't there go to no expert.
+    """
+
+    def __init__(self, own: ExpertMethod, comm: Comm, numbers: range, teams: int) -> None:
+        """`comm` joins the ranks of all teams, one team's behind another's."""
+        super().__init__(own, comm, numbers)
+        self.teams, self._ranks = teams, comm.size // teams
+
+    def apply(
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ExpertMethod; of all ranks' experts."""
+        out_TD = self._of_all(x_TD, routes, own)
+        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+    def apply_then(
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
+    ) -> None:
+        """See ExpertMethod, and SummedExperts. `shared` is the team's alone."""
+        residual_TD.add_(self._of_all(x_TD, routes, own, shared))
+
+    def _of_all(self, x_TD: torch.Tensor, routes: Routes, own: Mixture, shared: Shared | None = None) -> torch.Tensor:
+        tokens, active = routes.experts_TA.shape
+        each = -(-(routes.most_tokens or tokens) // self._ranks)  # tokens that a rank tells
+        team, place = divmod(self.comm.rank, self._ranks)
+        told = slice(place * each, (place + 1) * each)
+        all_ND, all_routes = _apart(self.comm.all_gather(_packed(x_TD[told], routes, told, each)), x_TD, active)
+        out_ND = self.own.apply(all_ND, self._here(all_routes), own)
+        first = team * self._ranks * each
+        out_TD = out_ND[first : first + tokens]
+        if shared is not None:
+            add_shared_(x_TD, shared, own.activation, out_TD)
+        self.comm.all_reduce_(out_ND)
+        return out_TD
+
+
+def _packed(x_TD: torch.Tensor, routes: Routes, part: slice, rows: int) -> torch.Tensor:
+    """So many `rows` of bytes: the tokens' features, and for `part` of the routes the experts' numbers and weights. Rows beyond have no experts."""
+    parts = x_TD, routes.experts_TA[part].to(torch.int32), routes.weights_TA[part].float()
+    known = torch.cat([one.contiguous().view(torch.uint8) for one in parts], 1)
+    found = known.new_zeros(rows, known.shape[1])
+    found[known.shape[0] :, x_TD.shape[1] * x_TD.itemsize :].fill_(255)  # -1, and weights that nobody reads
+    found[: known.shape[0]] = known
+    return found
+
+
+def _apart(gathered: torch.Tensor, like_TD: torch.Tensor, active: int) -> tuple[torch.Tensor, Routes]:
+    """What the ranks have packed, one rank's tokens behind another's."""
+    size = like_TD.shape[1] * like_TD.itemsize
+    x, experts, weights = gathered.flatten(0, 1).split((size, 4 * active, 4 * active), 1)
+    kind = torch.int64 if like_TD.device.type == "cpu" else torch.int32  # as `route` has them
+    experts_NA = experts.contiguous().view(torch.int32).to(kind)
+    weights_NA = weights.contiguous().view(torch.float32)
+    return x.contiguous().view(like_TD.dtype), Routes(weights_NA, experts_NA)
+
+
 class OfVocabulary(Ranked):
     """Rows of token ids: of an embedding, of output weights, or of both. `ids` are this rank's. Its scores are those of its ids alone."""
 

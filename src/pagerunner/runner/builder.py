@@ -92,9 +92,14 @@ class BatchBuilder:
         build_rows(step.packed, where, self._tables.all, self._last_tokens.tokens, self.tensors)
 
     def eager(
-        self, step: StagedStep, state_saves: Sequence[StateSave] = (), *, last_alone: bool = False
+        self,
+        step: StagedStep,
+        state_saves: Sequence[StateSave] = (),
+        *,
+        last_alone: bool = False,
+        most_tokens: int = 0,
     ) -> ForwardBatch:
-        """The batch of a step outside graphs."""
+        """The batch of a step outside graphs. The keywords are those of `ForwardBatch`."""
         self.fill(step, step.where.rows, step.where.tokens)
         rows = self._rows(
             step.where.rows,
@@ -107,12 +112,14 @@ class BatchBuilder:
             self._group(index, self._inputs(index, rows, step, state_saves), state)
             for index, state in enumerate(self._states)
         )
-        return self._batch(rows, step.logits_index_S, groups, last_alone=last_alone)
+        return self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
 
-    def captured(self, shape: GraphShape, *, one_token: bool, states: Sequence[Any]) -> ForwardBatch:
+    def captured(
+        self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0
+    ) -> ForwardBatch:
         """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.
 
-        Every group's backend must be able to be captured. `states` are the backends' states for this graph only.
+        Every group's backend must be able to be captured. `states` are the backends' states for this graph only. `most_tokens`: see `ForwardBatch`.
         """
         rows = self._rows(
             shape.rows,
@@ -123,7 +130,7 @@ class BatchBuilder:
         )
         groups = tuple(self._group(index, self._inputs(index, rows, None), state) for index, state in enumerate(states))
         nothing = self.tensors.sample_slots_R[:0]
-        return self._batch(rows, nothing, groups)
+        return self._batch(rows, nothing, groups, most_tokens=most_tokens)
 
     def plan_replay(
         self, batch: ForwardBatch, step: StagedStep, states: Sequence[Any], state_saves: Sequence[StateSave]
@@ -131,6 +138,11 @@ class BatchBuilder:
         """Let backends that plan on the host prepare a graph's state for this step."""
         for index, backend in self._host_planners:
             backend.plan(self._inputs(index, batch.rows, step, state_saves), states[index])
+
+    def plan_empty(self, batch: ForwardBatch, states: Sequence[Any]) -> None:
+        """As `plan_replay`, for a step without rows."""
+        for index, backend in self._host_planners:
+            backend.plan(self._inputs(index, batch.rows, None), states[index])
 
     def _rows(self, rows: int, tokens: int, *, max_query_len: int, max_seq_len: int, one_token: bool) -> StepRows:
         own = self.tensors
@@ -150,11 +162,11 @@ class BatchBuilder:
         rows: StepRows,
         logits_index_S: torch.Tensor,
         groups: tuple[GroupBatch, ...],
-        *,
         last_alone: bool = False,
+        most_tokens: int = 0,
     ) -> ForwardBatch:
         token_ids_T = self.tensors.token_ids_T[: rows.num_tokens]
-        return ForwardBatch(token_ids_T, rows, logits_index_S, groups, self.layers, last_alone)
+        return ForwardBatch(token_ids_T, rows, logits_index_S, groups, self.layers, last_alone, most_tokens)
 
     def _inputs(
         self, index: int, rows: StepRows, step: StagedStep | None, state_saves: Sequence[StateSave] = ()

@@ -148,12 +148,16 @@ def mixed_sizes(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """What to capture, and with what. Without an engine, or with backends that can't be captured, steps run eagerly."""
+    """What to capture, and with what. Without an engine, or with backends that can't be captured, steps run eagerly.
+
+    `teams`: there are several teams of ranks, whose steps take the same graphs.
+    """
 
     engine: GraphEngine | None
     decode_sizes: tuple[int, ...] = ()
     mixed_sizes: tuple[int, ...] = ()
     max_model_len: int = 0
+    teams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +222,10 @@ class StepGraphs:
         most_rows = builder.tensors.slots_R.shape[0]
         keys: list[GraphKey] = []
         if settings.engine is not None and builder.graphs:
-            keys += decode_keys(settings.decode_sizes, builder.min_sharing_rows)
+            sharing = builder.min_sharing_rows
+            keys += decode_keys(settings.decode_sizes, sharing)
+            if settings.teams:  # teams whose rows share pages and others would take different ones
+                keys = [key for key in keys if key.no_shared_prefix or key.rows < sharing or not sharing]
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
         self._decode = self._no_shared_prefix = self._mixed = _BySize([])
@@ -231,6 +238,18 @@ class StepGraphs:
         if self._no_shared_prefix.graphs and not self._builder.may_share(step.slots):
             return self._no_shared_prefix.find(where.rows)
         return self._decode.find(where.rows)
+
+    def find_for_teams(self, most_tokens: int, graphs: str) -> Captured | None:
+        """The graph that the ranks of all teams take; see `StepPlan`."""
+        if graphs == "decode":
+            return (self._no_shared_prefix if self._no_shared_prefix.graphs else self._decode).find(most_tokens)
+        return self._mixed.find(most_tokens) if graphs == "mixed" else None
+
+    def replay_empty(self, captured: Captured) -> None:
+        """Run a step for which other teams of ranks alone have rows."""
+        self._builder.clear()
+        self._builder.plan_empty(captured.batch, captured.states)
+        captured.graph.replay()
 
     def replay(self, captured: Captured, step: StagedStep, state_saves: Sequence[StateSave]) -> Tensors:
         """Run the step; the graph's outputs, padded, are valid until the next step."""
@@ -289,7 +308,9 @@ class StepGraphs:
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
         shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.no_shared_prefix)
         states = self._builder.new_states(shape)
-        return self._builder.captured(shape, one_token=key.decode, states=states), states
+        most_tokens = key.tokens if self._settings.teams else 0
+        batch = self._builder.captured(shape, one_token=key.decode, states=states, most_tokens=most_tokens)
+        return batch, states
 
     def _capture(self, key: GraphKey, work: Work) -> Captured:
         engine = self._settings.engine

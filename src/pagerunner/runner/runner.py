@@ -15,7 +15,7 @@ from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.graphs import CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
+from pagerunner.runner.graphs import Captured, CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pooling import HiddenStatePooler
@@ -51,6 +51,9 @@ class RunnableModel(Protocol):
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states, in the dtype of the weights; of one of several ranks, those of its token ids."""
+
+    def join(self, most_tokens: int) -> None:
+        """Compute for other teams of ranks, which have up to so many tokens; see Module."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +141,8 @@ class ModelRunner:
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> PendingStep:
+        if not plan.rows:
+            return self._run_for_others(plan)
         for init in plan.admitted:
             self._scorer.init_slot(init)
             self._pooler.init_slot(init)
@@ -154,7 +159,11 @@ class ModelRunner:
         pages.prepare(step)
         scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)
         needs_hidden = bool(scored or pooled)
-        captured = self._graphs.find(step, needs_hidden=needs_hidden) if step.stores_all else None
+        captured: Captured | None = None
+        if plan.most_tokens:
+            captured = self._graphs.find_for_teams(plan.most_tokens, plan.graphs)
+        elif step.stores_all:
+            captured = self._graphs.find(step, needs_hidden=needs_hidden)
         if not self._samples:
             if captured is not None:
                 self._graphs.replay(captured, step, plan.state_saves)
@@ -175,7 +184,8 @@ class ModelRunner:
             (hidden_TD,) = self._graphs.replay(captured, step, plan.state_saves)
         else:
             alone = len(step.sampled_rows) < step.where.tokens and not needs_hidden
-            hidden_TD = self._model(self._builder.eager(step, plan.state_saves, last_alone=alone))
+            batch = self._builder.eager(step, plan.state_saves, last_alone=alone, most_tokens=plan.most_tokens)
+            hidden_TD = self._model(batch)
         found = self._sample(hidden_TD, step, plan.masks)
         self._tell(step, found)
         scores = self._scorer.score(
@@ -183,6 +193,15 @@ class ModelRunner:
         )
         vectors = self._pooler.pool(hidden_TD, step, pooled)
         return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
+
+    def _run_for_others(self, plan: StepPlan) -> PendingStep:
+        """A step for which other teams of ranks alone have rows."""
+        captured = self._graphs.find_for_teams(plan.most_tokens, plan.graphs)
+        if captured is None:
+            self._model.join(plan.most_tokens)
+        else:
+            self._graphs.replay_empty(captured)
+        return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
 
     def _tell(self, step: StagedStep, sampled: Sampled | None) -> None:
         """Give the tokens to the other stages, if there are any."""

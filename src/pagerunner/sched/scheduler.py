@@ -24,6 +24,9 @@ from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.step_planner import StepPlanner
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult
 
+WAITING_WEIGHT = 4
+"""A request that waits counts as so many that run, as in vLLM."""
+
 
 class Scheduler:
     """Continuous batching over a `KVManager`.
@@ -135,6 +138,15 @@ class Scheduler:
             if sequence is not None:
                 updates.append(self._state.update(sequence, "abort"))
         return updates
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._state.sequences
+
+    @property
+    def load(self) -> int:
+        """How much there is to do: requests that run, and more for those that wait."""
+        running = len(self._state.running)
+        return running + WAITING_WEIGHT * (len(self._state.sequences) - running)
 
     @property
     def request_ids(self) -> list[str]:

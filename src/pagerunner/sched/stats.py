@@ -11,7 +11,8 @@ from pagerunner.sched.live import Wait
 class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     """Counts at one moment, as `LLM.stats()` returns them and the server's metrics read them.
 
-    `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device.
+    `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
+    `teams` has each team's counts.
     """
 
     running: int = 0
@@ -23,6 +24,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
     last_step_tokens: int = 0
     busy_seconds: float = 0.0
+    teams: list[SchedulerStats] = []
 
 
 @dataclass(slots=True)

@@ -208,8 +208,8 @@ async def serve(
             return 0
         engine = loading.result()
         try:
-            engines = [metrics.of_engine(index) for index in range(len(engine.replicas))]
-            for own, replica in zip(engines, engine.replicas, strict=True):
+            engines = [metrics.of_engine(index) for index in range(len(engine.places))]
+            for own, (replica, _) in zip(engines, engine.places, strict=True):
                 describe_cache(own, args, replica.memory_plan, engine.max_model_len)
                 if args.kv_cache_metrics_sample:
                     own.show_residency()
@@ -226,7 +226,7 @@ async def serve(
             if on_ready is not None:
                 on_ready(engine, stop)
             with set_apart():
-                async with logged_stats(engines, quiet=args.disable_log_stats):
+                async with logged_stats(engines[:: args.teams], quiet=args.disable_log_stats):
                     dying = asyncio.create_task(_outlive(engine, death_seconds), name="pagerunner-last-answers")
                     await _run(server, listener, engine, stop, drain_seconds, dying, announce=on_ready is None)
                     dying.cancel()

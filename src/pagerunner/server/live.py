@@ -192,8 +192,8 @@ class LiveFeed:
     def _as_whole(self, state: LiveState) -> bytes:
         if not self._whole:
             whole = {**frame(state, None), **self._summary, "steps": list(self._steps)}
-            engines = [len(self._engine.replicas), self._engine_number]
-            plan = self._engine.replicas[self._engine_number].memory_plan
+            engines = [len(self._engine.places), self._engine_number]
+            plan = self._engine.places[self._engine_number][0].memory_plan
             self._whole = sse({**whole, "plan": plan, "can_sleep": self._can_sleep, "engines": engines})
         return self._whole
 

@@ -294,7 +294,15 @@ class Metrics(EngineObserver):
         self._set("pagerunner:device_idle_ratio", text, share)
 
     def on_stats(self, stats: SchedulerStats) -> None:
-        """Set the gauges and counters that the core keeps."""
+        """Set the gauges and counters that the core keeps. A core's teams of ranks are shown as engines."""
+        self.last = stats
+        for own, of_team in zip(self._of_teams(), stats.teams or [stats], strict=True):
+            own._show(of_team)
+
+    def _of_teams(self) -> list[Metrics]:
+        return [self.of_engine(self.engine + team) for team in range(max(len(self.last.teams), 1))]
+
+    def _show(self, stats: SchedulerStats) -> None:
         figures = self._shared.figures
         for field, (name, text) in _MOMENTS.items():
             figures.set(name, text, self._values, getattr(stats, field))
@@ -315,7 +323,6 @@ class Metrics(EngineObserver):
                 figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
         if stats.residency is not None:
             self._shared.residency.latest[str(self.engine)] = stats.residency
-        self.last = stats
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""
@@ -371,10 +378,10 @@ class Metrics(EngineObserver):
 
     def on_sleep(self, level: int | None) -> None:
         """Set engine_sleep_state."""
-        for state, of in _SLEEP_STATES.items():
-            self._set(
-                "vllm:engine_sleep_state", "1 for the state that the engine is in.", of == level, sleep_state=state
-            )
+        text = "1 for the state that the engine is in."
+        for own in self._of_teams():
+            for state, of in _SLEEP_STATES.items():
+                own._set("vllm:engine_sleep_state", text, of == level, sleep_state=state)
 
     def on_health(self, well: bool) -> None:
         """Set engine_up."""
@@ -383,9 +390,17 @@ class Metrics(EngineObserver):
     def on_death(self) -> None:
         """Set engine_up, and the gauges of what a dead engine has no more: requests, pages and a state of sleep."""
         self._set_up(0)
-        groups = [msgspec.structs.replace(group, **dict.fromkeys(_GROUP_GAUGES, 0)) for group in self.last.groups]
-        self.on_stats(msgspec.structs.replace(self.last, **dict.fromkeys(_MOMENTS, 0), waiting_for="", groups=groups))
+        self.on_stats(_ended(self.last))
         self.on_sleep(-1)
 
     def _set_up(self, value: int) -> None:
-        self._set("pagerunner:engine_up", "1 while the engine makes progress, 0 when it hangs or is gone.", value)
+        text = "1 while the engine makes progress, 0 when it hangs or is gone."
+        for own in self._of_teams():
+            own._set("pagerunner:engine_up", text, value)
+
+
+def _ended(stats: SchedulerStats) -> SchedulerStats:
+    """What is left of an engine's counts when it has ended."""
+    groups = [msgspec.structs.replace(group, **dict.fromkeys(_GROUP_GAUGES, 0)) for group in stats.groups]
+    gone: dict[str, Any] = {**dict.fromkeys(_MOMENTS, 0), "waiting_for": ""}
+    return msgspec.structs.replace(stats, **gone, groups=groups, teams=[_ended(team) for team in stats.teams])

@@ -89,7 +89,7 @@ class Service:
 
     def _rank(self, http: Request) -> int | None:
         """The engine that a client asks for in vLLM's header. Raises HttpError 400 where there is no such engine."""
-        given, count = http.headers.getlist(RANK_HEADER), len(self.engine.replicas)
+        given, count = http.headers.getlist(RANK_HEADER), len(self.engine.places)
         if not given:
             return None
         if len(given) > 1 or not given[0].isdecimal() or len(given[0]) > 9:
@@ -102,7 +102,7 @@ class Service:
 
     def engine_number(self, http: Request) -> int:
         """The engine that the query names, 0 if it names none. Raises HttpError 400 where there is no such engine."""
-        given, count = http.query_params.get("engine", "0"), len(self.engine.replicas)
+        given, count = http.query_params.get("engine", "0"), len(self.engine.places)
         if not given.isdecimal() or len(given) > 9 or int(given) >= count:
             raise HttpError(400, f"engine must be in [0, {count}), got {short(given)!r}.", "engine")
         return int(given)

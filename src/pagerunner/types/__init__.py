@@ -15,6 +15,8 @@ from pagerunner.types.plan import (
     StepResult,
     StepRow,
     TableWrite,
+    TeamsPlan,
+    TeamsResult,
 )
 from pagerunner.types.request import EngineRequest, FinishReason, Grammar, Pooling, RequestUpdate, TokenLogprobs
 
@@ -39,6 +41,8 @@ __all__ = [
     "StepRow",
     "StructuredOutputsParams",
     "TableWrite",
+    "TeamsPlan",
+    "TeamsResult",
     "TokenLogprobs",
     "show",
 ]

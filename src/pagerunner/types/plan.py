@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -82,6 +82,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     been the source of one of the step's copies, so copies come first.
     `masks` has bitmasks of some of the rows that sample: a bit for each token that the row may take, lowest bit first.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
+    Where there are several teams of ranks, `most_tokens` are those of the team that has most of them in this step, and `graphs` says which graphs
+    suit the rows of all. So all ranks choose alike. A team's plan has no rows if others alone have something to do.
     """
 
     step_id: int
@@ -92,6 +94,19 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: list[PageCopy] = []
     state_saves: list[StateSave] = []
     masks: dict[int, bytes] = {}
+    most_tokens: int = 0
+    graphs: Literal["none", "mixed", "decode"] = "none"
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all rows."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class TeamsPlan(StepPlan, frozen=True, kw_only=True):
+    """What several teams of ranks do in one step: the plan of each. `rows` are those of all teams, one team's behind another's."""
+
+    teams: list[StepPlan]
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,3 +123,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     pooled: dict[int, list[float]] = {}
     errors: dict[int, str] = {}
+
+
+class TeamsResult(StepResult, frozen=True, kw_only=True):
+    """What each team of ranks has produced in a step of a `TeamsPlan`."""
+
+    teams: list[StepResult]

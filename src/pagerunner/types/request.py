@@ -37,7 +37,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt's pages even when prefix caching is off. `bad_words_ids` are `bad_words` as token sequences.
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
     resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
-    but `pooled`. `grammar` is `params.structured_outputs`, checked and rewritten.
+    but `pooled`. `grammar` is `params.structured_outputs`, checked and rewritten. `data_parallel_rank`: the team of ranks that is to run it, where
+    there are several; None leaves that to the engine.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     parent_id: str = ""
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    data_parallel_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""

@@ -164,6 +164,7 @@ def test_padding_goes_nowhere(at_once, monkeypatch):
     assert torch.equal(starts, got.starts_E1)
     check_tiles(got, 6, 6)
     check_tiles(got._replace(tiles=tiles), 6, 6)
+    check_tiles(got._replace(tiles=moe_routing.order_pairs(got.experts_TA, 6, 3)[2]), 6, 18)
 
 
 def test_experts_that_were_read_are_counted():

@@ -214,9 +214,9 @@ class CoreClient:
         finally:
             del self._calls[call_id]
 
-    async def watch(self, since: int) -> LiveState:
-        """What the core runs and holds, with the steps after `since`. Raises the core's error."""
-        state = await self.call(lambda call_id: wire.Watch(call_id, since))
+    async def watch(self, since: int, team: int = 0) -> LiveState:
+        """What a team of the core runs and holds, with the steps after `since`. Raises the core's error."""
+        state = await self.call(lambda call_id: wire.Watch(call_id, since, team))
         if not isinstance(state, LiveState):
             raise TypeError(f"the core answers Watch with {type(state).__name__}")
         return state

@@ -23,6 +23,7 @@ from pagerunner.ops.device_errors import device_failure, never_free
 from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
+from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 from pagerunner.types.checks import in_vocabulary
 from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
@@ -36,7 +37,7 @@ class EngineCore:
 
     def __init__(
         self,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[[], Scheduler | TeamsScheduler],
         executor: Executor,
         memory_plan: MemoryPlan,
         *,
@@ -107,7 +108,7 @@ class EngineCore:
         """
         scheduler = self._make_scheduler()
         try:
-            scheduler.count_on(self._scheduler)
+            scheduler.count_on(self._scheduler)  # type: ignore[arg-type]  # one of the same kind
             for request, output in running:
                 scheduler.resume(request, output)
             self._scheduler.close_guides()
@@ -194,20 +195,24 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, the memory manager and the device."""
-        stats = self._scheduler.stats(paused=self.is_sleeping)
-        return msgspec.structs.replace(stats, busy_seconds=self._executor.busy_seconds)
+        stats, busy = self._scheduler.stats(paused=self.is_sleeping), self._executor.busy_seconds
+        teams = [msgspec.structs.replace(one, busy_seconds=busy) for one in stats.teams]
+        return msgspec.structs.replace(stats, busy_seconds=busy, teams=teams)
 
-    def memory_state(self) -> MemoryState:
+    def memory_state(self, team: int = 0) -> MemoryState:
         """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
-        return self._scheduler.memory_state()
+        return self._of_team(team).memory_state()
 
-    def watch(self, since: int) -> LiveState:
-        """What runs, what waits and why, who holds which pages, and the steps after `since` (0: none yet).
+    def _of_team(self, team: int) -> Scheduler:
+        return self._scheduler.teams[team] if isinstance(self._scheduler, TeamsScheduler) else self._scheduler
+
+    def watch(self, since: int, team: int = 0) -> LiveState:
+        """What runs, what waits and why, who holds which pages, and the steps after `since` (0: none yet). Steps are those of all teams.
 
         Steps are kept only while somebody asks at least every few seconds.
         """
         started = time.monotonic()
-        scheduler = self._scheduler
+        scheduler = self._of_team(team)
         slabs, owners, cached = page_books(scheduler.manager)
         requests = scheduler.live(paused=self.is_sleeping)
         level = self.sleep_level

@@ -15,7 +15,7 @@ from pagerunner.engine.worker.build import Progress
 
 def build_with_progress(args: EngineArgs, available: int | None) -> EngineCore:
     """`build_core` with a bar while weights load, when standard error is a terminal and no other engine writes there."""
-    with loading_bar(args.data_parallel_size == 1) as progress:
+    with loading_bar(args.engines == 1) as progress:
         return build_core(args, progress, available)
 
 

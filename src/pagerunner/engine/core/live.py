@@ -69,8 +69,7 @@ class StepLog:
         self._count += 1
         # With two steps in flight, a step began when the step before it ended.
         seconds = now - max(launched, self._last)
-        tokens = sum(row.num_tokens for row in plan.rows)
-        self._steps.append(LiveStep(self._count, now, seconds, len(plan.rows), tokens, graph))
+        self._steps.append(LiveStep(self._count, now, seconds, len(plan.rows), plan.num_tokens, graph))
         self._last = now
         if now > self._until:
             self.watched = False

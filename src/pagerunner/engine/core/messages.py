@@ -157,16 +157,18 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 
 
 class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
-    """Call `core.memory_state()`."""
+    """Call `core.memory_state(team)`."""
 
     call_id: int
+    team: int = 0
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Call `core.watch(since)`."""
+    """Call `core.watch(since, team)`."""
 
     call_id: int
     since: int
+    team: int = 0
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -230,10 +230,10 @@ class CoreLoop:
                     value = self._core.sleep_level
                 case wire.ResetPrefixCache():
                     value = self._core.reset_prefix_cache()
-                case wire.ReadMemory():
-                    value = self._core.memory_state()
-                case wire.Watch(_, since):
-                    self.send(wire.Reply(message.call_id, self._core.watch(since)))
+                case wire.ReadMemory(_, team):
+                    value = self._core.memory_state(team)
+                case wire.Watch(_, since, team):
+                    self.send(wire.Reply(message.call_id, self._core.watch(since, team)))
                     return
         except EngineDeadError:  # a step that the call ran has failed
             raise

@@ -57,7 +57,8 @@ class AsyncEngine:
 
     With `data_parallel_size` there are several cores, in `replicas`, each with the whole model. A request runs on one of them
     (engine/frontend/replicas.py says which). The end of one is the end of its requests, and the others go on. `stats`, `startup`,
-    `memory_plan` and `core_pid` are those of the first.
+    `memory_plan` and `core_pid` are those of the first. With `enable_expert_parallel`, too, there is one core, which has as many teams of ranks.
+    `places` are the replicas and teams, by the numbers that requests may ask for.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class AsyncEngine:
         *,
         prefixes: bool,
         ranks: int,
+        teams: int = 1,
     ) -> None:
         self._home, self._ranks = HomeProcess("AsyncEngine"), ranks
         self._frontend = frontend
@@ -77,7 +79,8 @@ class AsyncEngine:
             Replica(core, frontend.outputs, observer.of_engine(index), self._core_died, stall_seconds)
             for index, core in enumerate(cores)
         ]
-        self._chooser = Chooser(self.replicas, prefixes=prefixes)
+        self.places = [(one, team) for one in self.replicas for team in range(teams)]
+        self._chooser = Chooser(self.replicas, prefixes=prefixes, teams=teams)
         self._numbers = itertools.count()
         self._name = f"c{cores[0].client}-" if cores[0].client else ""  # of several frontends
         self._stall_seconds = stall_seconds
@@ -125,7 +128,8 @@ class AsyncEngine:
                 core.kill()
             raise
         observer, prefixes = observer or EngineObserver(), args.enable_prefix_caching
-        engine = cls(cores, frontend, observer, stall_seconds, prefixes=prefixes, ranks=args.num_ranks)
+        ranks, teams = args.num_ranks, args.teams
+        engine = cls(cores, frontend, observer, stall_seconds, prefixes=prefixes, ranks=ranks, teams=teams)
         try:
             if engine._renderer is not None:
                 engine._template_variables = await engine._renderer.variables()
@@ -239,6 +243,9 @@ class AsyncEngine:
             raise InvalidRequestError(f"A request with the id {request_id!r} is running.", param="request_id")
         hashes = self._chooser.hashes(requests[0])
         replica = self._chooser.choose(hashes, data_parallel_rank)
+        if data_parallel_rank is not None:
+            team = self.places[data_parallel_rank][1]
+            requests[0] = msgspec.structs.replace(requests[0], data_parallel_rank=team)
         return replica.submit(request_id, text if isinstance(text, str) else None, requests, arrival, hashes)
 
     async def generate(
@@ -263,7 +270,7 @@ class AsyncEngine:
             priority: lower runs first under scheduling_policy="priority".
             cache_salt: only requests with the same salt share cached pages.
             pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
-            data_parallel_rank: the number of the core that is to run it, of several.
+            data_parallel_rank: the number of the core, or team of ranks, that is to run it, of several.
 
         Raises:
             InvalidRequestError: this request can never run.
@@ -486,17 +493,18 @@ class AsyncEngine:
         return all(await self._of_all(lambda one: one.reset_prefix_cache()))
 
     async def memory_state(self, engine: int = 0) -> dict[str, Any]:
-        """Who holds a core's page memory between two steps, as plain JSON values; see `memory/ownership.py`."""
+        """Who holds the page memory of a place between two steps, as plain JSON values; see `memory/ownership.py`."""
         self._home.check()
-        one = self.replicas[engine]
-        state: dict[str, Any] = msgspec.to_builtins(await one.answer(one.client.call(wire.ReadMemory)))
+        one, team = self.places[engine]
+        held = await one.answer(one.client.call(lambda call_id: wire.ReadMemory(call_id, team)))
+        state: dict[str, Any] = msgspec.to_builtins(held)
         return state
 
     async def watch(self, since: int, engine: int = 0) -> LiveState:
-        """What a core runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
+        """What a place runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
         self._home.check()
-        one = self.replicas[engine]
-        return await one.answer(one.client.watch(since))
+        one, team = self.places[engine]
+        return await one.answer(one.client.watch(since, team))
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, hangs, or has half new weights; of several, when all are lost."""

@@ -22,14 +22,12 @@ from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
+from pagerunner.sched.scheduler import WAITING_WEIGHT
+from pagerunner.sched.teams import UNITS_OF_A_REQUEST
 from pagerunner.types import EngineRequest
 from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
-WAITING_WEIGHT = 4
-"""A request that waits counts as so many that run, as in vLLM."""
-UNITS_OF_A_REQUEST = 32
-"""So many units of 16 tokens that needn't be computed count as much as a request that runs."""
 MOST_UNITS = 512
 """Units of a prompt that are looked at: beyond 8,192 tokens an engine that has nothing to do is better than a prefix."""
 MOST_SENT = 65_536
@@ -218,9 +216,9 @@ class Replica:
 class Chooser:
     """Finds the engine for a request."""
 
-    def __init__(self, replicas: Sequence[Replica], *, prefixes: bool) -> None:
-        """`prefixes`: the engines keep what they have computed of prompts."""
-        self._replicas = replicas
+    def __init__(self, replicas: Sequence[Replica], *, prefixes: bool, teams: int = 1) -> None:
+        """`prefixes`: the engines keep what they have computed of prompts. Each has so many `teams`."""
+        self._replicas, self._teams = replicas, teams
         self._prefixes = prefixes and len(replicas) > 1
         self._recent = RecentPrompts()
         self._turn = 0
@@ -234,20 +232,20 @@ class Chooser:
         return chain.hashes
 
     def choose(self, hashes: Sequence[bytes], rank: int | None) -> Replica:
-        """The engine for a prompt with such hashes, or the one with the number `rank`, whatever it has to do.
+        """The engine for a prompt with such hashes, or the one with the number `rank`, or with this team, whatever it has to do.
 
         Raises:
-            InvalidRequestError: there is no engine with this number.
+            InvalidRequestError: there is no engine, or team, with this number.
             EngineDeadError: no engine is left, or this one is gone or hangs.
         """
-        count = len(self._replicas)
+        count = len(self._replicas) * self._teams
         if rank is not None:
             if not 0 <= rank < count:
                 raise InvalidRequestError(
                     f"data_parallel_rank must be in [0, {count}), as data_parallel_size is {count}; got {rank}.",
                     param="data_parallel_rank",
                 )
-            return check_able([self._replicas[rank]])[0]
+            return check_able([self._replicas[rank // self._teams]])[0]
         able = check_able(self._replicas)
         fine = [one for one in able if one.level <= 0 and not one.flaw]
         fine = [one for one in fine if one.level < 0] or fine or able  # a paused one serves later

@@ -31,6 +31,7 @@ from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks) -> EngineCore:
         raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
-        partial(build_scheduler, config, plan, _make_guides(resolved)),
+        partial(build_scheduler if config.teams == 1 else build_teams, config, plan, _make_guides(resolved)),
         executor,
         plan,
         vocab_size=resolved.model.vocab_size,
@@ -109,6 +110,11 @@ def _make_guides(resolved: Resolved) -> MakeGuide | None:
         return guide_tokenizer(tokenizer.to_json(), max(model.vocab_size, tokenizer.vocab_size), ends)
 
     return Guides(load)
+
+
+def build_teams(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> TeamsScheduler:
+    """One scheduler for several teams of ranks. Each has as many pages, slots and tokens of a step as an engine of one team."""
+    return TeamsScheduler([build_scheduler(config, plan, make_guide) for _ in range(config.teams)])
 
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:

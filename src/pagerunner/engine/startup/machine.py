@@ -110,10 +110,14 @@ def check_devices(args: EngineArgs) -> None:
     how, asked = os.environ.get(TRY_CUDA_RANKS), f"tensor_parallel_size={args.tensor_parallel_size}"
     if args.pipeline_parallel_size > 1:
         asked = f"{asked} times pipeline_parallel_size={args.pipeline_parallel_size}"
+    engines = ""
+    if args.teams > 1:
+        asked = f"{asked} times data_parallel_size={args.data_parallel_size} with enable_expert_parallel"
+        engines = f". Without enable_expert_parallel there are {args.data_parallel_size} whole engines"
     if how not in ("1", "peer", "shared"):
         raise ConfigError(
             f"{asked} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
-            'or take device="cpu".'
+            f'or take device="cpu"{engines}.'
         )
     if how != "shared" and args.num_ranks > (count := torch.cuda.device_count()):
         raise ConfigError(

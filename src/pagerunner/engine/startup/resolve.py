@@ -125,7 +125,7 @@ def resolve(
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if memory_bytes is not None and device == "cpu":
-        memory_bytes //= args.num_ranks * args.data_parallel_size  # ranks and engines on CPUs share it
+        memory_bytes //= args.num_ranks * args.engines  # ranks and engines on CPUs share it
     stages = _stages(args, model)
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
     card = available if isinstance(available, DeviceMemory) else None
@@ -139,7 +139,7 @@ def resolve(
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
-        available = available_memory() // (args.num_ranks * args.data_parallel_size)  # this too
+        available = available_memory() // (args.num_ranks * args.engines)  # this too
     available = None if isinstance(available, DeviceMemory) else available
     wish = _Wish(
         args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available
@@ -164,11 +164,11 @@ def resolve(
 
 def _without_idle_expert_parallel(args: EngineArgs) -> EngineArgs:
     """Without `enable_expert_parallel` where one rank has all experts. A line of the log says so, as vLLM's users start single GPUs with it, too."""
-    if not args.enable_expert_parallel or args.tensor_parallel_size > 1:
+    if not args.enable_expert_parallel or args.tensor_parallel_size * args.teams > 1:
         return args
-    engines = args.data_parallel_size
-    own = f" Each of the {engines} engines of data_parallel_size has all experts." if engines > 1 else ""
-    logger.warning("enable_expert_parallel divides experts among the ranks of tensor_parallel_size, which is 1.%s", own)
+    logger.warning(
+        "enable_expert_parallel divides experts among the ranks of tensor_parallel_size times data_parallel_size, which is 1."
+    )
     return msgspec.structs.replace(args, enable_expert_parallel=False)
 
 
@@ -187,9 +187,10 @@ def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, p
         check_devices(args)
     ranks = args.tensor_parallel_size
     try:
-        return configs_of_ranks(model, dtype, device, ranks)
+        return configs_of_ranks(model, dtype, device, ranks, args.teams)
     except ConfigError as error:
-        raise ConfigError(f"tensor_parallel_size={ranks}: {error}") from None
+        teams = f", data_parallel_size={args.teams}" if args.teams > 1 else ""
+        raise ConfigError(f"tensor_parallel_size={ranks}{teams}: {error}") from None
 
 
 def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineConfig:
@@ -329,7 +330,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     stages: list[range | None] = [*wish.stages] if len(wish.stages) > 1 else [None]
     counted = max(
         (
-            count_weights(own, wish.dtype, wish.device, wish.batched_tokens, layers)
+            count_weights(own, wish.dtype, wish.device, wish.batched_tokens * args.teams, layers)
             for own in wish.of_ranks
             for layers in stages
         ),
@@ -401,13 +402,15 @@ def _told_by_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:
     stage, which may be steps behind.
     """
     ranks, tokens = wish.args.tensor_parallel_size, max(wish.batched_tokens, wish.max_num_seqs)
-    stream = tokens * wish.model.hidden_size * getattr(wish.model, "streams", 1) * 4
+    hidden = tokens * wish.model.hidden_size * 4
     found: list[tuple[str, int]] = []
+    if (teams := wish.args.teams) > 1:  # as they come and apart, their experts' outputs, and those of all ranks
+        found.append(("tokens of all teams", teams * (3 + ranks * teams) * hidden))
     if ranks > 1:
-        found.append(("sums of all ranks", (ranks + 1) * tokens * wish.model.hidden_size * 4))
+        found.append(("sums of all ranks", (ranks + 1) * hidden))
         found.append(("logits of all ranks", 2 * 4 * wish.max_num_seqs * wish.model.vocab_size))
     if len(wish.stages) > 1:
-        found.append(("streams to the next stage", wish.in_flight * stream))
+        found.append(("streams to the next stage", wish.in_flight * hidden * getattr(wish.model, "streams", 1)))
     return tuple(found)
 
 

@@ -37,7 +37,7 @@ def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[Sh
 
     Raises ConfigError if there are devices, but not enough of them.
     """
-    count = args.data_parallel_size
+    count = args.engines
     threads = thread_settings(environ, reserved=1, engines=count)
     if count == 1:
         return [Share(0, 1, None, threads)]
@@ -60,7 +60,7 @@ def _devices(args: EngineArgs, environ: Mapping[str, str]) -> list[str]:
     else:
         files = [path for path in _DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         found = [str(number) for number in range(len(files))]
-    wanted = args.data_parallel_size * args.num_ranks
+    wanted = args.engines * args.num_ranks
     unknown = _VISIBLE not in environ and (_DEVICE_FILES / "dxg").exists()  # WSL2 has CUDA devices without such files
     if len(found) >= wanted or (not found and args.device == "auto" and not unknown):
         return found

@@ -69,27 +69,30 @@ def load_model(
     progress: Progress | None,
     comm: Comm,
     stage: Stage | None,
+    teams: Comm | None,
 ) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None]]:
     """The model, its share if it is one of several ranks', the arena's region that holds its weights, and what fills that region again.
 
-    `comm` joins the ranks of one stage.
+    `comm` joins the ranks of one stage, or of one team; `teams` those of all teams, if there are several.
     """
     config = resolved.config
     share: Share | None = None
     with meter.phase("model", "constants"):
-        if comm.size == 1 and stage is None:
+        if comm.size == 1 and stage is None and teams is None:
             model = build_model(resolved.model, config.dtype, str(device))
         else:
             layers = None if stage is None else resolved.stages[stage.number]
-            model, share = build_share(resolved.model, config.dtype, str(device), comm.rank, comm.size, layers=layers)
+            team = 0 if teams is None else teams.rank // comm.size
+            place = comm.rank, comm.size, team, config.teams
+            model, share = build_share(resolved.model, config.dtype, str(device), *place, layers=layers)
             model.model.stage = stage
         panels = store_in_panels(model) if config.device == "cpu" else 0
         if panels:
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
-        if share is not None and comm.size > 1:
-            join_ranks(model, share, comm)
+        if share is not None:
+            join_ranks(model, share, comm, teams)
 
     def fill_weights() -> None:
         if config.load_format == "dummy":
@@ -114,10 +117,11 @@ def make_runner(
     kv_bytes: torch.Tensor,
     comm: Comm,
     stage: Stage | None,
+    teams: Comm | None,
 ) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage."""
     config, plan = resolved.config, resolved.plan
-    everybody = comm if stage is None else stage.world
+    everybody = teams or (comm if stage is None else stage.world)
     ranks = config.num_ranks
     dtype = getattr(torch, config.dtype)
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
@@ -146,6 +150,7 @@ def make_runner(
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
             mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
+            teams=teams is not None,
         ),
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
@@ -182,7 +187,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     return repr(
         (
             model,
-            config.tensor_parallel_size,
+            (config.tensor_parallel_size, config.teams),
             resolved.stages[stage],
             sorted(held),
             sizes,

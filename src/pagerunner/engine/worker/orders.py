@@ -1,7 +1,7 @@
 """What the core and the ranks in other processes say to each other: typed msgspec structs as MessagePack, nothing else.
 
 The core binds a ZeroMQ socket for its orders to each rank, one for the reports of all ranks, and one for the results of steps
-(`engine/core/executors/doors.py`). `RankLaunch` goes to a rank's standard input as one line of JSON. The last stage's first rank alone answers a step, with its result. All ranks say every
+(`engine/core/executors/doors.py`). `RankLaunch` goes to a rank's standard input as one line of JSON. The first rank of the last stage, or of each team, answers a step, with its result. All ranks say every
 tenth of a second how far they have come, and at once what has failed.
 """
 
@@ -155,11 +155,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """What step `number`, the first being 1, has computed."""
+    """What a team has computed in step `number`, the first being 1."""
 
     number: int
     in_graph: bool
     result: StepResult
+    team: int = 0
 
 
 Report = Here | Read | Loaded | Done | Alive | Failed

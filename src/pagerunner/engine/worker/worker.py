@@ -145,7 +145,7 @@ class LoadedWorker:
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.resolved.config.enable_sleep_mode else None
-        ranks = self.resolved.config.num_ranks * self.resolved.config.data_parallel_size
+        ranks = self.resolved.config.num_ranks * self.resolved.config.engines
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
         clock = DeviceClock.of(torch.device(self.resolved.config.device))
         return Worker(
@@ -179,19 +179,20 @@ def load_worker(
     card: Card | None = None,
     comm: Comm | None = None,
     stage: Stage | None = None,
+    teams: Comm | None = None,
 ) -> LoadedWorker:
     """Bring a worker up to the point where only its pages are missing.
 
     `card` is the CUDA device for which the configuration was resolved, if there is one. `progress` is called as by `build_core`.
     `comm` joins it to the other ranks of its engine, all of which load at the same time. If there are several stages, those of its own, and
-    `stage` joins it to the others.
+    `stage` joins it to the others. If there are several teams, `comm` joins those of its own, and `teams` the ranks of all.
 
     Raises:
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
     comm = comm or NullComm()
-    rank = comm.rank if stage is None else stage.world.rank
+    rank = teams.rank if teams is not None else comm.rank if stage is None else stage.world.rank
     device = torch.device("cuda", device_of_rank(rank)) if config.device == "cuda" else torch.device(config.device)
     if memory is None:
         card = None
@@ -205,15 +206,18 @@ def load_worker(
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
             comm = _joined(comm, device)
+    if device.type == "cuda" and isinstance(teams, GlooComm):
+        with meter.phase("ranks", "communicators"):
+            teams = _joined(teams, device)
     if device.type == "cuda" and isinstance(stage, GlooStage):
         with meter.phase("ranks", "communicators"):
             shared = os.environ.get(TRY_CUDA_RANKS) == "shared"
             stage = StagedStage(stage, rehearsing) if shared else NcclStage(stage, device, rehearsing)
-    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage)
+    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage)
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels)

@@ -21,7 +21,7 @@ from pagerunner.layers.norm import GatedRMSNorm
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, build_model
 from pagerunner.models.configs.base import ExpertShare, ModelConfig
-from pagerunner.quant.ranked import OfVocabulary, Summed, SummedExperts
+from pagerunner.quant.ranked import ExpertsOfTeams, OfVocabulary, Summed, SummedExperts
 
 
 def build_share(
@@ -30,13 +30,15 @@ def build_share(
     device: str,
     rank: int,
     ranks: int,
+    team: int = 0,
+    teams: int = 1,
     *,
     layers: range | None = None,
     keep_forms: bool | None = None,
 ) -> tuple[Model, Share]:
     """The model of one of the `ranks` ranks of a stage with these `layers`, as `build_model` makes it, and its share of the whole model `config`.
 
-    Until `join_ranks` its products are those of its part alone.
+    Of several `teams` each has a rank like this, with other experts. Until `join_ranks` its products are those of its part alone.
 
     Raises:
         ConfigError: the model can't be divided among so many ranks.
@@ -44,7 +46,7 @@ def build_share(
     # where matrices may be cut depends on their forms
     keep = device.startswith("cuda") if keep_forms is None else keep_forms
     whole = build_model(config, dtype, keep_forms=keep)
-    share = Share.of(whole, rank, ranks)
+    share = Share.of(whole, rank, ranks, team, teams)
     return build_model(_of_rank(config, whole, share), dtype, device, keep_forms=keep, layers=layers), share
 
 
@@ -80,39 +82,41 @@ def layers_of_stages(count: int, stages: int, asked: str = "") -> list[range]:
 
 def _of_rank(config: ModelConfig, whole: Model, share: Share) -> ModelConfig:
     """The config of the model of the share's rank. Raises ConfigError if there are fewer experts than ranks."""
-    own, ranks = config.of_rank(share.counts), len(share.ranks)
+    own, (rank, ranks) = config.of_rank(share.counts), share.of_experts
     if config.expert_share is None:
         return own
     sizes = {module.sizes for module in whole.modules() if isinstance(module, Experts)}
     if not sizes:
-        raise ConfigError("enable_expert_parallel divides whole experts among ranks, and the model has none.")
+        engines = f" Without it there are {share.teams} whole engines." if share.teams > 1 else ""
+        raise ConfigError(f"enable_expert_parallel divides whole experts among ranks, and the model has none.{engines}")
     if ranks > (fewest := min(one.experts for one in sizes)):
         raise ConfigError(
             f"enable_expert_parallel: the model's {fewest} experts can't be divided among {ranks} ranks; at most {fewest} work."
         )
     (inner,) = {one.inner for one in sizes}
-    return replace(own, expert_share=ExpertShare(share.rank, ranks, inner))
+    return replace(own, expert_share=ExpertShare(rank, ranks, inner))
 
 
-def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int) -> list[ModelConfig]:
-    """The configs of the models that the ranks have, equal ones once.
+def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int, teams: int = 1) -> list[ModelConfig]:
+    """The configs of the models that the ranks of each team have, equal ones once. Of ranks with unequally many experts it is one with most.
 
     Raises:
         ConfigError: the model can't be divided among so many ranks.
     """
-    if ranks == 1:
+    if ranks * teams == 1:
         return [config]
     whole = build_model(config, dtype, keep_forms=device.startswith("cuda"))
-    share = Share.of(whole, 0, ranks)
+    share = Share.of(whole, 0, ranks, teams - 1, teams)  # the last team has most experts
     shares = [replace(share, rank=rank) for rank in range(ranks)]
-    # of equal ones the last, as the last rank has most experts
+    # of equal ones the last, for the same reason
     different = {repr(share.counts): share for share in shares}
     return [_of_rank(config, whole, share) for share in different.values()]
 
 
-def join_ranks(model: Model, share: Share, comm: Comm) -> None:
+def join_ranks(model: Model, share: Share, comm: Comm, teams: Comm | None = None) -> None:
     """Make the layers of a rank's `model` compute what the whole model's do, together with those of the other ranks.
 
+    `comm` joins the ranks of the team, `teams` those of all teams if there are several.
     To be called when layers have their forms, and before they have memory.
 
     Raises:
@@ -122,7 +126,12 @@ def join_ranks(model: Model, share: Share, comm: Comm) -> None:
     for tensor in model.checkpoint():
         declared.setdefault(tensor.owner, []).append(tensor)
     for layer, tensors in declared.items():
-        if isinstance(layer, Experts):
+        if isinstance(layer, Experts) and teams is not None:
+            assert layer.own is not None, "teams divide whole experts"
+            layer.store(ExpertsOfTeams(layer.method, teams, layer.own, share.teams))
+        elif comm.size == 1:
+            continue
+        elif isinstance(layer, Experts):
             if layer.own is None:
                 _check_divided(tensors)
             layer.store(SummedExperts(layer.method, comm, layer.own))

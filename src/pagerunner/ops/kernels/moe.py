@@ -248,5 +248,6 @@ def _ordered(routes: Routes, experts: int) -> Routes:
     """Dense routes with the order of their pairs."""
     routes = _dense(routes)
     if routes.order_P is None:
-        return Routes(routes.weights_TA, routes.experts_TA, *order_pairs(routes.experts_TA, experts))
+        ordered = order_pairs(routes.experts_TA, experts, routes.ranks)
+        return Routes(routes.weights_TA, routes.experts_TA, *ordered, routes.ranks)
     return routes

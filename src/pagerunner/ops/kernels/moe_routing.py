@@ -282,13 +282,15 @@ def _order_kernel(experts_ptr, order_ptr, starts_ptr, touched_ptr, num_pairs, BL
 
 
 @triton.jit
-def _tiles_kernel(starts_ptr, E: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
+def _tiles_kernel(
+    starts_ptr, E: tl.constexpr, BE: tl.constexpr, ALL: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr
+):
     """The tiles of pairs whose order is known."""
     start_next_and_wait(PDL)
     experts = tl.arange(0, BE)
     starts = tl.load(starts_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(starts_ptr + 1 + experts, mask=experts < E, other=0)
-    _store_tiles(starts_ptr + E + 1, experts, starts, ends - starts, E, E, BE)
+    _store_tiles(starts_ptr + E + 1, experts, starts, ends - starts, E, ALL, BA)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -413,23 +415,27 @@ def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, 
     return route_config(tokens, experts), _order_block(tokens * active), ranges
 
 
-def _starts(experts: int, like: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
+def _starts(experts: int, like: torch.Tensor, ranks: int = 1) -> tuple[torch.Tensor, Tiles]:
     """Memory for where experts' pairs begin [E + 1], and behind it for the tiles."""
-    whole = like.new_empty(15 * experts + 1, dtype=torch.int32)
-    starts_E1, tiles, counts = whole.split((experts + 1, 6 * experts, 8 * experts))
+    every = experts * ranks
+    whole = like.new_empty(experts + 14 * every + 1, dtype=torch.int32)
+    starts_E1, tiles, counts = whole.split((experts + 1, 6 * every, 8 * every))
     return starts_E1, Tiles(tiles.view(3, -1), counts)
 
 
-def order_pairs(experts_TA: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, Tiles]:
-    """The pairs of each expert, one expert's behind another's [P], where each expert's begin [E + 1], and their tiles."""
+def order_pairs(experts_TA: torch.Tensor, experts: int, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor, Tiles]:
+    """The pairs of each expert, one expert's behind another's [P], where each expert's begin [E + 1], and their tiles. See Routes for `ranks`."""
     order_P = experts_TA.new_empty(experts_TA.numel(), dtype=torch.int32)
-    starts_E1, tiles = _starts(experts, experts_TA)
+    starts_E1, tiles = _starts(experts, experts_TA, ranks)
     pairs = order_P.shape[0]
     _order_kernel[(experts,)](
         experts_TA, order_P, starts_E1, _meter(starts_E1), pairs, BLOCK=_order_block(pairs), COUNT=counts_experts(),
         **dependent(experts_TA.device),
     )  # fmt: skip
-    _tiles_kernel[(1,)](starts_E1, E=experts, BE=padded(experts), **dependent(experts_TA.device))
+    every = experts * ranks
+    _tiles_kernel[(1,)](
+        starts_E1, E=experts, BE=padded(experts), ALL=every, BA=padded(every), **dependent(experts_TA.device)
+    )
     return order_P, starts_E1, tiles
 
 
@@ -456,8 +462,8 @@ def _own_kernel(weights_ptr, experts_ptr, starts_ptr, own_weights_ptr, own_ptr, 
 
 def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int, ranks: int) -> Routes:
     """See `ops/routing.py`. Pairs stay in their order, of which the experts that are here have one range."""
-    (weights_TA, _, order_P, starts_E1, tiles, _), experts_TA = routes, experts_TA.contiguous()
-    weights_TA = weights_TA.contiguous()
+    order_P, starts_E1, tiles = routes.order_P, routes.starts_E1, routes.tiles
+    weights_TA, experts_TA = routes.weights_TA.contiguous(), experts_TA.contiguous()
     own, own_weights, num_pairs = torch.empty_like(experts_TA), torch.empty_like(weights_TA), experts_TA.numel()
     own_tiles = None if tiles is None else _starts(count * ranks, weights_TA)[1]
     if num_pairs:

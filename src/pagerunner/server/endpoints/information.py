@@ -59,7 +59,7 @@ class Information:
         """The memory plan, and who holds which pages between two steps. `engine` is the number of one of several, 0 by default."""
         service = self._service
         number = service.engine_number(request)
-        plan = service.engine.replicas[number].memory_plan
+        plan = service.engine.places[number][0].memory_plan
         return json_response({"plan": plan, "state": await service.engine.memory_state(number)})
 
     async def to_page(self, request: Request) -> Response:

@@ -1,7 +1,8 @@
 """ProcessExecutor: each rank runs in a process of its own (engine/rank.py), and none in the core's.
 
 A plan is encoded once and sent to all ranks. The first rank of the last stage answers with what its device has computed. That is what every rank
-of the stage has, because all of them choose tokens from the same gathered bytes.
+of the stage has, because all of them choose tokens from the same gathered bytes. With several teams each team gets its own plan, and each
+team's first rank answers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.logs import name_of_part
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
-from pagerunner.types import StepPlan, StepResult
+from pagerunner.types import StepPlan, StepResult, TeamsPlan, TeamsResult
 from pagerunner.types.weights import AbortUpdate, RankChange
 
 LOADER = "pagerunner.engine.worker.worker:load_worker"
@@ -49,7 +50,9 @@ _SUMS = 4  # the watch knows more than the group, so it comes first
 class RankSockets:
     """The ways to the ranks, and the one by which results come."""
 
-    def __init__(self, doors: Doors, ranks: int) -> None:
+    def __init__(self, doors: Doors, ranks: int, teams: int) -> None:
+        self._team_ranks, self._teams = ranks // teams, teams
+        self._came: dict[int, dict[int, orders.Stepped]] = {}  # results by step and team
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: list[zmq.Socket[bytes]] = []
         for rank in range(ranks):
@@ -69,30 +72,32 @@ class RankSockets:
         """Wait until all ranks are connected, each for up to so many seconds."""
         return all(socket.poll(int(1000 * seconds), zmq.POLLOUT) for socket in self._sockets)
 
-    def send(self, order: orders.Order) -> bool:
-        """Send an order to each rank. It never waits. False if a rank isn't connected any more, as its process is gone."""
-        data = self._encoder.encode(order)
+    def send(self, *orders_: orders.Order) -> bool:
+        """Send an order to each rank, or each team's to its ranks. It never waits. False if a rank isn't connected any more, as its process is gone."""
+        data = [self._encoder.encode(order) for order in orders_]
         try:
-            for socket in self._sockets:
-                socket.send(data, zmq.NOBLOCK)
+            for rank, socket in enumerate(self._sockets):
+                socket.send(data[rank // self._team_ranks] if len(data) > 1 else data[0], zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def result(self, number: int, watch: RankWatch) -> orders.Stepped:
-        """Wait for the result of step `number`. Results of earlier steps, which nobody has asked for, are passed over.
+    def results(self, number: int, watch: RankWatch) -> list[orders.Stepped]:
+        """Wait for the teams' results of step `number`. Results of earlier steps, which nobody has asked for, are passed over.
 
         Raises why the ranks are gone, if they are.
         """
         if watch.failure_fd not in self._poller:
             self._poller.register(watch.failure_fd, zmq.POLLIN)
-        while True:
+        while len(self._came.get(number, ())) < self._teams:
             if self._results in dict(self._poller.poll()):
                 stepped = self._decoder.decode(self._results.recv())
-                if stepped.number == number:
-                    return stepped
+                if stepped.number >= number:  # a team may be ahead of another one
+                    self._came.setdefault(stepped.number, {})[stepped.team] = stepped
             else:
                 watch.check()
+        came, self._came = self._came[number], {later: found for later, found in self._came.items() if later > number}
+        return [came[team] for team in range(self._teams)]
 
     def close(self) -> None:
         """Send nothing more."""
@@ -136,10 +141,10 @@ class Ranks:
             (self.directory / orders.MEETING).mkdir(mode=0o700)
             self._places, doors = self._find_places(resolved.config, undo)
             undo.callback(doors.close)
-            together = resolved.config.tensor_parallel_size
+            together, self.of_team = resolved.config.tensor_parallel_size, ranks // resolved.config.teams
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, together, doors)
             undo.callback(self.watch.close)
-            self._sockets = RankSockets(doors, ranks)
+            self._sockets = RankSockets(doors, ranks, resolved.config.teams)
             undo.pop_all()
         self._calls = itertools.count()
         self._began = time.monotonic()
@@ -199,9 +204,9 @@ class Ranks:
             )
         self.send(orders.Join(watch.meeting))
 
-    def send(self, order: orders.Order) -> None:
-        """Send an order to all. Raises why the ranks are gone, if one of them is."""
-        if not self._sockets.send(order):
+    def send(self, *orders_: orders.Order) -> None:
+        """Send an order to all, or each team's to its ranks. Raises why the ranks are gone, if one of them is."""
+        if not self._sockets.send(*orders_):
             raise self.watch.cause() or self.watch.fail(f"A rank of {self.size} can't be sent orders any more.")
 
     def load(self, progress: Progress | None) -> list[MemoryFacts]:
@@ -237,9 +242,9 @@ class Ranks:
                 raise RankRefusal(self.watch.named(rank, refused), done)
         return done
 
-    def result(self, number: int) -> orders.Stepped:
-        """Wait for what step `number` has computed. Raises why the ranks are gone, if they are."""
-        return self._sockets.result(number, self.watch)
+    def results(self, number: int) -> list[orders.Stepped]:
+        """Wait for what each team has computed in step `number`. Raises why the ranks are gone, if they are."""
+        return self._sockets.results(number, self.watch)
 
     def close(self) -> None:
         """End the processes."""
@@ -285,9 +290,11 @@ class RanksStep:
 
     def result(self) -> StepResult:
         """See Pending.result. To be called once, and of later steps later."""
-        stepped = self._ranks.result(self._number)
-        self.in_graph = stepped.in_graph
-        return stepped.result
+        of_teams = self._ranks.results(self._number)
+        self.in_graph = all(stepped.in_graph for stepped in of_teams)
+        if len(of_teams) == 1:
+            return of_teams[0].result
+        return TeamsResult(step_id=of_teams[0].result.step_id, token_ids=[], teams=[one.result for one in of_teams])
 
 
 class ProcessExecutor:
@@ -306,7 +313,7 @@ class ProcessExecutor:
             self._ranks.watch.fail("An interrupt came while a step was given to the ranks, which don't agree any more.")
             self.check_alive()
         self._halfway = True
-        self._ranks.send(orders.Run(plan))
+        self._ranks.send(*map(orders.Run, plan.teams if isinstance(plan, TeamsPlan) else [plan]))
         self._steps += 1
         self._halfway = False
         step = RanksStep(self._ranks, self._steps)
@@ -315,12 +322,13 @@ class ProcessExecutor:
         return step
 
     def _compare(self) -> None:
-        """End the engine if a rank has other tokens or page tables than rank 0: its sums would be wrong, and nobody would see it."""
+        """End the engine if a rank has other tokens or page tables than its team's first rank: its sums would be wrong, and nobody would see it."""
         done = self._ranks.ask(orders.Compare)
         for rank in range(self._ranks.size):
-            if done[rank].digest != done[0].digest:
+            first = rank - rank % self._ranks.of_team
+            if done[rank].digest != done[first].digest:
                 self._ranks.watch.fail(
-                    f"Rank {rank} of {self._ranks.size} has other tokens or page tables than rank 0 after step {self._steps:,}: ranks must "
+                    f"Rank {rank} of {self._ranks.size} has other tokens or page tables than rank {first} after step {self._steps:,}: ranks must "
                     "compute the same. This is a fault of the engine or of a device."
                 )
                 self.check_alive()
@@ -399,7 +407,8 @@ def load_ranks(resolved: Resolved, progress: Progress | None = None, loader: str
     """
     config = resolved.config
     stages = f", pipeline_parallel_size={config.pipeline_parallel_size}" if config.pipeline_parallel_size > 1 else ""
-    with starting(f"The ranks of tensor_parallel_size={config.tensor_parallel_size}{stages}"):
+    teams = f", data_parallel_size={config.data_parallel_size}" if config.teams > 1 else ""
+    with starting(f"The ranks of tensor_parallel_size={config.tensor_parallel_size}{stages}{teams}"):
         ranks = Ranks(resolved, loader)
     try:
         ranks.meet(resolved)

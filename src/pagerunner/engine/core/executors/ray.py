@@ -98,10 +98,10 @@ class RayPlaces:
             raise ConfigError('distributed_executor_backend="ray" has ranks on CPUs only so far: take device="cpu".')
         self._ray = ray = connected()
         self.host = host_ip()
-        together, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        together = config.tensor_parallel_size
         fits = any(node["Alive"] and node["Resources"].get("CPU", 0) >= together for node in ray.nodes())
         # what a bundle holds is on one machine
-        bundles = [{"CPU": together}] * stages if fits else [{"CPU": 1}] * config.num_ranks
+        bundles = [{"CPU": together}] * (config.num_ranks // together) if fits else [{"CPU": 1}] * config.num_ranks
         if not fits:
             logger.warning(
                 "No machine of the cluster has %d CPUs: tensor_parallel_size goes across machines.", together
