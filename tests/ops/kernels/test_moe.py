@@ -320,6 +320,8 @@ def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
             got, moe_experts.twin(x, want, *parts, SILU, *extra), atol=1e-3 * float(x.abs().max()) * 50, rtol=1e-3
         )
         total += got
+        gathered = own_experts.kernel(routes.experts_TA, Routes(*routes[:2]), first, count, 2)  # of other teams' tokens
+        torch.testing.assert_close(moe_experts.kernel(x, gathered, *parts, SILU, *extra), got)
     whole = moe_experts.kernel(x, routes, *matrices, SILU, *biases)
     torch.testing.assert_close(total, whole, atol=1e-3 * float(whole.abs().max()), rtol=1e-3)
 
@@ -347,6 +349,9 @@ def test_kernels_are_chosen_by_a_ranks_share_of_the_pairs_and_have_room_for_all_
     got = moe_experts.kernel(x, own, *matrices, SILU)
     torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
     assert seen == [tokens * 2 // ranks] and not own.tiles.counts.any()
+    gathered = own_experts.kernel(routes.experts_TA, Routes(*routes[:2]), 0, 2, ranks)
+    torch.testing.assert_close(moe_experts.kernel(x, gathered, *matrices, SILU), got)
+    assert seen == 2 * [tokens * 2 // ranks]
     for many in (tokens, 4 * tokens, 400):  # the warm-up compiles these
         kernels, few = (moe.moe_experts_kernels(many // n, 2, 2, ranks // n) for n in (1, ranks))
         assert kernels[2:4] + kernels[5:] == few[2:4] + few[5:]
