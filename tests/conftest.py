@@ -6,6 +6,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 
 if shutil.which("nvidia-smi") is None:  # Triton reads this when it is imported: kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,6 +28,7 @@ from hypothesis import settings  # noqa: E402 - torch reads the variables above 
 
 from helpers.days import HELP, keep_the_days  # noqa: E402
 from helpers.effort import TEST_DAY  # noqa: E402
+from helpers.programs import Popen, begin_with_this_environment  # noqa: E402
 
 settings.register_profile("machine", deadline=None)  # a loaded machine is not a failing test
 settings.load_profile("machine")
@@ -49,7 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Set apart what the tests have imported: half a million objects, which each full collection of garbage would look through."""
+    """Set apart what the tests have imported: half a million objects, which each full collection of garbage would look through.
+
+    What they have imported may have set variables, too.
+    """
+    begin_with_this_environment()
     gc.collect()
     gc.freeze()
 
@@ -58,3 +65,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how to get this day's cases again."""
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"PAGERUNNER_TEST_DAY={TEST_DAY} tries this day's cases again.")
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Python programs are forked from one that has imported torch, and not started: see `helpers/programs.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        yield

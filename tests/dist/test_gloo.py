@@ -20,7 +20,7 @@ from pagerunner.dist.base import Comm, CommError, sum_in_order
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.null import NullComm
 
-pytestmark = pytest.mark.days(2)  # most of them start processes
+pytestmark = [pytest.mark.days(2), pytest.mark.usefixtures("forked")]  # most of them start processes
 
 SECONDS = 30.0
 SHORT = 1.0

@@ -67,7 +67,7 @@ async def running(model: Path, **options: Any) -> AsyncIterator[AsyncEngine]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shared() -> Iterator[asyncio.Runner]:
+def shared(forked: None) -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:  # the loop of ENGINES
         yield runner
         for engine in ENGINES.values():

@@ -18,6 +18,8 @@ from pagerunner.engine.core.client import CoreClient, launch_core
 from pagerunner.errors import EngineDeadError
 from pagerunner.types import EngineRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 VOCAB = 2048
 
 

@@ -19,7 +19,7 @@ from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import CapacityError, EngineDeadError
 from pagerunner.types import EngineRequest, SamplingParams
 
-pytestmark = pytest.mark.days(2)  # each starts a core's process
+pytestmark = [pytest.mark.days(2), pytest.mark.usefixtures("forked")]  # each starts a core's process
 
 REASONS = [
     (IN_RUN, r"A step failed \(RuntimeError: CUDA error: device-side assert triggered\), and the engine has ended"),

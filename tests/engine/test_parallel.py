@@ -43,7 +43,7 @@ from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 from pagerunner.models.checkpoint.ranks import layers_of_stages
 from pagerunner.types import EngineRequest
 
-pytestmark = pytest.mark.days(6)  # most of them start processes
+pytestmark = [pytest.mark.days(6), pytest.mark.usefixtures("forked")]  # most of them start processes
 
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
 WAY = ("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY // 6 % 2]

@@ -30,6 +30,8 @@ from pagerunner.models.checkpoint.ranks import build_share
 from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {}),
     "three ranks, inner features and token ids in unequal parts": (

@@ -23,6 +23,8 @@ from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.server.launch import bind, run_server
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 Server = tuple[subprocess.Popen[str], str]
 API = b"server.api_processes"
 
@@ -31,7 +33,7 @@ API = b"server.api_processes"
 def two(text_side: Path) -> Iterator[Server]:
     """Two API processes in front of two engines."""
     with pytest.MonkeyPatch.context() as patch:
-        set_options(patch, step_seconds=0.002)
+        set_options(patch, step_seconds=0.01)
         with server_process(text_side, 5, api_server_count=2, engines=2) as found:
             yield found
 

@@ -27,7 +27,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 
-pytestmark = pytest.mark.days(2)  # each starts a server's process
+pytestmark = [pytest.mark.days(2), pytest.mark.usefixtures("forked")]  # each starts a server's process
 
 DEMO = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=8, device="cpu")
 

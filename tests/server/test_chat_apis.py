@@ -15,6 +15,8 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.server.chat.options import ChatOptions
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 DEEPSEEK = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'

@@ -24,6 +24,8 @@ from pagerunner.demo import demo_path
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 @pytest.fixture(scope="module")
 def two(text_side: Path) -> Iterator[RunningServer]:

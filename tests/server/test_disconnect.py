@@ -24,6 +24,8 @@ from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.server import launch
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ENDLESS = {"prompt": "abc def", "max_tokens": 1900, "ignore_eos": True}
 ENDLESS_OPENAI = {
     "prompt": ENDLESS["prompt"],

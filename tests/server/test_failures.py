@@ -23,7 +23,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.server.launch import run_server
 
-pytestmark = pytest.mark.days(2)  # each ends a server's process
+pytestmark = [pytest.mark.days(2), pytest.mark.usefixtures("forked")]  # each ends a server's process
 
 
 @pytest.mark.parametrize("how", ["crash", "kill"])

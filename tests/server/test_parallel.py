@@ -21,7 +21,7 @@ from pagerunner.demo import demo_path
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CapacityError
 
-pytestmark = pytest.mark.days(3)  # most of them start processes
+pytestmark = [pytest.mark.days(3), pytest.mark.usefixtures("forked")]  # most of them start processes
 
 WAY = {("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY // 6 % 2]: 2}
 ARGS = EngineArgs(model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_blocks_override=640, **WAY)

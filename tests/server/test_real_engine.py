@@ -20,6 +20,8 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.llm import LLM
 from pagerunner.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PROMPTS = ["Once upon a time", "What is the capital of France?", "12 + 30 =", "def main():"]
 OPTIONS: dict[str, Any] = {
     "max_model_len": 256,

@@ -20,6 +20,8 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.server.chat.options import ChatOptions
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 PARAMETERS["additionalProperties"] = False
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}

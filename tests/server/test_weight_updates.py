@@ -26,7 +26,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CheckpointError
 from pagerunner.types.weights import StartUpdate, UpdateWeights
 
-pytestmark = pytest.mark.days(3)  # they start processes
+pytestmark = [pytest.mark.days(3), pytest.mark.usefixtures("forked")]  # they start processes
 rl_trainer = script("rl_trainer")
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 32, "device": "cpu"}
 PROMPT = list(range(20, 60))
