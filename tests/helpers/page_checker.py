@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
-from pagerunner.types import EngineRequest, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
+from pagerunner.types import EngineRequest, PageTransfer, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
 
 VOCAB = 61
 ZERO = "zero"
@@ -86,6 +86,9 @@ class PageChecker:
             {} for _ in plan.groups
         ]  # slot, column: page, entry
         self.pages: list[dict[int, Content]] = [{} for _ in plan.groups]  # byte offset -> identity per token
+        self.outside: dict[int, Content] = {}  # what another memory holds, by place
+        self.transfers: dict[int, PageTransfer] = {}  # under way
+        self._begun: dict[int, list[Content]] = {}  # what the pages of stores held when they began
         self.reads_checked = 0
         self._widths = [group.rule.table_width(plan.max_model_len) for group in plan.groups]
         self._states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
@@ -113,6 +116,8 @@ class PageChecker:
         for group, offsets in enumerate(plan.zero):
             for offset in offsets:
                 self._page(group, offset)[:] = [ZERO] * self._size(group)
+        self.transfers |= {transfer.number: transfer for transfer in plan.transfers}
+        self._write_what_arrives()
         for row in plan.rows:
             self._write(row)
         for save in plan.state_saves:
@@ -121,7 +126,38 @@ class PageChecker:
             self._read(row)
         for row in plan.rows:
             self._advance_state(row)
+        for transfer in plan.transfers:
+            if not transfer.loads:
+                self._begun[transfer.number] = self._contents(transfer)
         return self._sample(plan, errors or {})
+
+    def _write_what_arrives(self) -> None:
+        """Loads that haven't ended write something to their pages in every step."""
+        for transfer in self.transfers.values():
+            for group, offset, _ in transfer.pages if transfer.loads else ():
+                self._page(group, offset)[:] = ["arriving"] * self._size(group)
+
+    def _contents(self, transfer: PageTransfer) -> list[Content]:
+        return [list(self.pages[group].get(offset, ())) for group, offset, _ in transfer.pages]
+
+    def end_transfer(self, number: int, *, well: bool) -> None:
+        """The transfer ends, with the right bytes or without.
+
+        Raises:
+            PageFault: a page changed while it was stored.
+        """
+        transfer = self.transfers.pop(number, None)
+        if transfer is None:
+            return  # no plan has begun it
+        if not transfer.loads:
+            found = self._contents(transfer)
+            if found != self._begun.pop(number):
+                raise PageFault(f"transfer {number}: a page was written while it was stored")
+            for (_, _, place), content in zip(transfer.pages, found, strict=True):
+                self.outside[place] = content
+        elif well:
+            for group, offset, place in transfer.pages:
+                self._page(group, offset)[:] = self.outside[place]
 
     def _size(self, group: int) -> int:
         return 1 if group in self._states else self.plan.groups[group].page_tokens

@@ -5,34 +5,41 @@ A request is admitted for all groups at once, or not at all. What it still has t
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
+from typing import Literal
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.forks import Forks, prompt_key
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.holdings import Holdings
+from pagerunner.memory.leases import Leases
 from pagerunner.memory.prefix import HitCounts, PrefixChain
 from pagerunner.memory.residency import PageSampler
 from pagerunner.memory.room import Room
 from pagerunner.memory.rules import joint_hit
 from pagerunner.memory.snapshots import Snapshots
 
+Awaited = Literal["", "snapshot", "transfer"]
+
 
 class Admission:
-    """Makes grants. `awaits_snapshot`: why it refused last."""
+    """Makes grants. `awaits`: what it refused last for, if not for pages."""
 
     def __init__(
         self,
         books: Books,
+        leases: Leases,
         holdings: Holdings,
         snapshots: Snapshots,
         forks: Forks,
         room: Room,
         sampler: PageSampler | None,
     ) -> None:
-        self.awaits_snapshot = False
+        self.awaits: Awaited = ""
         self.hit_counts = HitCounts(len(books.rules))
         self._books, self._index, self._rules = books, books.index, books.rules
+        self._leases = leases
         self._holdings, self._snapshots, self._forks, self._room = holdings, snapshots, forks, room
         self._sampler = sampler
         self._lookup_order = sorted(
@@ -52,14 +59,17 @@ class Admission:
     ) -> Grant | None:
         """See KVManager."""
         grant = Grant(slot, chain, len(self._rules), self._index.epoch)
-        self.awaits_snapshot = False
+        self.awaits = ""
         grant.target = len(tokens)
         hit = 0
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
             if self._snapshots.is_planned(chain, hit, hit_limit):
-                self.awaits_snapshot = True
+                self.awaits = "snapshot"
+            elif any(self._leases.arriving) and self._hit_to_come(chain, hit_limit) > hit:
+                self.awaits = "transfer"
+            if self.awaits:
                 return None
         fork = min(hit_limit, prompt_len)
         if shares and parent_id and fork > hit and self._fork(grant, parent_id, tokens[:prompt_len], fork):
@@ -111,6 +121,13 @@ class Admission:
             if not rules[group].forgets and not rules[group].snapshots:
                 limit = hit
         return joint_hit(rules, indexes, chain, min(grant.group_hits)) if len(rules) > 1 else grant.group_hits[0]
+
+    def _hit_to_come(self, chain: PrefixChain, limit: int) -> int:
+        """As `_find_hit`, when the transfers under way have ended well."""
+        indexes = [
+            ChainMap(there, coming) for there, coming in zip(self._index.pages, self._leases.arriving, strict=True)
+        ]
+        return joint_hit(self._rules, indexes, chain, limit)
 
     def _take_hit(self, grant: Grant, hit: int) -> None:
         """Put the pages of a hit into the grant."""

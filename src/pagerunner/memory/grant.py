@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.slabs import SlabPool
+
+if TYPE_CHECKING:
+    from pagerunner.memory.leases import Lease
 
 NO_PAGE = -1  # stands in a grant's list, and in a table write, for a page that was given back or never allocated
 
@@ -46,9 +50,9 @@ class Grant:
         self.target = 0
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
-        self.saves: list[tuple[int, int]] = []  # (position, page) of snapshots that this request holds
+        self.saves: list[tuple[int, Lease]] = []  # (position, page) of snapshots that this request holds
         # (position, page) of the last snapshot taken in generated text
-        self.latest_snapshot: tuple[int, int] = (0, NO_PAGE)
+        self.latest_snapshot: tuple[int, Lease | None] = (0, None)
 
 
 class Promises:

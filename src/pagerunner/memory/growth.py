@@ -12,14 +12,14 @@ from pagerunner.memory.rules import SHORT_CHUNK
 
 
 class Growth:
-    """Gives running requests the pages of their steps."""
+    """Gives running requests the pages of their steps. `swollen` are grants, and from which position on some pages aren't read."""
 
     def __init__(self, books: Books, holdings: Holdings, room: Room) -> None:
         self._rules, self._promises, self._work = books.rules, books.promises, books.work
         self._holdings, self._room = holdings, room
         self._forgetting = [number for number, rule in enumerate(self._rules) if rule.forgets]
         self._shortens = all(rule.shortens for rule in self._rules)
-        self._swollen: dict[Grant, int] = {}  # grants, and the position from which on some of their pages aren't read
+        self.swollen: dict[Grant, int] = {}
 
     def grow(self, grant: Grant, start: int, end: int) -> int:
         """See KVManager."""
@@ -41,7 +41,7 @@ class Growth:
         grant.borrowed = []
         holdings.append(grant, fresh, [parts for _, parts in wanted])
         if self._forgetting:
-            self._swollen[grant] = end
+            self.swollen[grant] = end
         self._work.send_table(grant)
         return end
 
@@ -89,14 +89,14 @@ class Growth:
 
     def end_plan(self) -> None:
         """A plan has all its rows: pages that only its rows read are given back."""
-        for grant, end in self._swollen.items():
+        for grant, end in self.swollen.items():
             for group in self._forgetting:
                 # Decoding with a window gives back one page and takes one, which makes no room for other requests.
                 gone = self._holdings.trim(grant, group, self._rules[group].span(end, end + 1)[0])
                 self._room.version += gone > 1
             self._promises.update(grant)
-        self._swollen.clear()
+        self.swollen.clear()
 
     def release(self, grant: Grant) -> None:
         """The grant ends."""
-        self._swollen.pop(grant, None)
+        self.swollen.pop(grant, None)

@@ -7,28 +7,37 @@ Steps run in the order of their plans, on one stream. Two things follow. A page 
 handed out again at once. And a page may be found in the index as soon as the row that writes it is in a plan.
 
 The manager has three parts: `Admission` makes grants, `Growth` gives them pages, and `PageMoves` moves pages together. `Holdings`
-has the pages that grants hold. `Room` decides what is given up when pages are short.
+has the pages that grants hold, `Leases` those that snapshots in the making and transfers hold. `Room` decides what is given up when pages are short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagerunner.memory.admission import Admission
+from pagerunner.memory.admission import Admission, Awaited
 from pagerunner.memory.books import Books
 from pagerunner.memory.forks import Forks, prompt_key
 from pagerunner.memory.grant import NO_PAGE, Grant, Promises, Refusal
 from pagerunner.memory.growth import Growth
 from pagerunner.memory.holdings import Holdings
+from pagerunner.memory.leases import Lease, Leases
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.moves import PageMoves
-from pagerunner.memory.prefix import UNIT_TOKENS, HitCounts, PrefixChain, PrefixIndex, RecentPrompts, chain_seed
+from pagerunner.memory.prefix import (
+    UNIT_TOKENS,
+    HitCounts,
+    PageKey,
+    PrefixChain,
+    PrefixIndex,
+    RecentPrompts,
+    chain_seed,
+)
 from pagerunner.memory.residency import PageSampler, make_pool
 from pagerunner.memory.room import Room
 from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.snapshots import Snapshots
 from pagerunner.memory.step_work import StepWork
-from pagerunner.types import PageCopy, StateSave, TableWrite
+from pagerunner.types import PageCopy, PageTransfer, StateSave, TableWrite
 
 
 class KVManager:
@@ -56,12 +65,13 @@ class KVManager:
         self._promises = Promises(self.pool)
         rules = tuple(group.rule for group in plan.groups)
         self._books = books = Books(plan, self.index, self.pool, self._work, self._promises, rules)
-        self._moves = PageMoves(books)
-        self._snapshots = Snapshots(books, keep=enable_prefix_caching)
+        self._leases = leases = Leases(books)
+        self._moves = PageMoves(books, leases)
+        self._snapshots = Snapshots(books, leases, keep=enable_prefix_caching)
         self._forks = Forks()
-        self._room = Room(books, self._snapshots, self._moves)
+        self._room = Room(books, leases, self._snapshots, self._moves)
         self._holdings = Holdings(books, self._moves)
-        self._admission = Admission(books, self._holdings, self._snapshots, self._forks, self._room, sampler)
+        self._admission = Admission(books, leases, self._holdings, self._snapshots, self._forks, self._room, sampler)
         self._growth = Growth(books, self._holdings, self._room)
         self._recent = RecentPrompts()
 
@@ -99,7 +109,7 @@ class KVManager:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
         None if the pages don't fit beside what running requests hold and were promised. None, too, if a running request is
-        about to take a snapshot that saves this request work. Without `shares` the request neither looks into the index nor
+        about to take a snapshot that saves this request work, or if a transfer brings pages that do. Without `shares` the request neither looks into the index nor
         publishes. With a `parent_id`, all but the last of the first `prompt_len` tokens may come from a sibling (`offer`).
         """
         return self._admission.admit(
@@ -111,9 +121,9 @@ class KVManager:
         return self._admission.cached_tokens(chain, tokens) if self.enable_prefix_caching else 0
 
     @property
-    def awaits_snapshot(self) -> bool:
-        """Whether `admit` refused last because a running request is about to take a snapshot."""
-        return self._admission.awaits_snapshot
+    def awaits(self) -> Awaited:
+        """What `admit` refused last for, if not for pages."""
+        return self._admission.awaits
 
     @property
     def hit_counts(self) -> HitCounts:
@@ -185,7 +195,8 @@ class KVManager:
         saves, unplanned = self._snapshots.take_all(rows, self.index.epoch)
         if unplanned:
             self._room.version += 1
-        self._growth.end_plan()
+        if self._growth.swollen:
+            self._growth.end_plan()
         return saves
 
     # -- the end
@@ -204,7 +215,9 @@ class KVManager:
             known = len(chain.hashes) * UNIT_TOKENS
             pages = range(rule.complete(start), rule.complete(known))
             for number in range(start // UNIT_TOKENS, known // UNIT_TOKENS) if rule.snapshots else pages:
-                page = self.index.find(group, rule.key(chain, number))
+                key = rule.key(chain, number)
+                self._leases.distrust(group, key)
+                page = self.index.find(group, key)
                 if page is not None and not self.pool.evict(group, page):
                     self.index.forget(group, page)
 
@@ -235,21 +248,70 @@ class KVManager:
         """
         return self._work.take_copies()
 
+    # -- transfers
+
+    def store(self, keys: Sequence[Sequence[PageKey]], places: Sequence[Sequence[int]]) -> Lease | None:
+        """Copy pages to `places` of another memory, beginning with the next plan. Both lists are by group.
+
+        Keys that aren't findable are left out. None if none is, or if running requests need these pages.
+        """
+        return None if self.waits else self._leases.hold(keys, places)
+
+    def load(self, keys: Sequence[Sequence[PageKey]], places: Sequence[Sequence[int]]) -> Lease | None:
+        """Fill pages from `places` of another memory, beginning with the next plan. They can be found when `end_transfer` says so.
+
+        Keys that are findable or on their way are left out. None if none is left, or if running requests need the pages.
+        """
+        return None if self.waits else self._leases.expect(keys, places)
+
+    def end_transfer(self, number: int, *, well: bool) -> list[list[PageKey]]:
+        """The transfer neither reads nor writes any more. Returns, by group, the keys whose pages are right now."""
+        self._room.version += 1
+        return self._leases.end(number, well=well)
+
+    def quarantine(self, number: int) -> None:
+        """The transfer has failed but hasn't ended: until `end_transfer`, nobody gets its pages or waits for them."""
+        self._room.version += 1
+        self._leases.quarantine(number)
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that haven't ended."""
+        return len(self._leases)
+
+    @property
+    def transfers_wait(self) -> bool:
+        """Whether a transfer waits for a plan to begin with."""
+        return self._work.transfers_wait
+
+    def take_transfers(self) -> list[PageTransfer]:
+        """Transfers decided since the last call."""
+        return self._work.take_transfers()
+
     # -- moves
 
     def begin_step(self) -> None:
         """Begin a plan. It may move pages, and moves some at once if pages lie too scattered."""
-        moves = self._moves
+        room, moves = self._room, self._moves
+        room.awaits_transfer = False
         if moves.unfinished:
-            self._room.version += 1
+            room.version += 1
         moves.begin_step()
         if moves.tidy():
-            self._room.version += 1
+            room.version += 1
 
     @property
     def moves_unfinished(self) -> bool:
         """Whether something didn't fit only because this step may move no more pages. The next step moves more."""
         return self._moves.unfinished
+
+    @property
+    def waits(self) -> bool:
+        """Whether a running request waits for pages that this step may not move, or that a transfer gives back.
+
+        Nobody else takes pages meanwhile.
+        """
+        return self._moves.unfinished or self._room.awaits_transfer
 
     # -- numbers
 
@@ -260,22 +322,22 @@ class KVManager:
         return sum(group.page_bytes * used for group, used in groups) / self.plan.kv_bytes
 
     def check_integrity(self) -> None:
-        """Recount: every page is free, cached or in use, and held by exactly as many grants as its count says.
+        """Recount: every page is free, cached or in use, and held by exactly as many grants and leases as its count says.
 
         Raises:
             AssertionError: the books don't balance; this is a bug of the manager.
         """
         self.pool.check()
         for group, refs in enumerate(self.pool.refs):
-            counts: dict[int, int] = {}
+            counts: dict[int, int] = dict(self._leases.holders(group))
             for grant in self._books.grants:
                 pages = [page for page in grant.pages[group][grant.first[group] :] if page != NO_PAGE]
                 assert len(pages) == grant.num_pages[group], f"group {group}: pages held"
-                pages += [page for _, page in grant.saves] if self._books.rules[group].snapshots else []
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1
-            assert counts == refs, f"group {group}: grants hold {counts}, the pool counts {refs}"
+            assert counts == refs, f"group {group}: grants and leases hold {counts}, the pool counts {refs}"
             promised = sum(grant.promise[group] for grant in self._books.grants)
             assert promised == self._promises.by_group[group], "promises"
         self._snapshots.check(self._books.grants)
         self._moves.check()
+        self._leases.check()

@@ -3,7 +3,7 @@
 Example: a slab has 10 pages. Group A has 3 pages in each of 4 slabs. Group B needs a page and no slab is free. The pages of
 one of A's slabs move into holes of the other three, and B gets that slab.
 
-A step moves at most `MOVES_PER_STEP` pages, whatever the pool looks like. Moving a page costs the host some 10 microseconds
+Pages of transfers under way stay where they are (`memory/leases.py`). A step moves at most `MOVES_PER_STEP` pages, whatever the pool looks like. Moving a page costs the host some 10 microseconds
 in all, and the step waits for them. Later steps move the rest.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import Grant
+from pagerunner.memory.leases import Leases
 from pagerunner.memory.slabs import Move
 
 MOVES_PER_STEP = 32
@@ -26,9 +27,9 @@ class PageMoves:
     `unfinished`: the wanted pages would fit if this step were allowed to move more pages.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, leases: Leases) -> None:
         self._pool, self._grants, self._work = books.pool, books.grants, books.work
-        self._snapshots = [rule.snapshots for rule in books.rules]
+        self._leases = leases
         self._never = len(books.rules) == 1  # any free page will do
         self._left = MOVES_PER_STEP
         # By group and page, where it was last put. An entry stays when its page is given back: there are as many as pages.
@@ -65,8 +66,7 @@ class PageMoves:
         Returns whether these pages can be had now.
         """
         pool = self._pool
-        packed = (-(-(used + need) // count) for used, need, count in zip(pool.used, needs, pool.per_slab, strict=True))
-        if self._never or sum(packed) > pool.num_slabs:
+        if self._never or not pool.could_hold(needs):
             return False
         self._apply(pool.gather(needs, self._left))
         fits = pool.slack(needs) >= 0
@@ -88,11 +88,7 @@ class PageMoves:
         for grant, number in self.holders(group, source, holders):
             grant.pages[group][number] = target
             self._work.send_entry(grant, group, number)
-        if self._snapshots[group]:
-            for grant in self._grants:
-                grant.saves = [(position, target if page == source else page) for position, page in grant.saves]
-                if grant.latest_snapshot[1] == source:
-                    grant.latest_snapshot = (grant.latest_snapshot[0], target)
+        self._leases.moved(group, source, target)
 
     def holders(self, group: int, page: int, count: int) -> list[tuple[Grant, int]]:
         """At most `count` grants that have the page, and the page's number in each of them.
@@ -117,12 +113,13 @@ class PageMoves:
 
     def check(self) -> None:
         """Recount. Raises AssertionError where the holders of a page aren't found."""
-        for group, snapshots in enumerate(self._snapshots):
+        for group, refs in enumerate(self._pool.refs):
+            leased = self._leases.holders(group)
             held = [{page for page in grant.pages[group] if page >= 0} for grant in self._grants]
-            for page, count in self._pool.refs[group].items():
+            for page, count in refs.items():
                 expected = sum(page in pages for pages in held)
                 found = self.holders(group, page, count)
-                assert len(found) == expected and (expected == count or snapshots), f"holders of page {page}"
+                assert len(found) == expected == count - leased[page], f"holders of page {page}"
 
 
 def _has(grant: Grant, group: int, number: int, page: int) -> bool:

@@ -114,4 +114,6 @@ def held_pages(grant: Grant, number: int, group: GroupPlan) -> list[int]:
     In a recurrent group its state comes first, then the snapshots that it still holds.
     """
     pages = grant.pages[number]
-    return [*pages, *(page for _, page in grant.saves)] if group.rule.snapshots else pages
+    return (
+        [*pages, *(page for _, lease in grant.saves for page in lease.pages[number])] if group.rule.snapshots else pages
+    )

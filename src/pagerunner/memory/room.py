@@ -6,7 +6,7 @@ Pages are looked for in this order. Whoever asks says how far down the list it m
 2. A shorter step, where a group forgets: `Growth` asks for less until it `fits`.
 3. Snapshots in the making are given up.
 4. Pages are moved together.
-5. The request waits for the next step, if that step may move what is missing.
+5. The request waits: for the next step, if that may move what is missing; or for a transfer, if that gives back what is missing.
 6. The scheduler preempts.
 
 Example: a running request of 8,192 tokens a step doesn't fit. A step of 1,024 fits, so 3 to 6 don't happen.
@@ -18,17 +18,22 @@ from collections.abc import Sequence
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import Grant
+from pagerunner.memory.leases import Leases
 from pagerunner.memory.moves import PageMoves
 from pagerunner.memory.snapshots import Snapshots
 
 
 class Room:
-    """Pages for those who need them. `version` changes whenever pages were given back."""
+    """Pages for those who need them. `version` changes whenever pages were given back.
 
-    def __init__(self, books: Books, snapshots: Snapshots, moves: PageMoves) -> None:
+    `awaits_transfer`: in this step a running request waits for pages that a transfer gives back.
+    """
+
+    def __init__(self, books: Books, leases: Leases, snapshots: Snapshots, moves: PageMoves) -> None:
         self.version = 0
+        self.awaits_transfer = False
         self._pool, self._promises, self._grants = books.pool, books.promises, books.grants
-        self._snapshots, self._moves = snapshots, moves
+        self._leases, self._snapshots, self._moves = leases, snapshots, moves
 
     def fits(self, needs: Sequence[int], grant: Grant) -> bool:
         """Whether the grant can have `needs` without giving up anything and without breaking a promise to others."""
@@ -42,7 +47,11 @@ class Room:
     def take(self, needs: Sequence[int]) -> list[list[int]] | None:
         """Hand out `needs` to a running request, or None. It goes before what others were promised."""
         fresh = self._pool.allocate(needs)
-        return self._pool.allocate(needs) if fresh is None and self._make(needs) else fresh
+        if fresh is None and self._make(needs):
+            fresh = self._pool.allocate(needs)
+        if fresh is None and self._leases:
+            self.awaits_transfer |= self._leases.would_fit(needs)
+        return fresh
 
     def _make(self, needs: Sequence[int]) -> bool:
         """Give up snapshots in the making, then move pages together. Whether that was enough."""

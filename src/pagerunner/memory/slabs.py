@@ -10,7 +10,7 @@ a slab that no group owns. So a pool of a hundred million pages is made at once,
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
@@ -51,6 +51,7 @@ class SlabPool:
         self._busy = [0 for _ in groups]  # slabs with a page in use
         self._owned = [0 for _ in groups]  # slabs
         self._clock = 0
+        self.pinned: list[Counter[int]] = [Counter() for _ in groups]  # pages that mustn't move -> how many say so
 
     # -- capacity
 
@@ -69,6 +70,11 @@ class SlabPool:
             beyond = need + used - busy * count
             left -= busy + (-(-beyond // count) if beyond > 0 else 0)
         return left
+
+    def could_hold(self, needs: Sequence[int]) -> bool:
+        """Whether `needs` could be had beside the pages in use, if these lay together."""
+        rows = zip(self.used, needs, self.per_slab, strict=True)
+        return sum(-(-(used + need) // count) for used, need, count in rows) <= self.num_slabs
 
     # -- taking pages
 
@@ -351,11 +357,19 @@ class SlabPool:
 
     # -- moving
 
+    def pin(self, group: int, pages: Sequence[int]) -> None:
+        """These pages, which are in use, mustn't move until as many calls of `unpin`."""
+        self.pinned[group].update(pages)
+
+    def unpin(self, group: int, pages: Sequence[int]) -> None:
+        """See `pin`."""
+        self.pinned[group] -= Counter(pages)
+
     def gather(self, needs: Sequence[int], most: int) -> list[Move]:
         """Empty slabs by moving pages in use, one slab after another, until `needs` can be had. Returns the moves in order.
 
-        A group's slab may be emptied if the group's other slabs hold all pages that the group has and needs. Of these
-        slabs, the one with the fewest pages in use comes first. At most `most` pages are moved, so a slab may be left half
+        A group's slab may be emptied if the group's other slabs hold all pages that the group has and needs, and if none of its
+        pages is pinned. Of these slabs, the one with the fewest pages in use comes first. At most `most` pages are moved, so a slab may be left half
         empty. Targets are free pages, or cached pages if none is free. The caller must copy the bytes and correct the
         holders of the page ids.
         """
@@ -366,7 +380,9 @@ class SlabPool:
             for group, (count, need) in enumerate(zip(self.per_slab, needs, strict=True)):
                 if self.used[group] + need <= (self._busy[group] - 1) * count:
                     spread = spreads.get(group) or spreads.setdefault(group, self._spread(group))
-                    if best is None or self._slab_used[spread.source] < self._slab_used[best.source]:
+                    if spread.source >= 0 and (
+                        best is None or self._slab_used[spread.source] < self._slab_used[best.source]
+                    ):
                         best = spread
             if best is None:
                 break
@@ -382,10 +398,16 @@ class SlabPool:
         moves: list[Move] = []
         spreads: dict[int, _Spread] = {}
         other_work = 0
-        while len(moves) + other_work < most and self.fragmentation > target:
-            group = max(range(len(self.per_slab)), key=lambda group: self.free_in_slabs(group) // self.per_slab[group])
+        groups = list(range(len(self.per_slab)))
+        while groups and len(moves) + other_work < most and self.fragmentation > target:
+            group = max(groups, key=lambda group: self.free_in_slabs(group) // self.per_slab[group])
+            if self.free_in_slabs(group) < self.per_slab[group]:
+                break
             spread = spreads.get(group) or spreads.setdefault(group, self._spread(group, free_only=True))
             slab = spread.source
+            if slab < 0:
+                groups.remove(group)
+                continue
             moves += self._empty(spread, most - len(moves) - other_work)
             if not self._slab_used.get(slab):
                 other_work += 1 + self.per_slab[group] // 8
@@ -398,8 +420,9 @@ class SlabPool:
         slabs = (
             self._open[group] if free_only else [s for s, g in self.owner.items() if g == group and 0 < used[s] < full]
         )
-        order = sorted(slabs, key=used.__getitem__)
-        spread = _Spread(group, order)
+        pinned = {page // full for page in self.pinned[group]}
+        order = sorted(slabs, key=lambda slab: (slab in pinned, used[slab]) if pinned else used[slab])
+        spread = _Spread(group, order, sum(slab not in pinned for slab in order))
         spread.places = self._places(spread, free_only)
         return spread
 
@@ -472,6 +495,7 @@ class SlabPool:
             assert self._owned[group] == len(owned), "owned slabs"
             loose = sum(self._num_free(group, slab) for slab in self._open[group])
             assert self.free_in_slabs(group) == loose, "free pages"
+            assert all(page in refs for page in self.pinned[group]), "a pinned page isn't in use"
             for page in (*refs, *cached):
                 assert self.owner.get(page // per_slab) == group, f"page {page} lies in a slab of another group"
             self._check_slabs(group, owned)
@@ -494,17 +518,21 @@ class SlabPool:
 
 
 class _Spread:
-    """One group's slabs while pages move: `order` from the emptiest to the fullest, emptied up to position `at`."""
+    """One group's slabs while pages move: `order` from the emptiest to the fullest, emptied up to position `at`.
 
-    __slots__ = ("at", "group", "order", "places")
+    Only the first `movable` of them may be emptied.
+    """
 
-    def __init__(self, group: int, order: list[int]) -> None:
+    __slots__ = ("at", "group", "movable", "order", "places")
+
+    def __init__(self, group: int, order: list[int], movable: int) -> None:
         self.group = group
         self.order = order
+        self.movable = movable
         self.at = 0
         self.places: Iterator[int] = iter(())
 
     @property
     def source(self) -> int:
-        """The slab that is emptied next."""
-        return self.order[self.at]
+        """The slab that is emptied next, or -1."""
+        return self.order[self.at] if self.at < self.movable else -1

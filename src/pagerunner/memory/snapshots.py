@@ -1,7 +1,7 @@
 """Snapshots of recurrent state: which are planned, taken and made findable.
 
 A snapshot is a page of the recurrent group that holds the state after some tokens. It is copied out of a running request's
-state inside the forward pass that computes its position. Once its tokens are known it is cache like any other page.
+state inside the forward pass that computes its position. Its page is leased until its tokens are known. Then it is cache like any other page.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import NO_PAGE, Grant
+from pagerunner.memory.leases import Lease, Leases
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import FOREVER
 from pagerunner.types import StateSave
@@ -25,14 +26,14 @@ class Snapshots:
     requests that may use it now have ended.
     """
 
-    def __init__(self, books: Books, *, keep: bool) -> None:
+    def __init__(self, books: Books, leases: Leases, *, keep: bool) -> None:
         states = [number for number, rule in enumerate(books.rules) if rule.snapshots]
         assert len(states) <= 1, "all recurrent layers share one group"
         self.has_state = bool(states)
         self._group = states[0] if states else -1
         self._plan, self._pool, self._index = books.plan, books.pool, books.index
         self._promises, self._work = books.promises, books.work
-        self._keep = keep
+        self._leases, self._keep = leases, keep
         self._planned: Counter[tuple[int, PageKey]] = Counter()  # snapshots that running requests will take
         self._one = [int(number in states) for number in range(len(books.rules))]
         cell = books.plan.hit_granularity  # every hit ends at a multiple of this
@@ -130,36 +131,38 @@ class Snapshots:
             return
         pages = self._pool.allocate(self._one)
         assert pages is not None
-        (page,) = pages[group]
-        grant.saves.append((position, page))
+        lease = self._leases.save(pages)
+        grant.saves.append((position, lease))
         if is_latest:
-            grant.latest_snapshot = (position, page)
+            grant.latest_snapshot = (position, lease)
             grant.next_publish = min(grant.next_publish, position)
-        saves.append(StateSave(row, position, group, self._plan.page_offset(group, page)))
+        saves.append(StateSave(row, position, group, self._plan.page_offset(group, pages[group][0])))
 
     def _drop_latest(self, grant: Grant) -> None:
         """Drop the last snapshot of the generated text, to make room for the next one."""
-        group, (position, page) = self._group, grant.latest_snapshot
+        group, (position, lease) = self._group, grant.latest_snapshot
         unit = position // UNIT_TOKENS
-        if page == NO_PAGE or unit > len(grant.chain.hashes):
+        if lease is None or unit > len(grant.chain.hashes):
             return
+        (page,) = lease.pages[group]
         if self._index.find(group, grant.chain.hashes[unit - 1]) == page:
             self._pool.evict(group, page)
-        grant.latest_snapshot = (0, NO_PAGE)
+        grant.latest_snapshot = (0, None)
 
     def publish(self, grant: Grant, current: bool) -> None:
         """Make the snapshots findable whose tokens are known. From then on these are cached pages like any other."""
         group, hashes = self._group, grant.chain.hashes
-        kept: list[tuple[int, int]] = []
-        for position, page in grant.saves:
+        kept: list[tuple[int, Lease]] = []
+        for position, lease in grant.saves:
+            (page,) = lease.pages[group]
             unit = position // UNIT_TOKENS
             known = unit <= len(hashes)
             if known and current:
                 self._index.publish(group, hashes[unit - 1], page)
             if known and (self._keep or not self._index.holds(group, page)):
-                self._pool.release(group, (page,))
+                self._leases.saved(lease)
             else:
-                kept.append((position, page))
+                kept.append((position, lease))
                 if not known:
                     grant.next_publish = min(grant.next_publish, position)
         grant.saves = kept
@@ -168,17 +171,17 @@ class Snapshots:
         """Free the snapshots that running requests hold. Returns whether there were any."""
         dropped = False
         for grant in grants:
-            for _, page in grant.saves:
-                self._index.forget(self._group, page)
-                self._pool.release(self._group, (page,))
+            for _, lease in grant.saves:
+                self._index.forget(self._group, lease.pages[self._group][0])
+                self._leases.saved(lease)
                 dropped = True
             grant.saves = []
         return dropped
 
     def release(self, grant: Grant) -> None:
         """The request ends: give back the snapshots that it holds, and forget those that it planned."""
-        for _, page in grant.saves:
-            self._pool.release(self._group, (page,))
+        for _, lease in grant.saves:
+            self._leases.saved(lease)
         self.unplan(grant, FOREVER)
 
     def check(self, grants: Iterable[Grant]) -> None:

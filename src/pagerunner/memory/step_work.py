@@ -1,12 +1,16 @@
-"""What the next plan must carry for the page memory: page table entries, fresh pages, and copies of pages."""
+"""What the next plan must carry for the page memory: page table entries, fresh pages, copies of pages, and transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.types import PageCopy, TableWrite
+from pagerunner.types import PageCopy, PageTransfer, TableWrite
+
+if TYPE_CHECKING:
+    from pagerunner.memory.leases import Lease
 
 
 class StepWork:
@@ -21,6 +25,7 @@ class StepWork:
         self._fresh: list[dict[int, None]] = [{} for _ in plan.groups]
         self._copies: list[PageCopy] = []
         self._unsent: dict[Grant, None] = {}  # grants with table entries that the device doesn't have
+        self._transfers: list[Lease] = []  # that no plan has begun
         self._moved: list[tuple[Grant, int, int]] = []  # single entries to be sent again: grant, group, page number
 
     def send_table(self, grant: Grant) -> None:
@@ -56,6 +61,10 @@ class StepWork:
             fresh[target] = None
         else:
             self.copy(group, source, target)
+
+    def begin(self, lease: Lease) -> None:
+        """A transfer of the lease's pages begins with the next plan."""
+        self._transfers.append(lease)
 
     def send_entry(self, grant: Grant, group: int, number: int) -> None:
         """The grant's page `number` has another place now."""
@@ -93,3 +102,24 @@ class StepWork:
         """Copies decided since the last call; they must run in this order, before anything else touches pages."""
         copies, self._copies = self._copies, []
         return copies
+
+    @property
+    def transfers_wait(self) -> bool:
+        """Whether a transfer is to begin that hasn't ended already."""
+        return any(lease.state != "ended" for lease in self._transfers)
+
+    def take_transfers(self) -> list[PageTransfer]:
+        """Transfers decided since the last call."""
+        if not self._transfers:
+            return []
+        leases, self._transfers = self._transfers, []
+        return [self._transfer(lease) for lease in leases if lease.state != "ended"]
+
+    def _transfer(self, lease: Lease) -> PageTransfer:
+        groups = enumerate(zip(lease.pages, lease.places, strict=True))
+        pages = [
+            (group, self._plan.page_offset(group, page), place)
+            for group, pair in groups
+            for page, place in zip(*pair, strict=True)
+        ]
+        return PageTransfer(lease.number, lease.state == "arriving", pages)

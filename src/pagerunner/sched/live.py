@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from pagerunner.sched.request import Sequence
     from pagerunner.sched.state import SchedulerState
 
-Wait = Literal["", "sibling", "slot", "pages", "snapshot", "moves", "budget", "turn", "line", "grammar", "paused"]
+Wait = Literal[
+    "", "sibling", "slot", "pages", "snapshot", "transfer", "moves", "budget", "turn", "line", "grammar", "paused"
+]
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
-the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; pages are
+the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; a
+transfer brings pages that save it work; pages are
 still being moved together to make room; the step's tokens are spoken for; its own last step is under way; others are before it; what its
 grammar allows next is not known yet; the engine is paused or sleeps."""
 
@@ -100,8 +103,8 @@ def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
         return "turn"
     if first.blocked:
         return "grammar"
-    if first.retry_version >= 0 and state.manager.awaits_snapshot:
-        return "snapshot"
+    if first.retry_version >= 0 and state.manager.awaits:
+        return state.manager.awaits
     if state.manager.moves_unfinished:
         return "moves"
     return "pages" if first.retry_version == state.manager.version else "budget"

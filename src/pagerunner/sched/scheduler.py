@@ -194,8 +194,10 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep).
 
-        Statistics don't count this as preemptions: those are signs of too little memory.
+        Statistics don't count this as preemptions: those are signs of too little memory. Transfers must have ended: the pages
+        that they read and write go too.
         """
+        assert not self.manager.num_transfers, "transfers are under way"
         while self._state.running:
             self._state.send_back(self._state.running.pop())
         self.manager.reset_prefix_cache()

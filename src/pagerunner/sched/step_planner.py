@@ -39,13 +39,12 @@ class StepPlanner:
         admitted: list[SlotInit] = []
         preempted = state.counts.preemptions
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
-        may_admit = preempted == state.counts.preemptions and not manager.moves_unfinished
-        if may_admit and state.waiting and state.free_slots:
+        if state.waiting and state.free_slots and preempted == state.counts.preemptions and not manager.waits:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
         for steps in range(self._stages - 1, 0, -1):  # if nobody else can run, a step may wait for another one's tokens
             if not rows:
                 budget = self._schedule_running(budget, rows, sequences, steps)
-        if not rows:
+        if not rows and not manager.transfers_wait:
             return None
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
         writes = manager.take_table_writes()
@@ -62,6 +61,7 @@ class StepPlanner:
             zero=manager.take_fresh(),
             copies=manager.take_copies(),
             state_saves=saves,
+            transfers=manager.take_transfers(),
             masks=_masks(rows, sequences) if state.guided else {},
         )
         state.counts.steps += 1
@@ -110,11 +110,11 @@ class StepPlanner:
     def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
         """`KVManager.grow`, which may preempt other sequences for their pages. Returns the end.
 
-        0 if the sequence itself was preempted. 0, too, if it waits for the next step because only that step may move enough
-        pages together.
+        0 if the sequence itself was preempted. 0, too, if it waits: for the next step, which may move more pages together, or
+        for a transfer to end.
         """
         while not (found := self._manager.grow(grant, start, end)):
-            if self._manager.moves_unfinished:
+            if self._manager.waits:
                 return 0
             # Rows already in this plan belong to sequences before this one, so the victim has none.
             self._state.preempt(victim := self._state.running.pop())

@@ -9,6 +9,7 @@ from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutput
 from pagerunner.types.plan import (
     NO_TOKEN_ALLOWED,
     PageCopy,
+    PageTransfer,
     SlotInit,
     StateSave,
     StepPlan,
@@ -29,6 +30,7 @@ __all__ = [
     "Logprob",
     "OutputKind",
     "PageCopy",
+    "PageTransfer",
     "Pooling",
     "RequestMetrics",
     "RequestOutput",

@@ -61,6 +61,17 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class PageTransfer(NamedTuple):
+    """Copy pages between the page memory and another one, beside the steps. `number` names the transfer when it has ended.
+
+    `pages` are (group, byte offset in the KV region, place in the other memory). The transfer `loads` pages, or stores them.
+    """
+
+    number: int
+    loads: bool
+    pages: list[tuple[int, int, int]]
+
+
 class StateSave(NamedTuple):
     """Within the forward pass, copy row `row`'s recurrent state after the token at `position - 1` to a page of `group`.
 
@@ -81,6 +92,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
     `masks` has bitmasks of some of the rows that sample: a bit for each token that the row may take, lowest bit first.
+    `transfers` begin with the step and end whenever they do, in any order: pages are loaded once the step has copied and zeroed,
+    and stored once its forward has run. No step touches pages that are loaded, and none writes pages that are stored. A plan
+    without rows is made where only transfers are to begin.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     Where there are several teams of ranks, `most_tokens` are those of the team that has most of them in this step, and `graphs` says which graphs
     suit the rows of all. So all ranks choose alike. A team's plan has no rows if others alone have something to do.
@@ -93,6 +107,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     zero: list[list[int]] = []
     copies: list[PageCopy] = []
     state_saves: list[StateSave] = []
+    transfers: list[PageTransfer] = []
     masks: dict[int, bytes] = {}
     most_tokens: int = 0
     graphs: Literal["none", "mixed", "decode"] = "none"

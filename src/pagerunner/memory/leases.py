@@ -1,0 +1,199 @@
+"""Leases: pages that are held by something else than a request's table, until that has ended.
+
+A lease counts like a request that holds the page. So the page is neither handed out nor evicted, whoever else gives it back.
+
+| State | Who uses the page | Findable | May be moved |
+|---|---|---|---|
+| saving | a step writes a snapshot into it | when its tokens are known | yes: steps run in order |
+| held | a transfer reads it | yes | no |
+| arriving | a transfer writes it | when the transfer has ended well | no |
+| quarantined | a transfer that has failed, and may still write | never | no |
+
+Example: a prompt's 512 pages are copied to the host. Its request ends meanwhile. The pages become cache at the copy's end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pagerunner.memory.books import Books
+from pagerunner.memory.prefix import PageKey
+
+LeaseState = Literal["saving", "held", "arriving", "quarantined", "ended"]
+
+
+class Lease:
+    """Pages by group. Of a transfer also its `number`, what the pages hold (`keys`), and where else that lies (`places`)."""
+
+    __slots__ = ("epoch", "keys", "number", "pages", "places", "state")
+
+    def __init__(self, state: LeaseState, pages: list[list[int]], epoch: int, number: int = -1) -> None:
+        self.state = state
+        self.pages = pages
+        self.epoch = epoch
+        self.number = number
+        self.keys: list[list[PageKey]] = []
+        self.places: list[list[int]] = []
+
+
+class Leases:
+    """All leases that haven't ended. `arriving` are, by group, the keys that transfers bring, and their leases."""
+
+    def __init__(self, books: Books) -> None:
+        self._books, self._pool, self._index = books, books.pool, books.index
+        self._saving: dict[Lease, None] = {}
+        self._transfers: dict[int, Lease] = {}
+        self._made = 0
+        self.arriving: list[dict[PageKey, Lease]] = [{} for _ in books.rules]
+
+    def __len__(self) -> int:
+        """Transfers that haven't ended, those in quarantine included."""
+        return len(self._transfers)
+
+    # -- snapshots
+
+    def save(self, pages: list[list[int]]) -> Lease:
+        """A step writes a snapshot into pages that were just handed out."""
+        lease = Lease("saving", pages, self._index.epoch)
+        self._saving[lease] = None
+        return lease
+
+    def saved(self, lease: Lease) -> None:
+        """The snapshot is findable, or given up."""
+        if lease.state == "saving":
+            del self._saving[lease]
+            self._release(lease)
+
+    def moved(self, group: int, source: int, target: int) -> None:
+        """What was in page `source` is in `target` now."""
+        for lease in self._saving:
+            if source in lease.pages[group]:
+                lease.pages[group][:] = [target]
+
+    # -- transfers
+
+    def hold(self, keys: Sequence[Sequence[PageKey]], places: Sequence[Sequence[int]]) -> Lease | None:
+        """Keep the pages with these keys for a transfer that reads them.
+
+        Keys that aren't findable are left out. None if none is, or if a promise would be broken by keeping cached pages.
+        """
+        lease = self._new("held", keys, places, lambda group, key: key in self._index.pages[group])
+        lease.pages = [[self._index.pages[group][key] for key in found] for group, found in enumerate(lease.keys)]
+        for group, pages in enumerate(lease.pages):
+            self._pool.share(group, pages)
+        if not any(lease.keys) or not self._books.promises.kept([0] * len(lease.keys)):
+            self._release(lease)
+            return None
+        return self._begin(lease)
+
+    def expect(self, keys: Sequence[Sequence[PageKey]], places: Sequence[Sequence[int]]) -> Lease | None:
+        """Hand out pages to a transfer that fills them with what has these keys.
+
+        Keys that are findable or arriving are left out. None if none is left, or if the pages were promised to requests.
+        """
+        there, coming = self._index.pages, self.arriving
+        lease = self._new(
+            "arriving", keys, places, lambda group, key: not (key in there[group] or key in coming[group])
+        )
+        needs = [len(group) for group in lease.keys]
+        pages = self._pool.allocate(needs) if any(needs) and self._books.promises.kept(needs) else None
+        if pages is None:
+            return None
+        lease.pages = pages
+        for group, fresh in enumerate(pages):
+            coming[group].update(dict.fromkeys(lease.keys[group], lease))
+            for page in fresh:
+                self._books.work.keep(group, page)
+        return self._begin(lease)
+
+    def quarantine(self, number: int) -> None:
+        """The transfer has failed, but may still write to its pages: they stay away from everybody until it has ended."""
+        lease = self._transfers[number]
+        self._forget(lease)
+        lease.state = "quarantined"
+
+    def end(self, number: int, *, well: bool) -> list[list[PageKey]]:
+        """The transfer reads and writes no more. What has arrived `well` becomes cache.
+
+        Returns, by group, the keys that are found in these pages now. Of what a transfer has read, only these are right.
+        """
+        lease = self._transfers.pop(number)
+        self._forget(lease)
+        if well and lease.state == "arriving" and lease.epoch == self._index.epoch:
+            for group, pages in enumerate(lease.pages):
+                for key, page in zip(lease.keys[group], pages, strict=True):
+                    self._index.publish(group, key, page)
+        stood = [
+            [key for key, page in zip(keys, pages, strict=True) if well and self._index.find(group, key) == page]
+            for group, (keys, pages) in enumerate(zip(lease.keys, lease.pages, strict=True))
+        ]
+        for group, pages in enumerate(lease.pages):
+            self._pool.unpin(group, pages)
+        self._release(lease)
+        return stood
+
+    def distrust(self, group: int, key: PageKey) -> None:
+        """What has this key is wrong: a transfer that brings it publishes nothing."""
+        if (lease := self.arriving[group].get(key)) is not None:
+            lease.epoch = -1
+
+    def would_fit(self, needs: Sequence[int]) -> bool:
+        """Whether `needs` could be had if all transfers ended now that haven't failed."""
+        back = [0] * len(needs)
+        for lease in self._transfers.values():
+            if lease.state != "quarantined":
+                for group, pages in enumerate(lease.pages):
+                    back[group] += sum(self._pool.num_holders(group, page) == 1 for page in pages)
+        return any(back) and self._pool.could_hold([need - less for need, less in zip(needs, back, strict=True)])
+
+    def _new(
+        self,
+        state: LeaseState,
+        keys: Sequence[Sequence[PageKey]],
+        places: Sequence[Sequence[int]],
+        wanted: Callable[[int, PageKey], bool],
+    ) -> Lease:
+        self._made += 1
+        lease = Lease(state, [[] for _ in keys], self._index.epoch, self._made)
+        for group, pairs in enumerate(map(dict, map(zip, keys, places))):
+            chosen = {key: place for key, place in pairs.items() if wanted(group, key)}
+            lease.keys.append(list(chosen))
+            lease.places.append(list(chosen.values()))
+        return lease
+
+    def _begin(self, lease: Lease) -> Lease:
+        self._transfers[lease.number] = lease
+        for group, pages in enumerate(lease.pages):
+            self._pool.pin(group, pages)
+        self._books.work.begin(lease)
+        return lease
+
+    def _forget(self, lease: Lease) -> None:
+        if lease.state == "arriving":
+            for group, keys in enumerate(lease.keys):
+                for key in keys:
+                    del self.arriving[group][key]
+
+    def _release(self, lease: Lease) -> None:
+        lease.state = "ended"
+        for group, pages in enumerate(lease.pages):
+            self._pool.release(group, pages[::-1])
+
+    # -- proof
+
+    def holders(self, group: int) -> Counter[int]:
+        """How many leases each page of the group is in."""
+        leases = (*self._saving, *self._transfers.values())
+        return Counter(page for lease in leases for page in lease.pages[group])
+
+    def check(self) -> None:
+        """Recount. Raises AssertionError where a page is pinned that no transfer uses, or a key arrives that none brings."""
+        for group, arriving in enumerate(self.arriving):
+            pinned = Counter(page for lease in self._transfers.values() for page in lease.pages[group])
+            assert pinned == self._pool.pinned[group], "pinned pages"
+            brought = {
+                key for lease in self._transfers.values() if lease.state == "arriving" for key in lease.keys[group]
+            }
+            assert brought == arriving.keys(), "arriving keys"
