@@ -242,18 +242,19 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
     two: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two.engine.replicas
+    stall = patient(0.5)
 
     def up() -> list[float]:
         families = text_string_to_metric_families(two.get("/metrics").text)
         return [one.value for family in families if family.name == "pagerunner:engine_up" for one in family.samples]
 
     for one in (first, second):
-        monkeypatch.setattr(one, "_stall_seconds", 0.5)
+        monkeypatch.setattr(one, "_stall_seconds", stall)
     os.kill(second.client.pid, signal.SIGSTOP)
     try:
         for path in ("pause", "reset_prefix_cache"):
             answer = two.post(f"/{path}")
-            said = "The process of engine 1 of 2 has not answered a call for 0.5 seconds"
+            said = f"The process of engine 1 of 2 has not answered a call for {stall:g} seconds"
             assert answer.status_code == 503 and said in answer.text
         assert two.get("/is_paused").status_code == 503 and first.level < 0
         health = two.get("/health")
