@@ -116,7 +116,9 @@ def test_every_frontend_hears_that_weights_are_half_new() -> None:
     sent: list[list[bytes]] = [[], []]
     sockets: Any = [SimpleNamespace(send=one.append) for one in sent]
     core: Any = SimpleNamespace(weights_fault="They are half new.", sleep_level=0)
-    CoreLoop(core, sockets, stall_seconds=60)._tell([], wire.SchedulerStats())
+    loop = CoreLoop(core, sockets, stall_seconds=60)
+    loop._lives[1] = 1
+    loop._tell([], wire.SchedulerStats())
     for (message,) in sent:
         told = msgspec.msgpack.decode(message, type=wire.Updates)
         assert (told.weights_fault, told.level) == ("They are half new.", 0)

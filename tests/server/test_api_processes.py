@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,7 +231,22 @@ def test_wrong_numbers_and_ports(text_side: Path) -> None:
     for count in (0, -1, 65):
         with pytest.raises(ConfigError, match=rf"api_server_count must be in \[1, 64\], got {count} .*MAX_API_SERVERS"):
             run_server(args, api_server_count=count)
+    for before, after in itertools.product((False, True), repeat=2):
+        port = port_in_time_wait(shared=before)
+        bind("127.0.0.1", port).close()  # as run_server does first
+        bind("127.0.0.1", port, shared=after).close()
     with bind("127.0.0.1", 0, shared=True) as other:
         other.listen()
         with pytest.raises(ConfigError, match="is in use"):
             run_server(args, port=other.getsockname()[1], api_server_count=2)
+
+
+def port_in_time_wait(*, shared: bool) -> int:
+    """The port of a server that has ended, after it had closed a connection."""
+    with bind("127.0.0.1", 0, shared=shared) as listener:
+        listener.listen()
+        address = listener.getsockname()
+        with socket.create_connection(address) as client:
+            listener.accept()[0].close()
+            client.recv(1)
+    return int(address[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -17,12 +18,14 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
+import zmq
 from prometheus_client.multiprocess import mark_process_dead
 
-from pagerunner.children import exit_reason, read_first_line, start_async
+from pagerunner.children import exit_reason, read_first_line, start_async, starting
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import (
@@ -35,18 +38,21 @@ from pagerunner.engine.core.client import (
 )
 from pagerunner.engine.frontend.frontend import check_options
 from pagerunner.engine.startup.hub import fetch_checkpoint
+from pagerunner.errors import EngineDeadError
 from pagerunner.logs import set_up_logging
-from pagerunner.server.launch import ServerOptions, StopSignals, bind, serve
+from pagerunner.server.launch import DRAIN_SECONDS, LAST_WORDS_SECONDS, ServerOptions, StopSignals, bind, serve
 from pagerunner.server.metrics import SHARED_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
 MODULE = "pagerunner.server.api_processes"
 _AGAIN_SECONDS = 2.0
+_LONGEST_PAUSE = 30.0  # a process that has lived for longer is no reason to wait
+_END_SECONDS = 5.0
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
-    """How an API process starts. `client` is its number, from 1 on, as the cores' frontend."""
+    """How an API process starts. `client` is its number, from 1 on, as the cores' frontend; it is the `life`-th process with it."""
 
     args: EngineArgs
     options: ServerOptions
@@ -54,6 +60,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     port: int
     cores: list[CoreAddress]
     client: int
+    life: int
     log_level: int
 
 
@@ -82,7 +89,7 @@ async def supervise(args: EngineArgs, listener: socket.socket, host: str, count:
             return 0
         fetched, cores = loading.result()
         level = logging.getLogger("pagerunner").getEffectiveLevel()
-        launch = ApiLaunch(fetched, options, host, listener.getsockname()[1], [], 0, level)
+        launch = ApiLaunch(fetched, options, host, listener.getsockname()[1], [], 0, 0, level)
         with tempfile.TemporaryDirectory(prefix="pagerunner-metrics-") as metrics:
             return await Supervisor(cores, launch, metrics, stop).run(count)
 
@@ -104,58 +111,83 @@ class Supervisor:
             await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)  # one that ends for good ends all
             asked = self._stop.asked.is_set()
             self._stop.asked.set()
-            await asyncio.gather(*keepers)
+            for failed in await asyncio.gather(*keepers, return_exceptions=True):  # after all have drained
+                if failed is not None:
+                    raise failed
             return 0 if asked else 1
         finally:
             signals.cancel()
-            for process in self._serving.values():
-                process.kill()
+            self._signal(signal.SIGKILL)
             await asyncio.gather(*(client.close() for client in self._clients))
 
     async def _keep(self, client: int, count: int) -> None:
-        """Start an API process, and another one when it has crashed."""
-        while True:
-            launch = msgspec.structs.replace(
-                self._launch, client=client, cores=[CoreAddress.of(core) for core in self._cores]
-            )
-            process = await start_async(MODULE, {**os.environ, SHARED_DIRECTORY: self._metrics})
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(msgspec.json.encode(launch) + b"\n")
-            self._serving[client] = process
-            if self._stop.asked.is_set():  # while it was started: the signal has been passed on to the others
-                process.kill()
-            if announcement := await process.stdout.readline():
-                self._tell_ends()
-                if client not in self._announced and len(self._announced) == count - 1:
-                    print(f"{announcement.decode()}{(await process.stdout.readline()).decode()}", end="", flush=True)
-                self._announced.add(client)
-                await process.stdout.read()  # to its end
-            status = await process.wait()
-            del self._serving[client]
-            mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
-            for core in self._clients:
-                if core.death is None:
-                    core.send(wire.Gone(client))
+        """Start an API process, and another one when it has ended. Returns when the server is to end."""
+        who, pause = f"API process {client} of {count}", 0.0
+        for life in itertools.count(1):
+            began, served = time.monotonic(), False
+            try:
+                with starting(who):
+                    process = await start_async(MODULE, {**os.environ, SHARED_DIRECTORY: self._metrics})
+                served = await self._until_its_end(process, client, life, count)
+                reason = exit_reason(who, await process.wait())
+            except EngineDeadError as error:
+                reason = str(error)
             if self._stop.asked.is_set() or all(core.death is not None for core in self._clients):
                 return
-            reason = exit_reason(f"API process {client} of {count}", status)
-            if announcement:
-                logger.error("%s Its requests are ended, and it is started again.", reason)
-                continue
             if not self._announced:
                 logger.error("%s Neither it nor another one had begun to serve. The server ends.", reason)
                 return
-            logger.error("%s It had not begun to serve; it is started again in %g seconds.", reason, _AGAIN_SECONDS)
-            await self._stop.wait(self._stop.asked, timeout=_AGAIN_SECONDS)
+            if time.monotonic() - began > _LONGEST_PAUSE:
+                pause = 0.0
+            pause = pause if served else max(pause, _AGAIN_SECONDS)
+            if served:
+                logger.error("%s Its requests are ended, and it is started again in %g seconds.", reason, pause)
+            else:
+                logger.error("%s It had not begun to serve; it is started again in %g seconds.", reason, pause)
+            await self._stop.wait(self._stop.asked, timeout=pause)
             if self._stop.asked.is_set():
                 return
+            pause = min(max(2 * pause, _AGAIN_SECONDS), _LONGEST_PAUSE)
+
+    async def _until_its_end(self, process: asyncio.subprocess.Process, client: int, life: int, count: int) -> bool:
+        """Launch a process and wait for its end, of which cores and metrics are told. Whether it has served."""
+        assert process.stdin is not None and process.stdout is not None
+        cores = [CoreAddress.of(core) for core in self._cores]
+        launch = msgspec.structs.replace(self._launch, client=client, life=life, cores=cores)
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        self._serving[client] = process
+        if self._stop.asked.is_set():  # while it was started: the signal has been passed on to the others
+            process.kill()
+        if announcement := await process.stdout.readline():
+            self._tell_ends()
+            if client not in self._announced and len(self._announced) == count - 1:
+                print(f"{announcement.decode()}{(await process.stdout.readline()).decode()}", end="", flush=True)
+            self._announced.add(client)
+            await process.stdout.read()  # to its end
+        await process.wait()
+        del self._serving[client]
+        mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
+        for core in self._clients:
+            if core.death is None:
+                core.send(wire.Gone(client, life))
+        return bool(announcement)
 
     async def _pass_signals_on(self) -> None:
-        for event in (self._stop.asked, self._stop.insisted, self._stop.forced):
-            await event.wait()
-            for process in self._serving.values():
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
+        """Pass on the first and the second signal. The third, and the end of the time that each has, kill what hangs."""
+        patience = self._launch.options.get("drain_seconds", DRAIN_SECONDS) + LAST_WORDS_SECONDS + _END_SECONDS
+        await self._stop.asked.wait()
+        self._signal(signal.SIGTERM)
+        await self._stop.wait(self._stop.insisted, timeout=patience)
+        if self._stop.insisted.is_set():
+            self._signal(signal.SIGTERM)
+            await self._stop.wait(self._stop.forced, timeout=LAST_WORDS_SECONDS + _END_SECONDS)
+        logger.warning("API processes that had not ended are killed: %s.", ", ".join(map(str, sorted(self._serving))))
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._serving.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
 
     def _tell_ends(self, _: object = None) -> None:
         """Say to all API processes which cores have ended. They may hear it twice."""
@@ -166,7 +198,10 @@ class Supervisor:
 
 
 async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
-    cores = [address.connect(launch.client) for address in launch.cores]
+    try:
+        cores = [address.connect(launch.client, launch.life) for address in launch.cores]
+    except zmq.ZMQError as error:
+        raise SystemExit(f"API process {launch.client}: the server, or its engine, is gone ({error}).") from None
     loop = asyncio.get_running_loop()
 
     def settle(end: CoreEnd) -> None:

@@ -45,7 +45,7 @@ _OPEN_FILES = 65_536
 _SHORT_URLS = ShortUrls()
 _START_CHECK_SECONDS = 0.005
 _PARKED_CHECK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 10.0
+LAST_WORDS_SECONDS = 10.0
 DEATH_SECONDS = 3.0
 """How long a server whose core has died answers 503, with the reason, before it ends."""
 
@@ -148,7 +148,11 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...], shared: bool) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # connections of an earlier server may still be in TIME_WAIT
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except BaseException:
         listener.close()
@@ -388,6 +392,6 @@ async def _run(
         logger.warning("Ending %d unfinished sequences.", engine.num_unfinished)
         engine.stop(late)
         _give_up_bodies(server)
-        await stop.wait(stop.forced, serving, timeout=_LAST_WORDS_SECONDS)  # clients still read their answers
+        await stop.wait(stop.forced, serving, timeout=LAST_WORDS_SECONDS)  # clients still read their answers
         server.force_exit = True
     await serving

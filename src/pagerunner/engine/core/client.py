@@ -76,13 +76,14 @@ class CoreAddress(msgspec.Struct, frozen=True):
         exited = core.exited.result() if core.exited.done() else None
         return cls(core.who, core.pid, str(core.directory), core.ready, exited)
 
-    def connect(self, client: int) -> LoadedCore:
-        """The core, of which this process is frontend number `client`. Who knows of its end sets `exited`."""
+    def connect(self, client: int, life: int) -> LoadedCore:
+        """The core, of which this process is frontend number `client`, the `life`-th one. Who knows of its end sets `exited`."""
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if self.exited is not None:
             exited.set_result(self.exited)
         directory = Path(self.directory)
         socket = _bound(_address(directory, client))
+        socket.send(msgspec.msgpack.encode(wire.Hello(life)))
         return LoadedCore(self.who, self.pid, None, socket, directory, exited, self.ready, client)
 
 

@@ -171,10 +171,17 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     team: int = 0
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a frontend's process number `life`, 1 or more. Its answer are stats. Sequences of earlier ones are ended."""
+
+    life: int
+
+
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """The process of frontend `client` has ended: end its sequences."""
+    """Process number `life` of frontend `client` has ended: end its sequences. What else it has sent may come later, and doesn't count."""
 
     client: int
+    life: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -182,7 +189,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 Call = Sleep | PrepareSleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
-ToCore = Add | Abort | Gone | Call | Shutdown
+ToCore = Add | Abort | Hello | Gone | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
 

@@ -50,6 +50,8 @@ class CoreLoop:
         self._watchdog = Watchdog(stall_seconds)
         self._sockets = sockets
         self._client = 0  # whose message is being handled
+        self._lives = [1] + [0] * (len(sockets) - 1)  # of each frontend: the number of its latest process
+        self._ended = [0] * len(sockets)  # and of the latest one that is known to have ended
         self._owners: dict[str, int] = {}  # of unfinished sequences, where there are several frontends
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
@@ -71,7 +73,8 @@ class CoreLoop:
                 self._wait(poller)
             for client, message in self._receive():
                 self._client = client
-                self._handle(message)
+                if self._is_there(client) or isinstance(message, wire.Hello):  # not of a process that has ended
+                    self._handle(message)
             if self._running and core.has_work:
                 self._watchdog.begin()
                 updates = core.step()
@@ -97,7 +100,7 @@ class CoreLoop:
         self._sockets[self._client].send(self._encoder.encode(message))
 
     def _tell(self, updates: list[RequestUpdate], stats: wire.SchedulerStats | None, level: int | None = None) -> None:
-        """Tell each frontend of its own sequences, and all of them the stats, with the core's level of sleep unless another one is given."""
+        """Tell each frontend of its own sequences, and all that are there the stats, with the core's level of sleep unless another one is given."""
         fault = self._core.weights_fault
         if stats is not None and level is None:
             level = self._core.sleep_level
@@ -109,9 +112,20 @@ class CoreLoop:
                 own[self._owners.get(update.request_id, 0)].append(update)
                 if update.finish_reason is not None:
                     self._owners.pop(update.request_id, None)
-        for socket, some in zip(self._sockets, own, strict=True):
-            if some or stats is not None:
-                socket.send(self._encoder.encode(wire.Updates(some, stats, -1 if level is None else level, fault)))
+        for client, some in enumerate(own):
+            if self._is_there(client) and (some or stats is not None):
+                told = wire.Updates(some, stats, -1 if level is None else level, fault)
+                self._sockets[client].send(self._encoder.encode(told))
+
+    def _is_there(self, client: int) -> bool:
+        return self._lives[client] > self._ended[client]
+
+    def _end_life(self, client: int, life: int) -> None:
+        """A frontend's process has ended, or another one has begun: end the sequences that it leaves."""
+        self._ended[client] = max(self._ended[client], life)
+        if not self._is_there(client):
+            theirs = [name for name, of in self._owners.items() if of == client]
+            self._report(self._forget(theirs) + self._core.abort(theirs))
 
     def _receive(self) -> Iterator[tuple[int, wire.ToCore]]:
         for client, socket in enumerate(self._sockets):
@@ -141,9 +155,12 @@ class CoreLoop:
                 self._add(message)
             case wire.Abort(request_ids):
                 self._report(self._forget(request_ids) + self._core.abort(request_ids))
-            case wire.Gone(client):
-                theirs = [name for name, of in self._owners.items() if of == client]
-                self._report(self._forget(theirs) + self._core.abort(theirs))
+            case wire.Hello(life):
+                self._end_life(self._client, life - 1)
+                self._lives[self._client] = life
+                self._tell([], self._core.stats())
+            case wire.Gone(client, life):
+                self._end_life(client, life)
             case wire.Shutdown():
                 self._running = False
             case wire.Sleep(mode="wait") | wire.WakeUp() | wire.ChangeWeights():

@@ -1,0 +1,118 @@
+"""The supervisor of API processes, with small programs in their place: what hangs, what the system refuses, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.patience import patient
+from pagerunner.config import EngineArgs
+from pagerunner.server import api_processes
+from pagerunner.server.api_processes import ApiLaunch, Supervisor
+from pagerunner.server.launch import StopSignals
+
+SAYS = "print('serves', flush=True); print('page', flush=True);"
+LIVES_ON = f"import time; {SAYS} time.sleep(60)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LIVES_ON}"
+DRAINS = """
+import signal, time
+def drain(*_):
+    time.sleep(0.3)
+    open({path!r}, "w").close()
+    exit()
+signal.signal(signal.SIGTERM, drain)
+"""
+REFUSED = BlockingIOError(errno.EAGAIN, "no")
+
+
+class NoCore:
+    """What the supervisor asks of a core's client."""
+
+    death = None
+
+    def send(self, message: object) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def supervised(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    programs: list[str | OSError],
+    act: Callable[[Supervisor, StopSignals], Awaitable[None]],
+) -> int:
+    """Run a supervisor whose API processes are these programs, one after the other; `act` meanwhile. The exit status."""
+    asked = iter(programs)
+
+    async def start(module: str, environment: dict[str, str]) -> asyncio.subprocess.Process:
+        if isinstance(program := next(asked), OSError):
+            raise program
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-S", "-c", program, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    async def run() -> int:
+        stop = StopSignals()
+        launch = ApiLaunch(EngineArgs(model="x"), {"drain_seconds": 0.1}, "127.0.0.1", 0, [], 0, 0, 0)
+        supervisor = Supervisor([], launch, str(tmp_path), stop)
+        supervisor._clients = [NoCore()]  # type: ignore[list-item]
+        running = asyncio.create_task(supervisor.run(2))
+        while len(supervisor._announced) < 2:
+            await asyncio.sleep(0.01)
+        await act(supervisor, stop)
+        return await asyncio.wait_for(running, patient(20))
+
+    monkeypatch.setattr(api_processes, "start_async", start)
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("signals", [1, 2, 3])
+def test_a_process_that_hangs_ends_with_the_server(
+    signals: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_processes, "LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(api_processes, "_END_SECONDS", 0.1)
+
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        for _ in range(signals):
+            stop.ask()
+
+    assert supervised(monkeypatch, tmp_path, [STUBBORN, LIVES_ON], act) == 0
+    assert "had not ended are killed: 1" in caplog.text
+
+
+def test_a_process_that_the_system_refuses_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_processes, "_AGAIN_SECONDS", 0.05)
+
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        other = supervisor._serving[2]
+        supervisor._serving[1].kill()
+        while "is started again in 0.1 seconds" not in caplog.text:
+            await asyncio.sleep(0.01)
+        while len(supervisor._serving) < 2:
+            await asyncio.sleep(0.01)
+        assert supervisor._serving[2] is other and other.returncode is None
+        stop.ask()
+
+    assert supervised(monkeypatch, tmp_path, [LIVES_ON, LIVES_ON, REFUSED, REFUSED, LIVES_ON], act) == 0
+    assert "API process 1 of 2 can't be started: [Errno 11] no." in caplog.text
+
+
+def test_when_keeping_one_fails_the_others_drain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drained = tmp_path / "drained"
+
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        monkeypatch.setattr(api_processes, "mark_process_dead", lambda *_: 1 // 0)
+        supervisor._serving[1].kill()
+
+    with pytest.raises(ZeroDivisionError):
+        supervised(monkeypatch, tmp_path, [LIVES_ON, DRAINS.format(path=str(drained)) + LIVES_ON], act)
+    assert drained.exists()
