@@ -167,7 +167,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if backend == ("ray" if self.num_ranks == 1 else "uni"):
             raise ConfigError(
                 f'distributed_executor_backend="{backend}" is for {"several ranks" if backend == "ray" else "one rank"}, and tensor_parallel_size '
-                f'times pipeline_parallel_size is {self.num_ranks}; "mp" is for any number.'
+                f'times pipeline_parallel_size{" times data_parallel_size" if self.teams > 1 else ""} is {self.num_ranks}; "mp" is for any number.'
             )
         if self.teams > 1 and self.pipeline_parallel_size > 1:
             raise ConfigError(

@@ -52,6 +52,12 @@ def test_a_step_with_little_work_in_a_layer_takes_one_thread(
     assert torch.get_num_threads() == 2
 
 
+def test_a_rank_without_rows_takes_the_threads_that_other_teams_tokens_need(two_threads: None) -> None:
+    for most, threads in ((4, 1), (64, 2)):
+        with StepThreads(3 * MIB, 256).during([], most):
+            assert torch.get_num_threads() == threads
+
+
 def test_a_step_that_fails_gives_the_threads_back(two_threads: None) -> None:
     with pytest.raises(ValueError, match="planted"), StepThreads(MIB, 1).during(rows((0, 1))):
         raise ValueError("planted")

@@ -137,7 +137,7 @@ class ModelRunner:
         """Launch one step. Steps run in the order of the calls; an earlier step's pages are written before a later
         one reads or reuses them.
         """
-        with nullcontext() if self._threads is None else self._threads.during(plan.rows):
+        with nullcontext() if self._threads is None else self._threads.during(plan.rows, plan.most_tokens):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> PendingStep:

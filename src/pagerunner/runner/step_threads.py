@@ -34,9 +34,9 @@ class StepThreads:
         self._set = own_thread_setter()
         self._usual: int | None = None  # during a step, and after one that an interrupt kept from ending
 
-    def is_small(self, rows: Sequence[StepRow]) -> bool:
-        """Whether the step is faster on one thread."""
-        tokens = sum(row.num_tokens for row in rows)
+    def is_small(self, rows: Sequence[StepRow], most_tokens: int = 0) -> bool:
+        """Whether the step is faster on one thread. `most_tokens`: see StepPlan; a rank computes its experts for all teams."""
+        tokens = max(sum(row.num_tokens for row in rows), most_tokens)
         context = sum(row.start + row.num_tokens for row in rows)
         weights = self._layer_bytes * max(tokens / WEIGHT_BOUND_TOKENS, 1)
         return weights + self._token_bytes * context < SMALL_BYTES
@@ -47,12 +47,12 @@ class StepThreads:
         return max((self._usual or torch.get_num_threads()) // self._ranks, 1)
 
     @contextmanager
-    def during(self, rows: Sequence[StepRow]) -> Iterator[None]:
-        """The threads of a step with these rows; afterwards as before."""
+    def during(self, rows: Sequence[StepRow], most_tokens: int = 0) -> Iterator[None]:
+        """The threads of a step with these rows; afterwards as before. `most_tokens`: see StepPlan."""
         if self._usual is None:
             self._usual = torch.get_num_threads()
         try:
-            self._set(1 if self.is_small(rows) else self.usual)
+            self._set(1 if self.is_small(rows, most_tokens) else self.usual)
             yield
         finally:
             self._set(self._usual)
