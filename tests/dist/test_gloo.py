@@ -47,6 +47,10 @@ def check_all(comm: Comm) -> None:
             x = values(comm.rank, shape, dtype)
             gathered = comm.all_gather(x)
             assert gathered.shape == (comm.size, *shape) and bits(gathered) == bits(all_ranks)
+            rows = all_ranks.unsqueeze(-1).flatten(1).view(torch.uint8)
+            given = torch.stack([rows[comm.rank] + to for to in range(comm.size)])
+            given = given.view(dtype) if given.numel() else given
+            assert bits(comm.all_to_all(given)) == bits(rows + comm.rank)
             if dtype.itemsize == 1 and dtype.is_floating_point:
                 continue
             comm.all_reduce_(x)

@@ -38,6 +38,10 @@ class FakeNccl:
         assert not options.asyncOp and found.numel() % own.numel() == 0
         return self._group.allgather([list(found.view(-1, own.numel()).unbind(0))], [own])
 
+    def alltoall_base(self, out: torch.Tensor, own: torch.Tensor, _: list[int], __: list[int], options: Any) -> Any:
+        assert not options.asyncOp
+        return self._group.alltoall_base(out, own, [], [])
+
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +60,15 @@ def test_sums_and_gathers_of_all_ranks(tmp_path: Path) -> None:
         comm.all_reduce_(empty)
         eights = torch.tensor([1.5, comm.rank]).to(torch.float8_e4m3fn)
         gathered = comm.all_gather(eights)
+        swapped = comm.all_to_all(torch.tensor([[10.0 * comm.rank + to] for to in range(3)]).to(torch.bfloat16))
+        assert swapped.tolist() == [[10.0 * giver + comm.rank] for giver in range(3)]
         return [rows.tolist(), gathered.float().tolist(), comm.all_gather(empty).shape, host.calls]
 
     first, *others = in_ranks(3, tmp_path / "ranks", act)
     assert first[0] == (3 * torch.arange(12.0).view(3, 4) + 300).tolist()
     assert first[1:3] == [[[1.5, 0], [1.5, 1], [1.5, 2]], (3, 0, 4)]
     assert all(other == first for other in others)
-    assert first[3] == 1 + 2 * 2 + 2, "the watch of ranks sees calls"
+    assert first[3] == 1 + 2 * 3 + 3, "the watch of ranks sees calls"
 
 
 def test_nothing_is_sent_while_one_rank_looks_which_kernels_it_must_compile(tmp_path: Path) -> None:
@@ -72,6 +78,7 @@ def test_nothing_is_sent_while_one_rank_looks_which_kernels_it_must_compile(tmp_
             token = ahead._rehearsing.set(True)
             comm.all_reduce_(torch.ones(4))
             comm.all_gather(torch.ones(4))
+            comm.all_to_all(torch.ones(2, 2))
             ahead._rehearsing.reset(token)
         x = torch.ones(4)
         comm.all_reduce_(x)

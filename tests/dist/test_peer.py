@@ -93,6 +93,7 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
     named = lambda name: SimpleNamespace(  # noqa: E731
         rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
         gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
+        all_to_all=lambda x: done.append((name, x.nbytes)),
     )
 
     def sums(rooms: list[int], rank: int) -> Any:
@@ -120,6 +121,8 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
     assert [name for name, _ in done] == names and host.calls == names.count("peers")
     assert comm.all_gather(torch.empty(4, 4).T).shape == (2, 4, 4) and done.pop() == ("peers", 128)
     comm.all_gather(torch.empty(most + 1, dtype=torch.uint8))
+    comm.all_to_all(torch.empty(2, 1, dtype=torch.uint8))
+    assert done.pop() == ("nccl", 2)
     assert done.pop() == ("nccl", most + 1) and host.calls == names.count("peers") + 1
     looking[0] = True
     host.calls = names.count("peers")
@@ -158,7 +161,9 @@ def test_ranks_that_share_a_device_send_through_the_host(tmp_path: Path) -> None
         gathered, residual = comm.all_gather(x), torch.ones_like(x)
         comm.all_reduce_(x.clone(), residual)
         comm.all_reduce_(x)
+        assert comm.all_to_all(torch.arange(2) + 10 * host.rank).tolist() == [host.rank, 10 + host.rank]
         looking[0] = True
+        assert host.rank or comm.all_to_all(x).shape == (2,)
         shape = comm.all_gather(x).shape if host.rank else (2, 2)  # nothing is sent: another rank may have nothing to compile
         return gathered.tolist(), x.tolist(), residual.tolist(), comm.broadcast_bytes(b"ab" if host.rank else None, 1), tuple(shape)
 

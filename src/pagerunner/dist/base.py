@@ -34,6 +34,9 @@ class Comm(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Give `x[r]` to rank r. What the ranks have given to this one, in their order, of the shape of `x` [size, ...]."""
+
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """What rank `root` calls with, on all ranks. Others pass None."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 from torch.distributed import PrefixStore, Store
 
 from pagerunner.children import LOOPBACK, host_ip
@@ -65,12 +65,13 @@ class NcclComm:
         self.rank, self.size, self._host = host.rank, host.size, host
         self.rehearsing = rehearsing
         self._group = _group(host, "nccl")
-        self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
-        self._sum.asyncOp = self._gather.asyncOp = False  # on the current stream
+        self._sum, self._gather, self._exchange = AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
+        self._sum.asyncOp = self._gather.asyncOp = self._exchange.asyncOp = False  # on the current stream
         for num_bytes in _WARM_UP_BYTES:
             x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
             self.all_reduce_(x)
             self.all_gather(x[: x.numel() // self.size])
+            self.all_to_all(x[: x.numel() // self.size * self.size].view(self.size, -1))
         torch.cuda.synchronize(device)
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -92,6 +93,15 @@ class NcclComm:
             self._host.calls += 1
             own = x.contiguous().view(-1).view(torch.uint8)  # bytes: NCCL doesn't know all dtypes
             self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather).wait()
+        return found
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        found = x.new_empty(x.shape)
+        if x.numel() and not self.rehearsing():
+            self._host.calls += 1
+            own, out = (one.view(-1).view(torch.uint8) for one in (x.contiguous(), found))
+            self._group.alltoall_base(out, own, [], [], self._exchange).wait()
         return found
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:

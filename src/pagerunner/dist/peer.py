@@ -91,6 +91,10 @@ class PeerComm:
         self._sums.gather(x.contiguous(), found)
         return found
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        return self._large.all_to_all(x)
+
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""
         return self._large.broadcast_bytes(data, root)

@@ -31,6 +31,10 @@ class StagedComm:
             return x.new_empty((self.size, *x.shape))
         return self._host.all_gather(x.cpu()).to(x.device)
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        return x.new_empty(x.shape) if self.rehearsing() else self._host.all_to_all(x.cpu()).to(x.device)
+
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""
         return self._host.broadcast_bytes(data, root)

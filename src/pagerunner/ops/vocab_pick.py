@@ -21,7 +21,7 @@ _LOW = 0xFFFFFFFF
 
 
 class DrawnRows(NamedTuple):
-    """Rows that draw without filters: the largest logits of all ranks, float32, and slots and positions as `ops.sample.sample` has them."""
+    """Rows that draw: the largest logits of all ranks, float32, and slots and positions as `ops.sample.sample` has them."""
 
     best_N: torch.Tensor
     slots_N: torch.Tensor

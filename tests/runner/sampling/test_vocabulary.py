@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
-from pagerunner.runner.sampling import Sampler
+from pagerunner.runner.sampling import Sampler, vocabulary
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.types import SamplingParams
 from runner.sampling.support import fill, sample
@@ -46,10 +46,17 @@ class ThreadComm:
         self.num_bytes = 0
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += x.nbytes * (self.size - 1)
+        return torch.stack(self._told(x))
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += x.nbytes - x[self.rank].nbytes
+        return torch.stack([one[self.rank] for one in self._told(x)])
+
+    def _told(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._held[self.rank] = x
-        self.num_bytes += x.nbytes
         self._barrier.wait()
-        found = torch.stack(self._held)
+        found = list(self._held)
         self._barrier.wait()
         return found
 
@@ -118,15 +125,23 @@ def test_ranks_choose_what_one_sampler_chooses(seed: int, size: int, dtype: torc
 
 @pytest.mark.parametrize(
     ("params", "num_bytes"),
-    [(KINDS[0], 8), (KINDS[1], 8 + 8 + 8), (KINDS[2], 8 + 4 * V // 2), (KINDS[6], 8 + 4 * V // 2)],
+    [(KINDS[0], 16), (KINDS[1], 16 + 16 + 16), (KINDS[2], 16 + 800 / 3 + 16 / 3), (KINDS[6], 16 + 800)],
 )
-def test_nothing_but_keys_weights_and_tokens_is_gathered_of_usual_rows(params: SamplingParams, num_bytes: int) -> None:
-    """Of rows with filters or reports, logits too."""
+def test_nothing_but_keys_weights_and_tokens_is_gathered_of_usual_rows(
+    params: SamplingParams, num_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that a rank sends to two others for a row. Of rows with reports, logits too; and of rows with filters logits for one rank, which draws."""
+    rows, drew = 192, []
+    whole = vocabulary.sample
+    monkeypatch.setattr(vocabulary, "sample", lambda x, *more: drew.append(len(x)) or whole(x, *more))
 
     def act(comm: ThreadComm) -> int:
-        sampler = Sampler(2, V, "cpu", DividedVocabulary(comm, parts(2)))  # type: ignore[arg-type]
-        fill(sampler, 1, params)
-        sample(sampler, torch.randn(1, V // 2), [1], [4]).read()
+        sampler = Sampler(rows, V, "cpu", DividedVocabulary(comm, parts(3)))  # type: ignore[arg-type]
+        for slot in range(rows):
+            fill(sampler, slot, params)
+        sample(sampler, torch.randn(rows, V // 3), range(rows), [4] * rows).read()
         return comm.num_bytes
 
-    assert in_ranks(2, act) == [num_bytes, num_bytes]
+    first, *others = in_ranks(3, act)
+    assert others == [first] * 2 and first / rows == pytest.approx(num_bytes, abs=0.5)
+    assert drew == ([64] * 3 if params is KINDS[2] else [])

@@ -8,7 +8,7 @@ logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties
 rows keep their token.
 
 Of several ranks each computes the logits of its own token ids (`vocabulary.py`). Their graphs end with the most likely tokens. Rows that draw
-are sampled after it: without filters from weights that ranks gather, and like odd rows, from gathered logits, with filters.
+are sampled after it: without filters from weights that ranks gather, with filters by one rank each, which gets the rows' logits.
 
 Shape letters: S sampled rows, N odd rows among them, V vocabulary.
 """
@@ -33,7 +33,7 @@ from pagerunner.ops.vocab_pick import DrawnRows
 from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
 from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
 from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
-from pagerunner.runner.sampling.slots import NEVER, AllowedIds, SlotParams, broken_slot, compile_slot
+from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
 
@@ -126,7 +126,8 @@ class Sampler:
         self._allowed_ids = AllowedIds(vocab_size, self._device)
         self._params: list[SlotParams | None] = [None] * max_num_seqs
         self._plain_from = [0] * max_num_seqs
-        self._free = [False] * max_num_seqs  # slots whose rows ranks draw without filters
+        self._free = [False] * max_num_seqs  # slots whose rows ranks draw together, without filters
+        self._shared_out = [False] * max_num_seqs  # and with filters
         self.settings = SlotSettings.empty(max_num_seqs, self._device)
         self._new_settings: dict[int, int] = {}
         # Twice a token's count in the output, plus 1 if the prompt holds it. Rows without penalties are never touched.
@@ -172,8 +173,8 @@ class Sampler:
             params = broken_slot(init.request, f"Its sampling parameters can't be used: {error!r}.")
         self._params[slot] = params
         divided = self._vocabulary is not None and params.draws
-        self._plain_from[slot] = NEVER if divided and params.filters else params.plain_from
-        self._free[slot] = divided and not params.filters
+        self._plain_from[slot] = params.plain_from
+        self._free[slot], self._shared_out[slot] = divided and not params.filters, divided and params.filters
         self._new_settings.update(zip(range(slot * WORDS, (slot + 1) * WORDS), params.settings, strict=True))
 
     def new_settings(self) -> dict[int, int]:
@@ -216,13 +217,13 @@ class Sampler:
         masks = masks or {}
         odd = self._odd_rows(rows, masks)
         tokens_S, best_S = drawn or self.pick(logits_SV, rows.slots_S, rows.positions_S)
-        free = self._draw_free(logits_SV, rows, odd, (tokens_S, best_S))
+        together = self._draw_together(logits_SV, rows, odd, (tokens_S, best_S))
         if not odd:
-            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {}, again=free)
+            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {}, again=together)
         reports: list[torch.Tensor] = []
         logprob_rows: list[LogprobRows] = []
         errors: dict[int, str] = {}
-        again = free or self._vocabulary is not None
+        again = together or self._vocabulary is not None
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
             layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows.slots)
             theirs = {index: masks[row] for index, row in enumerate(layout.row_numbers) if row in masks}
@@ -244,7 +245,7 @@ class Sampler:
             if length < plain or row in masks
         ]
 
-    def _draw_free(
+    def _draw_together(
         self,
         logits_SV: torch.Tensor,
         rows: SampledRows,
@@ -252,17 +253,19 @@ class Sampler:
         found: tuple[torch.Tensor, torch.Tensor],
     ) -> bool:
         """Draw for the rows that ranks draw together, and write their tokens into `found`. Whether there are any."""
-        others = set(odd)
-        free = [row for row, slot in enumerate(rows.slots) if self._free[slot] and row not in others]
-        if not free or self._vocabulary is None:
+        if self._vocabulary is None:
             return False
-        index_N = self._layout(free, rows.slots).index
-        own = (one.index_select(0, index_N) for one in (logits_SV, found[1], rows.slots_S, rows.positions_S))
-        logits_NO, *drawn = (
-            (logits_SV, found[1], rows.slots_S, rows.positions_S) if len(free) == len(rows.slots) else own
-        )
-        found[0].index_copy_(0, index_N, self._vocabulary.draw(logits_NO, DrawnRows(*drawn, self.settings)))
-        return True
+        others, drew, every = set(odd), False, (logits_SV, found[1], rows.slots_S, rows.positions_S)
+        ways = (self._free, self._vocabulary.draw), (self._shared_out, self._vocabulary.draw_filtered)
+        for theirs, draw in ways:
+            some = [row for row, slot in enumerate(rows.slots) if theirs[slot] and row not in others]
+            if some:
+                index_N = self._layout(some, rows.slots).index
+                own = every if len(some) == len(rows.slots) else tuple(one.index_select(0, index_N) for one in every)
+                logits_NO, *drawn = own
+                found[0].index_copy_(0, index_N, draw(logits_NO, DrawnRows(*drawn, self.settings)))
+                drew = True
+        return drew
 
     def _layout(self, odd: Sequence[int], slots: Sequence[int]) -> Layout:
         key = (tuple(odd), tuple(slots[row] for row in odd))
