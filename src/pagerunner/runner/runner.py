@@ -137,6 +137,8 @@ class ModelRunner:
         """Launch one step. Steps run in the order of the calls; an earlier step's pages are written before a later
         one reads or reuses them.
         """
+        if plan.transfers:
+            raise RuntimeError("pages are to be transferred, and this runner has no other memory to transfer them to")
         with nullcontext() if self._threads is None else self._threads.during(plan.rows, plan.most_tokens):
             return self._run(plan)
 

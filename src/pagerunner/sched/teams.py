@@ -98,9 +98,9 @@ class TeamsScheduler:
     def schedule(self) -> TeamsPlan | None:
         """The next step of all teams, or None if no team has anything to run."""
         plans = [team.schedule() for team in self.teams]
-        most = max(plan.num_tokens if plan is not None else 0 for plan in plans)
-        if not most:
+        if all(plan is None for plan in plans):
             return None
+        most = max(plan.num_tokens if plan is not None else 0 for plan in plans)
         step, self._steps = self._steps, self._steps + 1
         idle = StepPlan(step_id=step, rows=[])
         graphs = _graphs([plan for plan in plans if plan is not None])
@@ -116,7 +116,7 @@ class TeamsScheduler:
         """See Scheduler.commit."""
         assert isinstance(plan, TeamsPlan) and isinstance(result, TeamsResult)
         both = zip(self.teams, plan.teams, result.teams, strict=True)
-        return [update for team, own, found in both if own.rows for update in team.commit(own, found)]
+        return [update for team, own, found in both if own.rows or own.transfers for update in team.commit(own, found)]
 
     def take_failed(self) -> list[RequestUpdate]:
         """See Scheduler.take_failed."""

@@ -1,0 +1,41 @@
+"""Teams of ranks: what one scheduler has to do is a step of all, whatever the others have to do."""
+
+from __future__ import annotations
+
+from helpers.page_checker import PageChecker
+from helpers.plans import one_group
+from pagerunner.memory.manager import KVManager
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.teams import TeamsScheduler
+from pagerunner.types import EngineRequest, SamplingParams, TeamsPlan, TeamsResult
+
+
+def test_a_team_that_only_begins_a_transfer_takes_its_part_in_a_step_and_goes_on() -> None:
+    plan = one_group(20)
+    managers = [KVManager(plan) for _ in range(2)]
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": plan.max_model_len, "max_in_flight": 1}
+    scheduler = TeamsScheduler([Scheduler(manager, **sizes) for manager in managers])
+    checkers = [PageChecker(plan, prefix_caching=True) for _ in managers]
+
+    def request(name: str, prompt: list[int]) -> EngineRequest:
+        own = {"params": SamplingParams(max_tokens=None), "seed": 0, "max_tokens": 2, "data_parallel_rank": 0}
+        return EngineRequest(request_id=name, prompt_token_ids=prompt, **own)
+
+    def step() -> TeamsPlan | None:
+        if (found := scheduler.schedule()) is not None:
+            results = [checker.run(own) for checker, own in zip(checkers, found.teams, strict=True)]
+            scheduler.commit(found, TeamsResult(step_id=found.step_id, token_ids=[], teams=results))
+        return found
+
+    scheduler.add(request("first", list(range(64))))
+    while scheduler.has_work:
+        assert step() is not None
+    keys = list(managers[0].index.pages[0])
+    lease = managers[0].store([keys], [[1 + number for number, _ in enumerate(keys)]])
+    alone = step()
+    assert alone is not None
+    assert [len(own.transfers) for own in alone.teams] == [1, 0]
+    managers[0].end_transfer(lease.number, well=True)
+    scheduler.add(request("second", list(range(100, 120))))
+    while scheduler.has_work:
+        assert step() is not None
