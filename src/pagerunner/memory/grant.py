@@ -50,8 +50,8 @@ class Grant:
         self.target = 0
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
-        self.saves: list[tuple[int, Lease]] = []  # (position, page) of snapshots that this request holds
-        # (position, page) of the last snapshot taken in generated text
+        self.saves: list[tuple[int, Lease]] = []  # (position, lease) of snapshots in the making
+        # (position, lease) of the last snapshot taken in generated text
         self.latest_snapshot: tuple[int, Lease | None] = (0, None)
 
 
