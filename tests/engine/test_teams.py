@@ -211,9 +211,9 @@ def test_random_traffic_with_aborts_and_too_few_pages(model: Path, tmp_path: Pat
     """Tokens of requests that weren't aborted are one device's. Ranks of a team always have the same tables."""
     settings = {"num_gpu_blocks_override": 9, "max_in_flight": 2}
     one = alone(model, **settings)
-    core, made = start(model, tmp_path / "ranks", 1, 2, **settings)
+    core, made = start(model, tmp_path / "ranks", *[(2, 2), (1, 3)][TEST_DAY % 2], **settings)
     choose, number, same = random.Random(TEST_DAY), 0, 0
-    while len(made.plans) < effort(60, 3_000) or not core.stats().preemptions_total:
+    while len(made.plans) < effort(40, 3_000) or not core.stats().preemptions_total:
         asked = some(choose.randrange(10**9), choose.randint(1, 12))
         wanted, found = run(one, asked), {}
         waiting, gone = list(asked), {one.request_id for one in asked if choose.random() < 0.2}
@@ -231,7 +231,7 @@ def test_random_traffic_with_aborts_and_too_few_pages(model: Path, tmp_path: Pat
         number += len(wanted)
         same += sum(found[name] == tokens for name, tokens in wanted.items())
     assert same >= number - max(1, number // 100), "more than near ties differ"
-    assert core.stats().kv_usage == 0.0 and of_team(core) == [0, 0]
+    assert core.stats().kv_usage == 0.0 and not any(of_team(core))
 
 
 def test_each_team_has_what_it_has_to_do(model: Path, tmp_path: Path) -> None:
