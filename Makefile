@@ -6,8 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # pip would compile 17,000 files one by one; this takes every core, and leaves out half of the code, of which few files are ever imported.
-# A few are templates, which no Python can compile.
-SELDOM := transformers/models/|/sympy/|/networkx/|torch/(_inductor|testing|distributed|ao|onnx)/|/pip/|/mypy/|/torchgen/
+# A few are templates, which no Python can compile. pip takes one core: what is there is compiled while it adds the development tools.
+SELDOM := transformers/models/|/sympy/|/networkx/|torch/(_inductor|testing|distributed|ao|onnx)/|/pip/|/mypyc?/|/torchgen/|/tests/|/setuptools/
+SELDOM := $(SELDOM)|numpy/(distutils|f2py|ma|polynomial)/|pygments/lexers/|/graphql/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 
 .PHONY: demo test test-thorough lint figures memory-table vllm-table docs clean
@@ -19,29 +20,29 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) setuptools
 	@$(PIP_INSTALL) --no-build-isolation --editable .
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	@echo 'Adding the development tools to $(VENV) ...'
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(COMPILE) & $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@touch $@
 
 demo: $(VENV)/.base
-	$(BIN)/pagerunner generate
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pagerunner generate
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 4
 
-# A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one). One thread in
-# each: the models are tiny, and on a busy machine threads that wait for each other take most of the time. Bytecode is kept, whatever
-# the environment says: else every process that a test starts compiles the package again, and pytest each test.
+# A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one), the longest first
+# (tests/conftest.py). One thread in each: the models are tiny, and on a busy machine threads that wait for each other take most of the
+# time. Bytecode is kept, whatever the environment says: else every process that a test starts compiles the package again, and pytest
+# each test.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Every combination of parameters and many more random cases, where `make test` tries each value (tests/helpers/effort.py).
 test-thorough:

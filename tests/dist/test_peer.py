@@ -25,6 +25,7 @@ from pagerunner.ops.peer_sums import PeerSums, room_bytes
 interpreter_floats.install()
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("ranks", "calls", "once"), [(2, 8, None), (3, 5, None), (4, 4, None), (2, 6, 900), (4, 6, 900)])
 def test_sums_of_mixed_sizes_are_the_twins_bits(
     ranks: int, calls: int, once: int | None, monkeypatch: pytest.MonkeyPatch

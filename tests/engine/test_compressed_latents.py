@@ -70,6 +70,7 @@ def test_every_variant(models: Any, name: str) -> None:
     )
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("condition", "name"), by_days(CONDITIONS, ["three kinds", "odd sizes"]))
 def test_results_do_not_depend_on_the_memory(models: Any, name: str, condition: str) -> None:
     path, reference = models(name)

@@ -77,6 +77,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "mode", "condition"), by_days(FAMILIES, ["graphs", "eager"], CONDITIONS))
 def test_tokens_are_those_of_the_reference(
     checkpoint: Callable[[str], str], family: str, mode: str, condition: str, monkeypatch: pytest.MonkeyPatch

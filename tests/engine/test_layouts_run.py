@@ -133,6 +133,7 @@ def test_layers_of_unequal_head_sizes_share_pages_and_run(
 # -- 1 full + 30 window layers; 313 pages for 1,024 sequences
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "options",
     [{"block_size": 16}, {"block_size": 128, "poison_fresh_pages": True}, {"num_gpu_blocks_override": 20}],

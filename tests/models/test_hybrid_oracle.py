@@ -97,6 +97,7 @@ def test_every_variant(checkpoints: Any, name: str, backend: Any) -> None:
         check(reference, text, row)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("name", "chunk", "page_tokens"), by_days(CHUNKED, [1, 7, 64, 10**9], [1, 16, 48]))
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, chunk: int, page_tokens: int) -> None:

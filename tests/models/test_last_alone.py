@@ -80,6 +80,7 @@ def test_prompt_logprobs_still_see_every_token(fed: list[int]) -> None:
     assert fed == [len(output.prompt_token_ids)]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("family", MAKERS)
 def test_tokens_of_every_family_are_those_of_whole_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: list[tuple[int, int, int]], family: str
@@ -92,7 +93,7 @@ def test_tokens_of_every_family_are_those_of_whole_steps(
     returned.clear()
     eager = BatchBuilder.eager
     monkeypatch.setattr(
-        BatchBuilder, "eager", lambda self, step, saves=(), *, last_alone=False: eager(self, step, saves)
+        BatchBuilder, "eager", lambda self, step, saves=(), *, last_alone=False, **how: eager(self, step, saves, **how)
     )
     assert greedy(path) == found
     assert all(hidden == tokens for tokens, _, hidden in returned)

@@ -106,6 +106,7 @@ def test_every_variant(checkpoints: Any, name: str) -> None:
         check(reference, prompt, sequence)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(
     ("name", "chunk", "page_tokens"), by_days(["v2 lite", "v3 yarn"], [1, 7, 64, 10**9], [1, 16, 48])
 )

@@ -163,6 +163,7 @@ def test_weights_are_exactly_what_the_packed_ones_stand_for(
             assert torch.equal(left, right)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("kind", "family"), [*by_days([*CONFIGS, *PACKED], FAMILIES), ("mxfp4", "gpt_oss")])
 def test_tokens_are_those_of_transformers(
     tmp_path: Path, packed: Packed, family: str, kind: str, monkeypatch: pytest.MonkeyPatch

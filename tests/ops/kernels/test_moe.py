@@ -20,10 +20,12 @@ from pagerunner.ops.stored import Stored, Stored4
 ACTIVATIONS = [SILU, GatedActivation("clamped_swiglu", 2.0), GatedActivation("limited_silu", 1.0)]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "active"), [(1, 3, 2), (5, 4, 1), (19, 3, 3), (40, 2, 2), (16, 1, 1)])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_experts(tokens, experts, active, biases, activation):
+@pytest.mark.parametrize(
+    ("sizes", "biases", "activation"),
+    by_days([(1, 3, 2), (5, 4, 1), (19, 3, 3), (40, 2, 2), (16, 1, 1)], [False, True], ACTIVATIONS),
+)
+def test_experts(sizes, biases, activation):
+    tokens, experts, active = sizes
     torch.manual_seed(tokens)
     x, gate_up, down = torch.randn(tokens, 18), torch.randn(experts, 6, 18), torch.randn(experts, 18, 3)
     extra = (torch.randn(experts, 6), torch.randn(experts, 18)) if biases else (None, None)
@@ -74,7 +76,7 @@ FORMS = [
 STORED = by_days(FORMS, [(1, 160, 96), (9, 256, 128), (40, 256, 256)])
 
 
-@pytest.mark.parametrize(("form", "sizes"), [STORED[number] for number in share_of_the_day(len(STORED), 2)])
+@pytest.mark.parametrize(("form", "sizes"), [STORED[number] for number in share_of_the_day(len(STORED), 4)])
 def test_stored_experts(form, sizes):
     tokens, features, inner = sizes
     if form.startswith("int4") and inner % 128:
@@ -198,6 +200,7 @@ def test_one_token(active, weigh_inputs):
     torch.testing.assert_close(*alone, atol=1e-4 * float(alone[1].abs().max()), rtol=1e-4)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("form", ["float32", "fp8 row", "fp8 block"])
 @pytest.mark.parametrize("wide", [256, 640])
 def test_what_all_tokens_pass_is_part_of_both_kernels_of_one_token(form, wide, monkeypatch):
@@ -228,7 +231,7 @@ SHARED = by_days(
 )
 
 
-@pytest.mark.parametrize(("form", "sizes"), [SHARED[number] for number in share_of_the_day(len(SHARED), 3)])
+@pytest.mark.parametrize(("form", "sizes"), [SHARED[number] for number in share_of_the_day(len(SHARED), 2)])
 def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monkeypatch):
     """By one launch, which leaves its counts at 0; and the residual may be part of a wider tensor."""
     tokens, features, inner, wide = sizes
@@ -293,7 +296,7 @@ def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_anot
 OWN = by_days([*FORMS, "float32"], [1, 3, 24, 90])
 
 
-@pytest.mark.parametrize(("form", "tokens"), [OWN[number] for number in share_of_the_day(len(OWN), 2)])
+@pytest.mark.parametrize(("form", "tokens"), [OWN[number] for number in share_of_the_day(len(OWN), 5)])
 def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
     """Pairs of others are neither read nor computed; the first rank may have none of a token's experts."""
     torch.manual_seed(tokens)
