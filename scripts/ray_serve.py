@@ -1,6 +1,6 @@
 """pagerunner behind Ray Serve: a deployment whose engine has its ranks on the machines of the cluster.
 
-    serve run ray_serve:deployment model=Qwen/Qwen3-0.6B tensor_parallel_size=2
+    serve run ray_serve:deployment model=Qwen/Qwen3-0.6B device=cpu tensor_parallel_size=2
 
     curl 127.0.0.1:8000 -d '{"prompt": "Once upon a time", "max_tokens": 12}'
 
@@ -14,9 +14,10 @@ from typing import Any
 
 from ray import serve
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from pagerunner import LLM, SamplingParams
-from pagerunner.errors import EngineDeadError
+from pagerunner.errors import EngineDeadError, InvalidRequestError
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=64)  # the ranks have CPUs of their own
@@ -28,24 +29,41 @@ class Completions:
         self._llm = LLM(**settings, use_tqdm=False)
         self._dead = ""
 
-    async def __call__(self, request: Request) -> dict[str, Any]:
+    async def __call__(self, request: Request) -> JSONResponse:
         """Answer a request by HTTP."""
-        return await self.answer(await request.json())
+        try:
+            return JSONResponse(await self.answer(await request.json()))
+        except (InvalidRequestError, ValueError) as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer {"prompt": text, and fields of SamplingParams} in the form of a completion of OpenAI's API."""
-        output = await self._together(body)
+        """Answer {"prompt": text, and fields of SamplingParams} in the form of a completion of OpenAI's API.
+
+        Raises InvalidRequestError or ValueError.
+        """
+        if not isinstance(body, dict) or not isinstance(prompt := body.pop("prompt", None), str):
+            raise ValueError('the body must be a JSON object with a text as its "prompt".')
+        try:
+            params = SamplingParams(**body)
+        except TypeError as error:
+            raise ValueError(f"the body has a field that SamplingParams hasn't: {error}.") from error
+        output = await self._together((prompt, params))
+        if isinstance(output, InvalidRequestError):
+            raise output
         return {"choices": [{"text": one.text, "finish_reason": one.finish_reason} for one in output.outputs]}
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.01)
-    async def _together(self, bodies: list[dict[str, Any]]) -> list[Any]:
-        prompts = [body.pop("prompt") for body in bodies]
-        params = [SamplingParams(**body) for body in bodies]
+    async def _together(self, asked: list[tuple[str, SamplingParams]]) -> list[Any]:
+        return await asyncio.to_thread(self._generate, asked)
+
+    def _generate(self, asked: list[tuple[str, SamplingParams]]) -> list[Any]:
         try:
-            return await asyncio.to_thread(self._llm.generate, prompts, params, use_tqdm=False)
+            return self._llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
         except EngineDeadError as error:
             self._dead = str(error)
             raise
+        except InvalidRequestError as error:  # of one of them
+            return [error] if len(asked) == 1 else [one for each in asked for one in self._generate([each])]
 
     def check_health(self) -> None:
         """Raise what has ended the engine. Serve asks every few seconds."""

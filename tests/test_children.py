@@ -34,6 +34,7 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "aws",
     "DATABASE_PASSWORD": "db",
     "CUDA_PASSWORD": "c",
+    "RAY_AUTH_TOKEN": "r",
 }
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "1",
@@ -49,6 +50,9 @@ SETTINGS = {
     "COMPILER_PATH": "/opt/gcc/libexec",
     "NIX_CFLAGS_COMPILE_x86_64_unknown_linux_gnu": "-isystem /nix/store/glibc-dev/include",
     "NIX_LD_LIBRARY_PATH": "/nix/l",
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_KEY": "/tls/key.pem",
+    "RAY_AUTH_TOKEN_PATH": "/ray/token",
 }
 OTHERS = {
     "NIX_CONFIG": "access-tokens = github.com=ghp_1",

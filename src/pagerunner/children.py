@@ -32,7 +32,8 @@ HELPER_NAMES = ("PATH", "LANG", "LC_ALL", "TZ", *(LIMIT + limit.name for limit i
 ENGINE_NAMES = frozenset(
     "PATH HOME USER LOGNAME TMPDIR TMP TEMP LANG LANGUAGE TZ VIRTUAL_ENV TERM COLUMNS LINES NO_COLOR FORCE_COLOR "
     "CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH COMPILER_PATH GCC_EXEC_PREFIX "
-    "MAX_JOBS RAY_ADDRESS".split()
+    "MAX_JOBS RAY_ADDRESS RAY_USE_TLS RAY_TLS_SERVER_CERT RAY_TLS_SERVER_KEY RAY_TLS_CA_CERT RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH "
+    "RAY_TMPDIR".split()
 )
 ENGINE_PREFIXES = tuple(
     "PAGERUNNER_ LC_ LD_ XDG_ PYTHON CONDA_ COVERAGE_ RUST_ TQDM_ TOKENIZERS_ SAFETENSORS_ "
@@ -50,6 +51,7 @@ HOST_IP = "PAGERUNNER_HOST_IP"
 """The variable with this machine's address, for engines and trainers on several machines. Without it nothing leaves the machine."""
 LOOPBACK = "127.0.0.1"
 _TRAVELS = ("PAGERUNNER_", "NCCL_", "NVSHMEM_", "TORCH_", "PYTORCH_", "GLOO_", "TRITON_")
+_PATHS = ("RAY_TLS_SERVER_KEY",)  # the file of a key, and not the key
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
@@ -66,7 +68,8 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
     return {
         name: value
         for name, value in environ.items()
-        if (name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS)
+        if name in _PATHS
+        or ((name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS))
     }
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,9 +20,10 @@ import zmq
 from helpers.patience import patient, until
 from helpers.ray_cluster import two_machines
 from pagerunner import LLM, SamplingParams, limits
-from pagerunner.children import settings_of_engine
+from pagerunner.children import host_ip, settings_of_engine
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
+from pagerunner.engine import rank_host
 from pagerunner.engine.core.executors import ray as places
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.startup.resolve import resolve
@@ -216,3 +218,14 @@ def test_only_settings_travel_to_other_machines() -> None:
         "A": "b",
     }
     assert settings_of_engine(environ) == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(("core", "rank"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "10.0.0.2")])
+def test_a_rank_listens_on_loopback_where_the_core_does(core: str, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10.0.0.2 is what `ray start` had in its environment."""
+    seen: dict[str, str] = {}
+    monkeypatch.setenv("PAGERUNNER_HOST_IP", "10.0.0.2")
+    ended = SimpleNamespace(wait=lambda: 0)
+    monkeypatch.setattr(rank_host, "start", lambda module, environment, **how: seen.update(environment) or ended)
+    assert rank_host.RankHost().run(b'{"ways": {}}', {}, core) == 0
+    assert host_ip(seen) == rank

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import MODEL, RunningServer
+from pagerunner.cli.main import main
 from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.logs import SparingLog
 from pagerunner.memory.residency import Residency
 from pagerunner.memory.stats import GroupUsage
-from pagerunner.server import app, stats_log
+from pagerunner.sched.stats import StepSizes
+from pagerunner.server import app, launch, stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
 from pagerunner.types import EngineRequest, SamplingParams
@@ -189,6 +195,54 @@ def test_waiting_requests_count_under_what_the_first_waits_for() -> None:
     assert 'vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0' in text
     assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="slot"} 3.0' in text
     assert 'pagerunner:num_requests_waiting_by_reason{engine="0",model_name="m",reason="pages"} 0.0' in text
+
+
+def test_tokens_of_steps_are_those_that_the_core_counted() -> None:
+    metrics = Metrics("m")
+    sizes = StepSizes()
+    for tokens in (1, 2, 3, 4, 20_000):
+        sizes.add(tokens)
+    metrics.on_stats(SchedulerStats(step_sizes=sizes))
+    metrics.on_step(100, 0, 1)  # what this process has of a step
+    text = metrics.render().decode()
+    for name, value in {
+        'bucket{engine="0",le="2.0",model_name="m"}': 2,
+        'bucket{engine="0",le="4.0",model_name="m"}': 4,
+        'bucket{engine="0",le="16384.0",model_name="m"}': 4,
+        'count{engine="0",model_name="m"}': 5,
+        'sum{engine="0",model_name="m"}': 20_010,
+    }.items():
+        assert f"vllm:iteration_tokens_total_{name} {value:.1f}" in text
+
+
+def test_the_load_of_several_processes_is_read_of_their_own_files_alone(tmp_path: Path) -> None:
+    program = """
+import os
+from prometheus_client import CollectorRegistry
+from pagerunner.server.standard_metrics import HttpMetrics
+http = HttpMetrics(CollectorRegistry())
+http.running += 2
+http.serving.inc(2)
+http.count({"method": "POST", "headers": []}, 200, 1, 0.1)
+print(http.load(None), http.load(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+"""
+    environ = {
+        **os.environ,
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    for _ in range(2):
+        got = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert got.stdout == "2 4\n"
+
+
+def test_a_directory_of_the_users_for_several_processes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    metrics = Metrics("m")
+    metrics.on_step(100, 0, 1)
+    assert 'vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0' in metrics.render().decode()
+    monkeypatch.setattr(launch, "run_server", lambda *args, **options: int("PROMETHEUS_MULTIPROC_DIR" in os.environ))
+    assert main(["serve", "demo", "--quiet"]) == 0
 
 
 def test_how_long_pages_stay_is_shown_as_the_core_counted_it() -> None:

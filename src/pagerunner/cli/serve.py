@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 
 from pagerunner.cli.options import UnreadableError, add_engine_options, named_group, parse_number
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
 from pagerunner.logs import LOG_LEVELS, set_up_logging
+
+logger = logging.getLogger(__name__)
 
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -86,6 +90,12 @@ def run(namespace: argparse.Namespace) -> int:
     del namespace.served_model_name
     args, _ = resolve_model(namespace)
     set_up_logging(namespace.log_level or ("warning" if namespace.quiet else "info"))
+    for name in (
+        "PROMETHEUS_MULTIPROC_DIR",
+        "prometheus_multiproc_dir",
+    ):  # prometheus_client reads it when it is imported
+        if os.environ.pop(name, None) is not None:
+            logger.warning("%s is passed over: the server's processes count in a directory of their own.", name)
     from pagerunner.server.chat.options import ChatOptions
     from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import run_server

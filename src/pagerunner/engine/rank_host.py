@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from pagerunner.children import HOST_IP, engine_environment, start
+from pagerunner.children import HOST_IP, LOOPBACK, engine_environment, start
 from pagerunner.threads import thread_settings
 
 
@@ -51,12 +51,14 @@ class RankHost:
     def run(self, launch: bytes, settings: Mapping[str, str], address: str) -> int:
         """Run a rank, a RankLaunch in JSON, to its end. Returns its exit status.
 
-        `settings` are the core's, over this machine's own environment. The rank listens at `address` unless this machine's environment names
-        another one. The rank's secret key never leaves this machine.
+        `settings` are the core's, over this machine's own environment. The rank listens at `address` unless that is of another machine
+        than loopback, and this machine's environment names another one. The rank's secret key never leaves this machine.
         """
         line = msgspec.json.decode(launch)
         line["ways"] |= {"public_key": self._public.decode(), "secret_key": self._secret.decode()}
         environment = {HOST_IP: address, **thread_settings(os.environ, reserved=0), **engine_environment(), **settings}
+        if address == LOOPBACK:  # the core can't be reached from elsewhere, and nothing is to leave the machine
+            environment[HOST_IP] = LOOPBACK
         self._process = start(
             "pagerunner.engine.rank", environment, first_line=msgspec.json.encode(line) + b"\n", own_session=True
         )

@@ -7,6 +7,7 @@ committed. So a sequence is scheduled before the host knows its last token; the 
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import msgspec
@@ -242,4 +243,5 @@ class Scheduler:
             prompt_tokens_total=counts.prompt_tokens,
             generation_tokens_total=counts.generated,
             last_step_tokens=counts.last_step_tokens,
+            step_sizes=copy.deepcopy(counts.step_sizes),
         )

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from pagerunner.memory.stats import MemoryStats
 from pagerunner.sched.live import Wait
+
+STEP_PLACES = 16
+
+
+class StepSizes(msgspec.Struct):
+    """Steps by how many tokens they compute: in place i those of up to 2**i, and of more than 2**(i-1); in the last place all beyond."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * STEP_PLACES)
+    total: int = 0
+
+    def add(self, tokens: int) -> None:
+        """Count a step."""
+        self.counts[min((tokens - 1).bit_length(), STEP_PLACES - 1)] += 1
+        self.total += tokens
 
 
 class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
@@ -24,6 +40,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
     last_step_tokens: int = 0
     busy_seconds: float = 0.0
+    step_sizes: StepSizes = msgspec.field(default_factory=StepSizes)
     teams: list[SchedulerStats] = []
 
 
@@ -37,6 +54,7 @@ class SchedulerCounts:
     prompt_tokens: int = 0
     generated: int = 0
     last_step_tokens: int = 0
+    step_sizes: StepSizes = field(default_factory=StepSizes)
 
     def carried_on(self) -> SchedulerCounts:
         """The same counts for a scheduler that has not run a step yet."""

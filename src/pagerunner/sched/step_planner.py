@@ -47,6 +47,7 @@ class StepPlanner:
         if not rows and not manager.transfers_wait:
             return None
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
+        state.counts.step_sizes.add(state.counts.last_step_tokens)
         writes = manager.take_table_writes()
         saves = manager.end_plan(
             (sequence.grant, row.start, row.start + row.num_tokens)

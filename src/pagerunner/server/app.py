@@ -37,7 +37,7 @@ from pagerunner.server.protocol.messages import CountTokensRequest, MessagesAnsw
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
 from pagerunner.server.protocol.responses import ResponseBody, ResponsesRequest
 from pagerunner.server.service import LABEL_HEADER, Service
-from pagerunner.server.standard_metrics import SERVING, CountedRequests, HttpMetrics
+from pagerunner.server.standard_metrics import CountedRequests, HttpMetrics
 from pagerunner.types.weights import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def create_app(
     )
     http = HttpMetrics(metrics.counted)
     routes = _Routes(app)
-    _add_routes(routes, service, metrics, lambda: int(metrics.registry.get_sample_value(SERVING) or 0))
+    _add_routes(routes, service, metrics, lambda: http.load(metrics.directory))
     for path, handler in page_routes(service, feeds).items():
         routes.hidden(path, handler, Access.PUBLIC if path in FILE_PATHS else Access.ADMIN)
     if docs:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
@@ -32,7 +33,7 @@ from pagerunner.server.errors import HttpError
 from pagerunner.server.gate import Keys
 from pagerunner.server.http_logs import HttpLogs
 from pagerunner.server.live import LiveFeed
-from pagerunner.server.metrics import Metrics
+from pagerunner.server.metrics import SHARED_DIRECTORY, Metrics, Registered
 from pagerunner.server.service import Service
 from pagerunner.server.standard_metrics import NO_PROCESS, add_process_metrics
 from pagerunner.server.stats_log import logged_stats
@@ -202,7 +203,8 @@ async def serve(
         loopback=_is_loopback(listener),
     )
     with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
-        metrics = Metrics(names[0], spans)
+        directory = None if cores is None else os.environ[SHARED_DIRECTORY]
+        metrics = Metrics(names[0], spans, shared=Registered(names[0], directory))
         loading = asyncio.create_task(
             AsyncEngine.from_args(
                 args, observer=metrics, core_factory=core_factory, stall_seconds=stall_seconds, cores=cores

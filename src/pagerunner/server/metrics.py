@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,9 +15,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pagerunner.engine.core.messages import WAIT_REASONS, SchedulerStats, StartUp
+from pagerunner.engine.core.messages import STEP_PLACES, WAIT_REASONS, SchedulerStats, StartUp, StepSizes
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
-from pagerunner.memory.residency import BOUNDS, Residency
+from pagerunner.memory.residency import BOUNDS, Residency, SecondsCount
 from pagerunner.types import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,8 +50,8 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_num_preemptions": ("Times that a sequence was preempted.", (0, 1, 2, 5, 10, 20, 50, 100)),
     "request_params_n": ("Answers asked for by a request.", (1, 2, 5, 10, 20)),
     "request_params_max_tokens": ("Most tokens that a sequence may generate.", _LENGTHS),
-    "iteration_tokens_total": ("Tokens per engine step.", tuple(2**power for power in range(15))),
 }
+_STEP_TOKENS = tuple(2**power for power in range(STEP_PLACES - 1))
 # The core's gauges, by the field of its stats: name and text.
 _MOMENTS = {
     "running": ("vllm:num_requests_running", "Requests in the running batch."),
@@ -110,7 +109,10 @@ class _WithOlderNames(CollectorRegistry):
 
 
 class Figures(Collector):
-    """Gauges and counters of which the cores say the values. Every process that a core tells them shows the same."""
+    """Gauges and counters of which the cores say the values. Every process that a core tells them shows the same.
+
+    So far each process says itself whether an engine is up, how idle its device is and how it sleeps.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[type[Any], str]] = {}
@@ -140,23 +142,26 @@ class Figures(Collector):
         return self._values[name]
 
 
-class ResidencyMetrics(Collector):
-    """How long sampled pages stay, in the histograms that the cores keep: the `latest` by engine."""
+class CoreHistograms(Collector):
+    """Histograms that the cores keep: what each counted last."""
 
     def __init__(self, model_name: str) -> None:
-        self.latest: dict[str, Residency] = {}
         self._model_name = model_name
+        self._families: dict[str, tuple[str, Sequence[float], dict[str, SecondsCount | StepSizes]]] = {}
+
+    def set(
+        self, name: str, text: str, bounds: Sequence[float], engine: int, counted: SecondsCount | StepSizes
+    ) -> None:
+        """What an engine has counted: below each of the bounds, and beyond them."""
+        self._families.setdefault(name, (text, bounds, {}))[2][str(engine)] = counted
 
     def collect(self) -> Iterator[Metric]:
-        """`vllm:kv_block_*_seconds` as the cores counted last."""
-        for field, text in _RESIDENCY.items():
-            family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=_LABELS)
-            for engine, residency in self.latest.items():
-                counted = getattr(residency, field)
-                sums = accumulate(counted.counts)
-                buckets = [
-                    (bound_text(bound), float(below)) for bound, below in zip((*BOUNDS, math.inf), sums, strict=True)
-                ]
+        """The families."""
+        for name, (text, bounds, engines) in self._families.items():
+            family = HistogramMetricFamily(name, text, labels=_LABELS)
+            for engine, counted in engines.items():
+                pairs = zip((*bounds, math.inf), accumulate(counted.counts), strict=True)
+                buckets = [(bound_text(bound), float(below)) for bound, below in pairs]
                 family.add_metric((self._model_name, engine), buckets, counted.total)
             yield family
 
@@ -188,14 +193,17 @@ class Latencies:
 class Registered:
     """What the metrics of all engines share: the registry, families by their names, and the registry that this process counts in."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, directory: str | None = None) -> None:
+        """`directory`: all processes of the server count in files there, and each shows the sums."""
+        self.directory = directory
         self.registry = self.counted = CollectorRegistry()
-        if SHARED_DIRECTORY in os.environ:  # all processes of the server count in files there, and each shows the sums
+        if directory is not None:
             self.counted = CollectorRegistry()
-            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(self.registry, directory)  # type: ignore[no-untyped-call]
         self.figures = Figures()
         self.registry.register(self.figures)
-        self.residency = ResidencyMetrics(model_name)
+        self.histograms = CoreHistograms(model_name)
+        self.registry.register(self.histograms)
         self._families: dict[str, Any] = {}
 
     def family(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
@@ -227,7 +235,7 @@ class Metrics(EngineObserver):
         self._others: dict[int, Metrics] = {}
         self._spans = spans or EngineObserver()
         self._shared = shared = shared or Registered(model_name)
-        self.registry, self.counted = shared.registry, shared.counted
+        self.registry, self.counted, self.directory = shared.registry, shared.counted, shared.directory
         self._values = values = {"model_name": model_name, "engine": str(engine)}
 
         def labelled(kind: type[Any], name: str, text: str, label: str, keys: Iterable[str]) -> dict[str, Any]:
@@ -271,9 +279,12 @@ class Metrics(EngineObserver):
 
     def show_residency(self) -> None:
         """Publish how long sampled pages stay: only for engines that sample them."""
-        if not self._shared.residency.latest:
-            self.registry.register(self._shared.residency)
-        self._shared.residency.latest[str(self.engine)] = Residency()
+        self._set_residency(Residency())
+
+    def _set_residency(self, residency: Residency) -> None:
+        for field, text in _RESIDENCY.items():
+            name, counted = f"vllm:kv_block_{field}_seconds", getattr(residency, field)
+            self._shared.histograms.set(name, text, BOUNDS, self.engine, counted)
 
     def describe_start(self, startup: StartUp) -> None:
         """Publish what the start took: seconds by phase, and bytes of device memory by use, graphs among them."""
@@ -322,7 +333,9 @@ class Metrics(EngineObserver):
             for field, (name, text) in _GROUP_TOTALS.items():
                 figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
         if stats.residency is not None:
-            self._shared.residency.latest[str(self.engine)] = stats.residency
+            self._set_residency(stats.residency)
+        text = "Tokens per engine step."
+        self._shared.histograms.set("vllm:iteration_tokens_total", text, _STEP_TOKENS, self.engine, stats.step_sizes)
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""
@@ -332,7 +345,6 @@ class Metrics(EngineObserver):
         self._tokens["generation_tokens"].inc(generation_tokens)
         self._sources["local_compute"].inc(prompt_tokens - cached_tokens)
         self._sources["local_cache_hit"].inc(cached_tokens)
-        self._histograms["iteration_tokens_total"].observe(prompt_tokens + generation_tokens)
 
     def on_first_token(self, seconds: float) -> None:
         """Observe a time to first token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +17,7 @@ from prometheus_client import (
     ProcessCollector,
     Summary,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,6 +68,7 @@ class HttpMetrics:
     """Counts and times requests by route. `serving` is how many calls of clients run now."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = 0
         text = "Calls of clients that are being answered."
         self.serving = Gauge(SERVING, text, registry=registry, multiprocess_mode="livesum")
         handler, both = ("handler",), ("handler", "method")
@@ -83,6 +86,13 @@ class HttpMetrics:
         self._got = summary("response", "Bodies of answers.")
         self._fine = histogram("highr_", (), _FINE)
         self._coarse = histogram("", both, _COARSE)
+
+    def load(self, directory: str | None) -> int:
+        """How many calls of clients run: in this process, or in all that count in files of a directory."""
+        if directory is None:
+            return self.running
+        found = MultiProcessCollector.merge(Path(directory).glob("gauge_livesum_*.db"))  # type: ignore[no-untyped-call]
+        return int(sum(one.value for family in found if family.name == SERVING for one in family.samples))
 
     def count(self, scope: Scope, status: int, size: int, seconds: float) -> None:
         """A request has been answered with `size` bytes in so many seconds."""
@@ -121,9 +131,11 @@ class CountedRequests:
 
         metrics = self._metrics
         calls = scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/invocations"))
+        metrics.running += calls
         metrics.serving.inc(calls)
         try:
             await self._app(scope, receive, counted)
         finally:
+            metrics.running -= calls
             metrics.serving.dec(calls)
             metrics.count(scope, status, size, time.perf_counter() - started)

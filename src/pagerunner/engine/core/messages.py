@@ -26,7 +26,9 @@ from pagerunner.errors import (
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.units import human_bytes
 from pagerunner.sched.live import Wait
+from pagerunner.sched.stats import STEP_PLACES as STEP_PLACES
 from pagerunner.sched.stats import SchedulerStats as SchedulerStats
+from pagerunner.sched.stats import StepSizes as StepSizes
 from pagerunner.types import EngineRequest, RequestUpdate
 from pagerunner.types.weights import WeightChange
 

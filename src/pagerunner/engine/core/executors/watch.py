@@ -1,8 +1,9 @@
 """RankWatch: a thread that knows how the ranks are, and ends all of them when one has failed.
 
 A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
-This thread looks at five things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
-a rank has begun fewer sums and steps than the others for too long; and that a rank's device doesn't come further with what it has been given.
+This thread looks at six things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
+a rank has begun fewer sums and steps than the others of its stage for too long; that a rank has a step, waits for nobody and begins nothing; and
+that a rank's device doesn't come further with what it has been given.
 The first of these that is found becomes the engine's reason. Then all ranks are killed, which frees whoever waits for them.
 """
 
