@@ -24,6 +24,7 @@ from pagerunner.children import host_ip, settings_of_engine
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine import rank_host
+from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors import ray as places
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.startup.resolve import resolve
@@ -229,3 +230,21 @@ def test_a_rank_listens_on_loopback_where_the_core_does(core: str, rank: str, mo
     monkeypatch.setattr(rank_host, "start", lambda module, environment, **how: seen.update(environment) or ended)
     assert rank_host.RankHost().run(b'{"ways": {}}', {}, core) == 0
     assert host_ip(seen) == rank
+
+
+def test_what_fails_at_the_end_of_actors_leaves_no_socket() -> None:
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(close=lambda: closed.append(name))
+
+    places_that_fail: Any = SimpleNamespace(close=lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        process._end(os.getpid(), part("watch"), part("sockets"), places_that_fail, part("doors"))
+    assert closed == ["sockets", "watch", "doors"]
+
+
+def test_waiting_for_a_rank_leaves_its_actor() -> None:
+    ended = object()
+    ray: Any = SimpleNamespace(is_initialized=lambda: True, get=lambda found, timeout: 3 if found is ended else None)
+    assert places.RayRank(ray, None, 1, ended).wait(1.0) == 3

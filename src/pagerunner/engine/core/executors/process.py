@@ -255,8 +255,10 @@ def _end(process: int, watch: RankWatch, sockets: RankSockets, places: LocalPlac
     sockets.close()
     watch.close()
     if os.getpid() == process:  # not a fork of it
-        places.close()
-        doors.close()
+        try:
+            places.close()
+        finally:
+            doors.close()
 
 
 class LoadedProcesses:

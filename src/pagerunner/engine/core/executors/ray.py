@@ -49,10 +49,8 @@ class RayRank:
         return self._look(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, and the end of the actor. Raises subprocess.TimeoutExpired."""
+        """The exit status. Raises subprocess.TimeoutExpired."""
         status = self._look(timeout)
-        if self._ray.is_initialized():
-            self._ray.kill(self._actor)
         if status is None:
             raise TimeoutExpired("a rank's actor", timeout or 0.0)
         return status
@@ -108,6 +106,11 @@ class RayPlaces:
             )
         self._group = ray.util.placement_group(bundles, strategy="PACK")
         self._actors: list[Any] = []
+        free = ray.available_resources().get("CPU", 0)
+        if free < config.num_ranks:
+            logger.warning(
+                "Waiting up to %g seconds for %d CPUs of Ray's count: %g are free.", seconds, config.num_ranks, free
+            )
         try:
             if not self._group.wait(seconds):
                 raise CapacityError(
