@@ -66,6 +66,7 @@ class Sender:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        self._store.set("lengths", "before each piece")  # the server asks for this key
         place = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
         call = self._threads.submit(server, "/init_weight_transfer_engine", {"init_info": place})
         joining: Future[Any] = Future()
@@ -112,6 +113,7 @@ class Sender:
         try:
             for piece in pieces((tensor for _, tensor in named), PACKED_BYTES if packed else 0):
                 self._broadcast(piece, call)
+            self._broadcast(torch.empty(0, dtype=torch.uint8), call)
             call.result()
             self._server("/finish_weight_update")
         except RuntimeError:
@@ -120,16 +122,18 @@ class Sender:
             raise
 
     def _broadcast(self, piece: torch.Tensor, call: Future[Any]) -> None:
-        options = BroadcastOptions()
+        """Send a piece: its length, and its bytes. One of no bytes ends the update."""
+        options, until = BroadcastOptions(), time.monotonic() + self._seconds
         options.rootRank, options.rootTensor = 0, 0
-        work, until = self._group.broadcast([piece], options), time.monotonic() + self._seconds
-        while not work.is_completed():  # a server that has refused the update doesn't take the piece
-            if call.done() and call.exception() is not None:
-                raise RuntimeError("the server doesn't take the update")
-            if time.monotonic() > until:
-                raise RuntimeError(f"the server hasn't taken {len(piece):,} bytes in {self._seconds:g} seconds")
-            wait([call], timeout=0.001)
-        work.wait()
+        for tensor in (torch.tensor([len(piece)], device=self._device), piece)[: 1 + bool(len(piece))]:
+            work = self._group.broadcast([tensor], options)
+            while not work.is_completed():  # a server that has refused the update doesn't take the piece
+                if call.done() and call.exception() is not None:
+                    raise RuntimeError("the server doesn't take the update")
+                if time.monotonic() > until:
+                    raise RuntimeError(f"the server hasn't taken {len(piece):,} bytes in {self._seconds:g} seconds")
+                wait([call], timeout=0.001)
+            work.wait()
 
 
 def pieces(tensors: Iterable[torch.Tensor], most: int) -> Iterator[torch.Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from helpers.patience import patient
 from helpers.scripts import script
 from pagerunner.dist import transfer
 from pagerunner.dist.transfer import TransferGroup
-from pagerunner.errors import CapacityError
+from pagerunner.errors import CapacityError, InvalidRequestError
 
 CPU = torch.device("cpu")
 
@@ -41,12 +42,41 @@ def test_pieces_come_into_memory_that_was_taken_before() -> None:
     rank.reserve(100)
     with ThreadPoolExecutor(1) as thread:
         for size in (100, 64):
-            sent = thread.submit(sender._group.broadcast, torch.full((size,), size, dtype=torch.uint8), 0)
+            sent = thread.submit(sender._broadcast, torch.full((size,), size, dtype=torch.uint8), Future())
             piece = rank.receive(size)
             assert piece.tolist() == [size] * size and piece.data_ptr() == rank._room.data_ptr()
-            sent.result().wait()
+            sent.result()
     rank.release()
     assert rank._room.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("comes", "declared", "said"),
+    [
+        (60, 100, "sends a piece of 60 bytes, where update_weights has declared a piece of 100 bytes. dtype_names, shapes, packed"),
+        (2**20, 100, "sends a piece of 1,048,576 bytes, where update_weights has declared a piece of 100 bytes"),
+        (0, 100, "has sent its last piece, where update_weights has declared a piece of 100 bytes"),
+        (60, 0, "sends a piece of 60 bytes, where update_weights has declared no more pieces"),
+    ],
+)
+def test_a_piece_of_another_length_is_refused_before_a_byte_of_it_is_taken(comes: int, declared: int, said: str) -> None:
+    sender, rank = joined()
+    rank.reserve(100)
+    rank._room.fill_(7)
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(sender._broadcast, torch.ones(comes, dtype=torch.uint8), Future())
+        with pytest.raises(InvalidRequestError, match=said):
+            rank.receive(declared)
+        assert rank._room.tolist() == [7] * 100
+        rank.leave()
+        with contextlib.suppress(RuntimeError):  # a short piece was sent before the rank left
+            sent.result(patient(5))
+
+
+def test_a_trainer_that_does_not_announce_lengths_is_refused_when_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "ANNOUNCED", "another key")
+    with pytest.raises(InvalidRequestError, match=r"doesn't say how long its pieces are: its store has no key 'another key'"):
+        joined()
 
 
 def test_who_leaves_ends_what_the_trainer_waits_for() -> None:
@@ -86,7 +116,7 @@ def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch:
         seen.append(dict(os.environ))
         return Group()
 
-    monkeypatch.setattr(transfer, "TCPStore", lambda *given, **options: None)
+    monkeypatch.setattr(transfer, "TCPStore", lambda *given, **options: SimpleNamespace(check=lambda keys: True))
     monkeypatch.setattr(transfer, "nccl_group", group)
     rank = TransferGroup("127.0.0.1", 1, 1, 2, "nccl", CPU, 20)
     assert dict(os.environ) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -145,7 +146,27 @@ def spoil_by_leaving(server: RunningServer, sender: Any, weights: dict[str, torc
     sender._threads.shutdown()  # the server has heard of it
 
 
-@pytest.mark.parametrize("spoil", [spoil_by_nan, spoil_by_leaving])
+def spoil_by_other_bytes(server: RunningServer, sender: Any, weights: dict[str, torch.Tensor]) -> None:
+    """A trainer that sends by another dtype than it says, or loses tensors on the way."""
+    for comes, said in (
+        (
+            [torch.zeros(10**6, dtype=torch.uint8)],
+            r"sends a piece of 1,000,000 bytes, where .* declared a piece of 256 bytes",
+        ),
+        ([torch.zeros(128, dtype=torch.uint8)], r"sends a piece of 128 bytes, where .* declared a piece of 256 bytes"),
+        ([], "has sent its last piece, where .* declared a piece of 256 bytes"),
+        ([torch.ones(256, dtype=torch.uint8)] * 2, "sends a piece of 256 bytes, where .* declared no more pieces"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rl_trainer, "pieces", lambda tensors, most, comes=comes: iter(comes))
+            with pytest.raises(RuntimeError, match=said):
+                sender.send([(NORM, weights[NORM].float())])
+        sender = rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20)
+        health = server.get("/health")
+        assert health.status_code == 503 and re.search(said, health.json()["error"]["message"]), health.text
+
+
+@pytest.mark.parametrize("spoil", [spoil_by_nan, spoil_by_leaving, spoil_by_other_bytes])
 @pytest.mark.parametrize("heal", ["all", "checkpoint"])
 def test_half_new_weights_are_never_served(
     spoil: Callable[..., None],

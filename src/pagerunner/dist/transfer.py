@@ -2,6 +2,8 @@
 
 All meet in a TCPStore that the trainer has. What a rank sends of its own is what torch's process groups say to each other, and no object is
 pickled. So a trainer needs nothing of this package; `scripts/rl_trainer.py` is one.
+
+Before each piece the trainer broadcasts the piece's length. Gloo takes a shorter message silently, and a longer one ends the process.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from pagerunner.errors import CapacityError, InvalidRequestError, RequestFailedE
 from pagerunner.limits import knob
 from pagerunner.memory.units import human_bytes
 
+ANNOUNCED = "lengths"
+"""A key of the trainer's store. It is there if the trainer announces lengths."""
+
 
 class TransferGroup:
     """An engine's rank in a trainer's group. After an error it is of no use."""
@@ -32,7 +37,8 @@ class TransferGroup:
         """Join the trainer, whose store is at `address`. Waits for it, and for each piece later, for up to so many seconds.
 
         Raises:
-            InvalidRequestError: the address is another machine's, and the engine may talk to its own machine only.
+            InvalidRequestError: the address is another machine's, and the engine may talk to its own machine only. Or the trainer doesn't say
+                how long its pieces are.
             RequestFailedError: not all of the `size` processes have come.
         """
         if host_ip() == LOOPBACK and not _is_loopback(address):
@@ -46,6 +52,7 @@ class TransferGroup:
         self._seconds = seconds
         self._room = torch.empty(0)
         try:
+            self._length = torch.zeros(1, dtype=torch.int64, device=self._device)
             limit = datetime.timedelta(seconds=seconds)
             store = TCPStore(address, port, size, is_master=False, timeout=limit, wait_for_workers=False)
             with self._environment():
@@ -54,8 +61,15 @@ class TransferGroup:
                     if backend == "nccl"
                     else gloo_group(store, rank, size, seconds, host_ip())
                 )
+            announced = store.check([ANNOUNCED])
         except RuntimeError as error:
             raise self._failed(f"could not join {size} processes at {address}:{port}", error) from error
+        if not announced:
+            self.leave()
+            raise InvalidRequestError(
+                f"The trainer at {address}:{port} doesn't say how long its pieces are: its store has no key {ANNOUNCED!r}. A trainer sets it, and "
+                "broadcasts the length before each piece; docs/rl.md and scripts/rl_trainer.py show how."
+            )
 
     def reserve(self, num_bytes: int) -> None:
         """Take memory for pieces of up to so many bytes, until `release`. Raises CapacityError."""
@@ -70,16 +84,34 @@ class TransferGroup:
             ) from error
 
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """What the trainer broadcasts next, as uint8 [num_bytes], until the next call. Raises RequestFailedError."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        """What the trainer broadcasts next, as uint8 [num_bytes], until the next call. A call of `/update_weights` ends with 0 bytes.
+
+        Raises:
+            InvalidRequestError: the trainer sends another number of bytes. Nothing of them is taken.
+            RequestFailedError: the trainer has gone, or is late.
+        """
         piece = self._room[:num_bytes]
         try:
-            with self._environment():
-                self._group.broadcast([piece], options).wait()
+            self._broadcast(self._length)
+            comes = int(self._length.item())
+            if comes == num_bytes:
+                self._broadcast(piece)
         except RuntimeError as error:
             raise self._failed(f"has lost the trainer before {num_bytes:,} bytes of new weights", error) from error
+        if comes != num_bytes:
+            declared = f"a piece of {num_bytes:,} bytes" if num_bytes else "no more pieces"
+            raise InvalidRequestError(
+                f"The trainer {f'sends a piece of {comes:,} bytes' if comes else 'has sent its last piece'}, where update_weights has declared "
+                f"{declared}. dtype_names, shapes, packed and packed_buffer_size_bytes must be what the trainer sends by."
+            )
         return piece
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        if len(tensor):
+            with self._environment():
+                self._group.broadcast([tensor], options).wait()
 
     def release(self) -> None:
         """Give the memory back to the device: the plan doesn't count it."""

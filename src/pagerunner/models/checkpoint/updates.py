@@ -60,7 +60,7 @@ class Update:
 
         Raises:
             CheckpointError: a number is NaN or infinite.
-            Others: what copies raise. All pieces have been received.
+            Others: what copies raise. All pieces have been received. Or what `receive` raises.
         """
         fault: Exception | None = None
         for piece in claimed.pieces:
@@ -73,6 +73,7 @@ class Update:
                     self._put(parts, received)
             except Exception as error:
                 fault = error  # the rest is received all the same, as the trainer and other ranks go on
+        receive(0)
         if fault is not None:
             raise fault
 
