@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from pagerunner.ops import ahead as ops
 from pagerunner.ops.kernels import ahead
+from pagerunner.ops.kernels.compilers import Kernel
 
 CUDA = torch.device("cuda")
 
@@ -111,6 +114,27 @@ def test_processes_compile_what_this_one_then_finds_in_the_cache(tmp_path):
     assert compiled == [2, {"_fill_pages": True, "_store": False}, True, 0]
     assert late == [1, False, 0], "processes that take too long are ended, and threads compile"
     assert given_up == 0 and not said.stderr, "the process of a start that fails ends without a word"
+
+
+@pytest.mark.parametrize(
+    "begun", ["import time; time.sleep(60)", "import sys, time; sys.stdin.readline(); time.sleep(60)"]
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_process_that_hangs_is_ended_and_so_is_one_whose_start_is_interrupted(
+    device, monkeypatch, begun, interrupted
+):
+    """More than a pipe holds is written to it."""
+    monkeypatch.setattr(ahead, "_PATIENCE_SECONDS", 60.0 if interrupted else 0.5)
+    process = subprocess.Popen(
+        [sys.executable, "-c", begun], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    monkeypatch.setattr(ahead, "_compilers", [process])
+    kernels = [Kernel("module", "kernel", "x" * 2000)] * 100
+    if interrupted:
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        ahead._compile_in_processes(kernels)
+    assert process.wait(10) == -signal.SIGKILL
 
 
 def test_each_kernel_that_is_launched_is_compiled_once_and_none_runs(device):

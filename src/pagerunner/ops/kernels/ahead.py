@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -87,16 +86,15 @@ def start_compilers(name: str) -> None:
 def _compile_in_processes(kernels: list[Kernel]) -> None:
     """Have the kernels compiled into Triton's cache; returns when that has ended, when the processes have, or when it takes too long."""
     process = _compilers.pop()
-    assert process.stdin is not None and process.stdout is not None
     target = driver.active.get_current_target()
     asked = Asked((target.backend, target.arch, target.warp_size), kernels)
-    with contextlib.suppress(OSError):
-        process.stdin.write(msgspec.json.encode(asked) + b"\n")
-        process.stdin.flush()
-        select.select([process.stdout], [], [], _PATIENCE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
-    children.end({"the process that compiles kernels": process})
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(msgspec.json.encode(asked) + b"\n", _PATIENCE_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+        children.end({"the process that compiles kernels": process})
 
 
 def compile_launched(rehearse: Callable[[], object]) -> int:
