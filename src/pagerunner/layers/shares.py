@@ -41,7 +41,7 @@ def divided(tensors: Iterable[CheckpointTensor], ranks: int) -> list[Parts]:
     found = together(tensors)
     for features, count in found.items():
         if not _can_be_divided(features, count, ranks):
-            works = [n for n in range(1, MOST_RANKS + 1) if all(_can_be_divided(*one, n) for one in found.items())]
+            works = _numbers_that_work(found)
             kept = f", {count:,} of which stay together," if count > 1 else ""
             said = _SAID.get(features.name, features.name.replace("_", " "))
             raise ConfigError(
@@ -50,6 +50,15 @@ def divided(tensors: Iterable[CheckpointTensor], ranks: int) -> list[Parts]:
             )
     ranges = {features: _ranges(features, count, ranks) for features, count in found.items()}
     return [{features: own[rank] for features, own in ranges.items()} for rank in range(ranks)]
+
+
+def numbers_of_ranks(tensors: Iterable[CheckpointTensor]) -> list[int]:
+    """Numbers of ranks that `divided` can do, of up to MOST_RANKS."""
+    return _numbers_that_work(together(tensors))
+
+
+def _numbers_that_work(found: dict[Features, int]) -> list[int]:
+    return [n for n in range(1, MOST_RANKS + 1) if all(_can_be_divided(*one, n) for one in found.items())]
 
 
 def _is_repeated(features: Features, together: int, ranks: int) -> bool:

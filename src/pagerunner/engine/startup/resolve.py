@@ -444,7 +444,11 @@ def _plan_in(
         room = min(card.free, int(card.total * utilization)) - needed
         total, free = card.total, f", {human_bytes(card.free)} of which are free,"
     if other[0][1] > min(int(total * utilization), memory_bytes or total):
-        raise CapacityError(too_large(other[0], total, free, utilization, wish.model, wish.dtype, wish.device))
+        raise CapacityError(
+            too_large(
+                other[0], total, free, wish.args, (wish.model, wish.of_ranks[0]), wish.dtype, wish.device, wish.stages
+            )
+        )
     if room <= 0:
         raise CapacityError(
             f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "

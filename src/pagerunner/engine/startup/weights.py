@@ -6,21 +6,22 @@ start and another machine's plan can't differ.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pagerunner.config import Dtype
+from pagerunner.config import Dtype, EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, ExpertSizes, Router
+from pagerunner.layers.shares import numbers_of_ranks
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
 from pagerunner.models.checkpoint.panels import store_in_panels
+from pagerunner.models.checkpoint.ranks import configs_of_ranks
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization_fields import ALL
 from pagerunner.ops.native.mixture import experts_memory
@@ -130,13 +131,20 @@ def _activations(model: Model, hidden: int, tokens: int) -> int:
     return 4 * tokens * (3 * hidden + widest + active * pairs)
 
 
-def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple[str, int]]:
-    """Forms in which weights of `size` bytes take at least a fifth less on a CUDA device, and the bytes that they take."""
+def in_fewer_bits(
+    model: ModelConfig, dtype: Dtype, size: int, parts: Sequence[range | None] = (None,)
+) -> Iterator[tuple[str, int]]:
+    """Forms in which weights of `size` bytes take at least a fifth less on a CUDA device, and the bytes that they take.
+
+    Of stages with these `parts` of the layers, the largest one's count. None: all layers.
+    """
     for name, schemes in _SMALLER.items():
         for scheme in schemes:
             form = Format("compressed-tensors", ((ALL, scheme),), _NONE)
             try:
-                taken = weights_bytes(build_model(replace(model, format=form), dtype, keep_forms=True, of_files=False))
+                own = replace(model, format=form)
+                made = (build_model(own, dtype, keep_forms=True, of_files=False, layers=layers) for layers in parts)
+                taken = max(map(weights_bytes, made))
             except ConfigError:  # sizes that don't suit the form
                 continue
             if taken < 0.8 * size:
@@ -144,22 +152,42 @@ def in_fewer_bits(model: ModelConfig, dtype: Dtype, size: int) -> Iterator[tuple
             break
 
 
+def _by_ranks(model: ModelConfig, dtype: Dtype, parts: Sequence[range | None], teams: int) -> Iterator[tuple[int, int]]:
+    """Numbers of ranks that the whole `model` can be divided among, and the most bytes of weights that one of them has on a CUDA device."""
+    for number in numbers_of_ranks(build_model(model, dtype, keep_forms=True).checkpoint()):
+        try:
+            of_ranks = configs_of_ranks(model, dtype, "cuda", number, teams)
+        except ConfigError:  # fewer experts than ranks
+            continue
+        made = (build_model(own, dtype, keep_forms=True, layers=layers) for own in of_ranks for layers in parts)
+        yield number * len(parts) * teams, max(map(weights_bytes, made))
+
+
 def too_large(
-    weights: tuple[str, int], total: int, free: str, utilization: float, model: ModelConfig, dtype: Dtype, device: str
+    weights: tuple[str, int],
+    total: int,
+    free: str,
+    args: EngineArgs,
+    models: tuple[ModelConfig, ModelConfig],
+    dtype: Dtype,
+    device: str,
+    stages: Sequence[range],
 ) -> str:
     """The sentence for a user whose weights alone are larger than the memory. It names only what can help.
 
-    `total` are the device's bytes, `free` what to say of them.
+    `weights` are a rank's. `total` are the device's bytes, `free` what to say of them. `models` are the whole one's config and the rank's.
     """
+    (model, own), utilization, ranks = models, args.gpu_memory_utilization, args.num_ranks
     name, size = weights
     form = f" in {dtype}" if name == "weights" else ""
+    parts: Sequence[range | None] = stages if len(stages) > 1 else (None,)
     limit = int(total * utilization)
     said = (
-        f"The {name} alone take {human_bytes(size)}{form}. That is {human_bytes(size - limit)} more than "
+        f"The {name}{f' of each of {ranks} ranks' if ranks > 1 else ''} alone take {human_bytes(size)}{form}. That is {human_bytes(size - limit)} more than "
         f"gpu_memory_utilization={utilization} of the {human_bytes(total)} there are{free.rstrip(',')}, which is {human_bytes(limit)}."
     )
     advice = [f"a device with at least {human_bytes(int(size / utilization))} and room for pages", "a smaller model"]
-    smaller = dict(in_fewer_bits(model, dtype, size)) if device == "cuda" else {}
+    smaller = dict(in_fewer_bits(own, dtype, size, parts)) if device == "cuda" else {}
     if fitting := [f"{bits} ({human_bytes(taken)})" for bits, taken in smaller.items() if taken <= limit]:
         advice.insert(0, f"a checkpoint of this model whose weights are in {' or '.join(fitting)}")
     if model.quantization is None and model.format is None and smaller.get("fp8", size) <= limit:
@@ -168,9 +196,20 @@ def too_large(
         advice.insert(0, 'dtype="bfloat16", which halves them')
     if size < total:
         advice.insert(0, "a larger gpu_memory_utilization")
-    several = {bits: math.ceil(taken / limit) for bits, taken in smaller.items() if taken > limit}
-    fewer = f" ({', '.join(f'{devices} in {bits}' for bits, devices in several.items())})" if several else ""
+    said = f"{said} What helps: {', or '.join(advice)}."
+    if device == "cpu" or model.quantization is not None and model.format is None:  # ranks share a CPU's memory
+        return said
+    divided = list(_by_ranks(model, dtype, parts, args.teams))
+    forms = {"": size} | {f" in {bits}": taken for bits, taken in smaller.items() if taken > limit}
+    enough = {
+        bits: next((number for number, most in divided if most * taken <= limit * size), 0)
+        for bits, taken in forms.items()
+    }
+    found = [f"{number}{bits}" for bits, number in enough.items() if number]
+    most = divided[-1][0]
+    if not found:
+        return f"{said} Divided among {most} ranks, the most that work, they are still too large for each."
     return (
-        f"{said} What helps: {', or '.join(advice)}. {math.ceil(size / limit)} such devices would hold the weights{fewer}, but a model "
-        "can't be divided among several devices yet."
+        f"{said} So many ranks with such a device each would hold them: {', or '.join(found)}. A plan divides a model among GPUs, a start "
+        "doesn't yet."
     )
