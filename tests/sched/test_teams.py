@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from helpers.page_checker import PageChecker
 from helpers.plans import one_group
 from pagerunner.memory.manager import KVManager
@@ -39,3 +43,31 @@ def test_a_team_that_only_begins_a_transfer_takes_its_part_in_a_step_and_goes_on
     scheduler.add(request("second", list(range(100, 120))))
     while scheduler.has_work:
         assert step() is not None
+
+
+def test_a_team_is_chosen_by_the_beginning_of_a_prompt_and_by_no_prefix_that_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = one_group(1_500, model_max_len=32_768)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 2_048, "max_model_len": plan.max_model_len}
+    scheduler = TeamsScheduler([Scheduler(KVManager(plan), **sizes) for _ in range(2)])
+    prompt = list(range(1_024))
+
+    def given(name: str, tokens: list[int], **own: Any) -> int:
+        params = SamplingParams(max_tokens=None, **own.pop("params", {}))
+        scheduler.add(
+            EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, seed=0, max_tokens=2, **own)
+        )
+        return [name in team for team in scheduler.teams].index(True)
+
+    assert given("first", prompt, data_parallel_rank=1) == 1
+    scheduler.schedule()
+    assert given("scored", prompt, params={"prompt_logprobs": 0}) == 0, "it computes its whole prompt anyway"
+    scheduler.abort(["scored"])
+    assert given("again", prompt) == 1, "64 units there count more than the request that runs there"
+    looked, real = [], KVManager.cached_tokens
+    monkeypatch.setattr(
+        KVManager, "cached_tokens", lambda self, chain, tokens: looked.append(len(tokens)) or real(self, chain, tokens)
+    )
+    given("long", [*prompt, *range(20_000)])
+    assert looked == [8_192, 8_192]

@@ -24,6 +24,8 @@ from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult,
 
 UNITS_OF_A_REQUEST = 32
 """So many units of 16 tokens that needn't be computed count as much as a request that runs."""
+MOST_UNITS = 512
+"""Units of a prompt that are looked at: beyond 8,192 tokens an engine or a team that has nothing to do is better than a prefix."""
 _SHARES = frozenset(("kv_usage", "kv_fragmentation", "kv_waste", "usage", "fragmentation", "waste"))
 
 
@@ -53,9 +55,11 @@ class TeamsScheduler:
         elif not parent or request.parent_id != parent:
             first = self._steps % len(self.teams)  # of equal ones each has its turn
             chain = team.manager.chain(request.cache_salt, parent_id=request.parent_id)
+            beginning = request.prompt_token_ids[: MOST_UNITS * UNIT_TOKENS]
+            takes = request.params.prompt_logprobs is None  # else it computes the whole prompt
 
             def to_do(one: Scheduler) -> tuple[float, float]:
-                units = one.manager.cached_tokens(chain, request.prompt_token_ids) // UNIT_TOKENS
+                units = one.manager.cached_tokens(chain, beginning) // UNIT_TOKENS if takes else 0
                 return one.load - units / UNITS_OF_A_REQUEST, one.manager.usage
 
             team = min((*self.teams[first:], *self.teams[:first]), key=to_do)

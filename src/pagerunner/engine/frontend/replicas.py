@@ -23,13 +23,11 @@ from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.sched.scheduler import WAITING_WEIGHT
-from pagerunner.sched.teams import UNITS_OF_A_REQUEST
+from pagerunner.sched.teams import MOST_UNITS, UNITS_OF_A_REQUEST
 from pagerunner.types import EngineRequest
 from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
-MOST_UNITS = 512
-"""Units of a prompt that are looked at: beyond 8,192 tokens an engine that has nothing to do is better than a prefix."""
 MOST_SENT = 65_536
 """Units that are remembered of each engine, 1 Mi tokens: some 10 MB."""
 
