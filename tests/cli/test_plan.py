@@ -238,6 +238,16 @@ def test_every_published_config_plans_and_its_weights_take_the_published_bytes(t
     assert weights(plan) == pytest.approx(published.bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_whole_experts_of_a_rank_take_as_few_bits_as_parts_of_all_of_them(tmp_path, capsys, ranks) -> None:
+    """Of 32 experts the last rank has none whose number is 0, 1 or 10."""
+    model = str(PUBLISHED["openai/gpt-oss-20b"].place(tmp_path))
+    of_parts, of_whole = (
+        weights(planned(capsys, model, "--memory", "80GiB", "-tp", ranks, *more)) for more in ((), ("-ep",))
+    )
+    assert of_whole == pytest.approx(of_parts, rel=0.01)
+
+
 def test_a_message_names_the_file_that_was_given(tmp_path, capsys) -> None:
     given = tmp_path / "of-a-colleague.json"
     given.write_text(json.dumps({"model_type": "qwen3", "hidden_size": "many"}))

@@ -139,7 +139,10 @@ class Forms:
         first, name = next(iter(modules.items()))
         experts = name.removesuffix(f".{first}")
         if not (self.held.plain or self.checkpoint.tells_apart(experts)):
-            alike = {"0", *(str(10**digits) for digits in range(1, 5))}
+            numbers = {part.partition(".")[0] for part in modules}
+            alike = {
+                min(own) for _, own in itertools.groupby(sorted(numbers, key=len), key=len)
+            }  # by digits, as patterns may count them
             modules = {part: name for part, name in modules.items() if part.partition(".")[0] in alike}
         floats = self.held.plain if self.checkpoint.writer != "online" else frozenset()
         left_alone = {
