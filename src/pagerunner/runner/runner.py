@@ -143,8 +143,6 @@ class ModelRunner:
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> PendingStep:
-        if not plan.rows:
-            return self._run_for_others(plan)
         for init in plan.admitted:
             self._scorer.init_slot(init)
             self._pooler.init_slot(init)
@@ -159,6 +157,8 @@ class ModelRunner:
         if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
+        if not plan.rows:
+            return self._run_for_others(plan)
         scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)
         needs_hidden = bool(scored or pooled)
         captured: Captured | None = None
@@ -197,12 +197,12 @@ class ModelRunner:
         return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
 
     def _run_for_others(self, plan: StepPlan) -> PendingStep:
-        """A step for which other teams of ranks alone have rows."""
-        captured = self._graphs.find_for_teams(plan.most_tokens, plan.graphs)
-        if captured is None:
-            self._model.join(plan.most_tokens)
-        else:
+        """A step for which other teams of ranks alone have rows, or nobody: then only tables and pages change."""
+        captured = self._graphs.find_for_teams(plan.most_tokens, plan.graphs) if plan.most_tokens else None
+        if captured is not None:
             self._graphs.replay_empty(captured)
+        elif plan.most_tokens:
+            self._model.join(plan.most_tokens)
         return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
 
     def _tell(self, step: StagedStep, sampled: Sampled | None) -> None:

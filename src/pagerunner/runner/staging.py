@@ -171,12 +171,14 @@ class Staging:
         fills: Sequence[Triple],
         settings: dict[int, int] | None = None,
     ) -> StagedStep:
-        """Pack a step: its rows, table entries by place, page copies and fills, and slots' settings by place."""
-        slots, starts, query_lens, known, samples = zip(*rows, strict=True)
+        """Pack a step: its rows, if it has any, table entries by place, page copies and fills, and slots' settings by place."""
+        slots, starts, query_lens, known, samples = zip(*rows, strict=True) if rows else ((),) * 5
         num_rows, num_tokens = len(rows), sum(query_lens)
         from_host = any(known)
         # Of two rows that compute prompts, one may read what the other writes. Kernels for one token a row don't wait for that.
-        one_token = num_tokens == num_rows and max(query_lens) == 1 and not (from_host and sum(map(bool, known)) > 1)
+        one_token = (
+            num_tokens == num_rows and max(query_lens, default=1) == 1 and not (from_host and sum(map(bool, known)) > 1)
+        )
         where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
         sampled, settings = len(sampled_rows), settings or {}
