@@ -113,6 +113,7 @@ class LLM:
 
         `groups` list each group's slabs and cached pages, `requests` each running request's pages, as runs [first, count]
         of ids; see `memory/ownership.py`. Between calls of `generate` nothing runs; a `stream` may be looked at midway.
+        Raises InvalidRequestError if there is no such team.
         """
         with self._whole():
             state: dict[str, Any] = msgspec.to_builtins(self._core.memory_state(team))

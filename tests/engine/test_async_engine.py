@@ -183,6 +183,16 @@ def test_errors_reach_only_the_request_that_caused_them(shared: asyncio.Runner, 
     with_shared(shared, model, test)
 
 
+def test_an_engine_that_is_not_there_is_named(shared: asyncio.Runner, model: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        for number in (1, -1):
+            for call in (engine.memory_state(number), engine.watch(0, number)):
+                with pytest.raises(InvalidRequestError, match=rf"engine must be in \[0, 1\), .* got {number}\."):
+                    await call
+
+    with_shared(shared, model, test)
+
+
 @pytest.mark.usefixtures("slow")
 def test_a_request_id_in_use_is_refused_and_the_first_goes_on(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:

@@ -110,7 +110,9 @@ class TransferGroup:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
         if len(tensor):
-            with self._environment():
+            # only for the first one: NCCL has read it then, and other threads may be reading it
+            environment, self._environment = self._environment, nullcontext
+            with environment():
                 self._group.broadcast([tensor], options).wait()
 
     def release(self) -> None:

@@ -18,6 +18,13 @@ def require(condition: bool, param: str, message: str) -> None:
         raise InvalidRequestError(f"{param} {message}", param=param)
 
 
+def check_rank(param: str, rank: int, count: int) -> int:
+    """The number of one of `count` engines, or teams of ranks, if there is such a one."""
+    fits = is_int(rank) and 0 <= rank < count
+    require(fits, param, f"must be in [0, {count}), as data_parallel_size is {count}; got {show(rank)}.")
+    return rank
+
+
 def show(value: object) -> str:
     """A value from a user for an error message: its repr, cut to a readable length."""
     try:

@@ -25,7 +25,7 @@ from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
-from pagerunner.types.checks import in_vocabulary
+from pagerunner.types.checks import check_rank, in_vocabulary
 from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
 
 SleepMode = Literal["abort", "wait", "keep"]
@@ -200,11 +200,15 @@ class EngineCore:
         return msgspec.structs.replace(stats, busy_seconds=busy, teams=teams)
 
     def memory_state(self, team: int = 0) -> MemoryState:
-        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free."""
+        """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free.
+
+        Raises InvalidRequestError if there is no such team.
+        """
         return self._of_team(team).memory_state()
 
     def _of_team(self, team: int) -> Scheduler:
-        return self._scheduler.teams[team] if isinstance(self._scheduler, TeamsScheduler) else self._scheduler
+        teams = self._scheduler.teams if isinstance(self._scheduler, TeamsScheduler) else [self._scheduler]
+        return teams[check_rank("team", team, len(teams))]
 
     def watch(self, since: int, team: int = 0) -> LiveState:
         """What runs, what waits and why, who holds which pages, and the steps after `since` (0: none yet). Steps are those of all teams.

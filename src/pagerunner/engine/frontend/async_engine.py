@@ -32,6 +32,7 @@ from pagerunner.text.stop_strings import automaton
 from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
+from pagerunner.types.checks import check_rank
 from pagerunner.types.weights import AbortUpdate, InitTransfer, WeightChange
 
 logger = logging.getLogger(__name__)
@@ -495,7 +496,7 @@ class AsyncEngine:
     async def memory_state(self, engine: int = 0) -> dict[str, Any]:
         """Who holds the page memory of a place between two steps, as plain JSON values; see `memory/ownership.py`."""
         self._home.check()
-        one, team = self.places[engine]
+        one, team = self._place(engine)
         held = await one.answer(one.client.call(lambda call_id: wire.ReadMemory(call_id, team)))
         state: dict[str, Any] = msgspec.to_builtins(held)
         return state
@@ -503,8 +504,11 @@ class AsyncEngine:
     async def watch(self, since: int, engine: int = 0) -> LiveState:
         """What a place runs and holds between two steps, with the steps after `since`; see `engine/core/live.py`."""
         self._home.check()
-        one, team = self.places[engine]
+        one, team = self._place(engine)
         return await one.answer(one.client.watch(since, team))
+
+    def _place(self, engine: int) -> tuple[Replica, int]:
+        return self.places[check_rank("engine", engine, len(self.places))]
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the core is gone, hangs, or has half new weights; of several, when all are lost."""

@@ -25,6 +25,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, ch
 from pagerunner.sched.scheduler import WAITING_WEIGHT
 from pagerunner.sched.teams import MOST_UNITS, UNITS_OF_A_REQUEST
 from pagerunner.types import EngineRequest
+from pagerunner.types.checks import check_rank
 from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
@@ -238,11 +239,7 @@ class Chooser:
         """
         count = len(self._replicas) * self._teams
         if rank is not None:
-            if not 0 <= rank < count:
-                raise InvalidRequestError(
-                    f"data_parallel_rank must be in [0, {count}), as data_parallel_size is {count}; got {rank}.",
-                    param="data_parallel_rank",
-                )
+            check_rank("data_parallel_rank", rank, count)
             return check_able([self._replicas[rank // self._teams]])[0]
         able = check_able(self._replicas)
         fine = [one for one in able if one.level <= 0 and not one.flaw]
