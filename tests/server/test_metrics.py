@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,6 +20,7 @@ from pagerunner.logs import SparingLog
 from pagerunner.memory.residency import Residency
 from pagerunner.memory.stats import GroupUsage
 from pagerunner.sched.stats import StepSizes
+from pagerunner.sched.teams import _together
 from pagerunner.server import app, launch, stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
@@ -324,6 +326,18 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     metrics.on_stats(SchedulerStats(busy_seconds=9))
     assert log.line() is None
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
+
+
+def test_teams_are_engines_and_the_log_line_has_the_fullest_ones_usage() -> None:
+    metrics = Metrics("m")
+    log = StatsLog(metrics)
+    teams = [SchedulerStats(kv_usage=1.0, waiting=12, waiting_for="pages"), SchedulerStats(running=1)]
+    metrics.on_stats(msgspec.structs.replace(_together("", teams), teams=teams))
+    assert "Running: 1 reqs, Waiting: 12 reqs (for pages), GPU KV cache usage: 100.0%" in (log.line() or "")
+    text = metrics.render().decode()
+    for engine, usage in enumerate((1.0, 0.0)):
+        assert f'vllm:kv_cache_usage_perc{{engine="{engine}",model_name="m"}} {usage}' in text
+        assert f'pagerunner:device_idle_ratio{{engine="{engine}",model_name="m"}} 1.0' in text
 
 
 def test_a_dead_engine_holds_nothing_and_is_not_in_the_log() -> None:

@@ -132,7 +132,7 @@ class TeamsScheduler:
         return all(done)
 
     def stats(self, *, paused: bool = False) -> SchedulerStats:
-        """The counts of all teams together, with those of each in `teams`. Shares are means."""
+        """The counts of all teams together, with those of each in `teams`. Shares are the largest: that of a team whose requests wait."""
         of_teams = [team.stats(paused=paused) for team in self.teams]
         together: SchedulerStats = _together("", of_teams)
         return msgspec.structs.replace(together, steps_total=self._steps, teams=of_teams)
@@ -147,7 +147,7 @@ def _graphs(plans: Sequence[StepPlan]) -> Literal["none", "mixed", "decode"]:
 
 
 def _together(name: str, values: Sequence[Any]) -> Any:
-    """The sum of a field's values, the mean of shares, the first of texts; of structs and lists part by part."""
+    """The sum of a field's values, the largest of shares, the first of texts; of structs and lists part by part."""
     first = values[0]
     if isinstance(first, msgspec.Struct):
         names = first.__struct_fields__
@@ -156,4 +156,4 @@ def _together(name: str, values: Sequence[Any]) -> Any:
         return [_together(name, parts) for parts in zip(*values, strict=True)]
     if first is None or isinstance(first, str):
         return next(filter(None, values), first)
-    return sum(values) / len(values) if name in _SHARES else sum(values)
+    return max(values) if name in _SHARES else sum(values)

@@ -302,7 +302,8 @@ class Metrics(EngineObserver):
     def set_idle(self, share: float) -> None:
         """Publish the share of the last seconds in which the device did not work on a step."""
         text = "Share of the last seconds that the device spent between steps."
-        self._set("pagerunner:device_idle_ratio", text, share)
+        for own in self._of_teams():
+            own._set("pagerunner:device_idle_ratio", text, share)
 
     def on_stats(self, stats: SchedulerStats) -> None:
         """Set the gauges and counters that the core keeps. A core's teams of ranks are shown as engines."""
