@@ -177,18 +177,13 @@ def test_errors_reach_only_the_request_that_caused_them(shared: asyncio.Runner, 
             given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
             with pytest.raises(kind, match=words):
                 await last(engine, "bad", given, **params)
+        for call in (engine.memory_state(1), engine.watch(0, -1)):
+            with pytest.raises(
+                InvalidRequestError, match=r"engine must be in \[0, 1\), as data_parallel_size is 1; got -?1"
+            ):
+                await call
         assert len((await good).outputs[0].token_ids) == 200
         assert engine.num_unfinished == 0
-
-    with_shared(shared, model, test)
-
-
-def test_an_engine_that_is_not_there_is_named(shared: asyncio.Runner, model: Path) -> None:
-    async def test(engine: AsyncEngine) -> None:
-        for number in (1, -1):
-            for call in (engine.memory_state(number), engine.watch(0, number)):
-                with pytest.raises(InvalidRequestError, match=rf"engine must be in \[0, 1\), .* got {number}\."):
-                    await call
 
     with_shared(shared, model, test)
 
