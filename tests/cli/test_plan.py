@@ -240,12 +240,12 @@ def test_every_published_config_plans_and_its_weights_take_the_published_bytes(t
 
 @pytest.mark.parametrize("ranks", ["2", "4"])
 def test_whole_experts_of_a_rank_take_as_few_bits_as_parts_of_all_of_them(tmp_path, capsys, ranks) -> None:
-    """Of 32 experts the last rank has none whose number is 0, 1 or 10."""
+    """Of 32 experts the last rank has none whose number is 0, 1 or 10. Four ranks' parts of 2,880 features are unequal, as 32 share a scale."""
     model = str(PUBLISHED["openai/gpt-oss-20b"].place(tmp_path))
     of_parts, of_whole = (
         weights(planned(capsys, model, "--memory", "80GiB", "-tp", ranks, *more)) for more in ((), ("-ep",))
     )
-    assert of_whole == pytest.approx(of_parts, rel=0.01)
+    assert of_whole == pytest.approx(of_parts, rel=0.03)
 
 
 def test_a_message_names_the_file_that_was_given(tmp_path, capsys) -> None:
