@@ -235,6 +235,31 @@ def test_a_client_that_only_reads_any_more_gets_its_answers(server: RunningServe
     assert b"[DONE]" in reply or not body.get("stream")
 
 
+def test_a_client_that_leaves_a_stream_ends_its_request_though_no_token_comes(server: RunningServer) -> None:
+    with connected(server) as client:
+        client.sendall(request({**STREAM, "max_tokens": 1500}))
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert server.post("/pause?mode=keep").status_code == 200
+        client.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):  # a system answers a close at once where something is unread
+            while client.recv(65536):
+                pass
+        assert server.engine.num_unfinished == 1
+    try:
+        until(lambda: not server.engine.num_unfinished, 5)
+    finally:
+        assert server.post("/resume").status_code == 200
+
+
+def test_a_client_that_only_reads_a_stream_any_more_passes_over_a_comment(server: RunningServer) -> None:
+    with connected(server) as client:
+        client.sendall(request({**STREAM, "max_tokens": 300}))
+        begun = client.recv(65536)
+        client.shutdown(socket.SHUT_WR)
+        reply = begun + read_to_end(client)
+    assert reply.count(b"3\r\n:\n\n\r\n") == 1 and reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 def test_a_client_of_http_1_0_that_sends_no_more_counts_as_gone(server: RunningServer) -> None:
     with connected(server) as client:
         client.sendall(request({**GOOD, "max_tokens": 1500, "ignore_eos": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pagerunner import limits
 from pagerunner.logs import SparingLog
 from pagerunner.server.errors import HttpError, error_body, one_line
+from pagerunner.server.http import EVENT_STREAM
 from pagerunner.server.lingering import LingeringTransport
 from pagerunner.server.strict_http import StrictConnection
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES = 64  # that the server has open beside connections: the model's, the helpers', the core's
 _RETRY_SECONDS = 1
 _URL_CHARS = 200
-_HALF_CLOSED_SECONDS = 0.05
+_HALF_CLOSED_SECONDS = 0.05, 1.6  # at first, at most
 
 
 _refused = SparingLog(logger)
@@ -114,7 +115,7 @@ class Connection(H11Protocol):
         """The client sends no more. Its last request is answered if it is whole and the client is there.
 
         A client that has gone looks the same, but its system answers the next bytes with a reset. So it is sent some: an interim answer, which
-        clients of HTTP/1.1 pass over, or what is written next of an answer that has begun.
+        clients of HTTP/1.1 pass over, or a comment, which readers of event streams pass over. Other answers that have begun are whole soon.
         """
         whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and self.conn.their_http_version == b"1.1"
         if self._lingering.is_closing() or not whole or self.cycle.response_complete:
@@ -122,11 +123,13 @@ class Connection(H11Protocol):
         if not self.cycle.response_started:
             interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
             self.transport.write(self.conn.send(interim) or b"")
+        elif EVENT_STREAM in self.cycle.scope:
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
         self._half_closed = True
-        self.loop.call_later(_HALF_CLOSED_SECONDS, self._end_if_reset)
+        self.loop.call_later(_HALF_CLOSED_SECONDS[0], self._end_if_reset, _HALF_CLOSED_SECONDS[0])
         return True
 
-    def _end_if_reset(self) -> None:
+    def _end_if_reset(self, waited: float) -> None:
         if self.transport.is_closing():
             return
         poll = select.poll()
@@ -134,7 +137,8 @@ class Connection(H11Protocol):
         if poll.poll(0):
             self.transport.abort()
         else:
-            self.loop.call_later(_HALF_CLOSED_SECONDS, self._end_if_reset)
+            later = min(2 * waited, _HALF_CLOSED_SECONDS[1])
+            self.loop.call_later(later, self._end_if_reset, later)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, unless bytes have come since the loop looked: with many streams that is long ago."""

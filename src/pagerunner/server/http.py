@@ -178,6 +178,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+EVENT_STREAM = "pagerunner.event_stream"
+"""In a request's scope: its answer is a stream of events, each written whole."""
+
+
 class EventStream(Response):
     """A text/event-stream of ready-made events; the source is closed when the client leaves or the events end."""
 
@@ -190,6 +194,7 @@ class EventStream(Response):
         self._close_source = close_source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[EVENT_STREAM] = True
         try:
             await unless_gone(receive, self._send_all(send))
         except (ClientGoneError, OSError):
