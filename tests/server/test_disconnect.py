@@ -200,7 +200,7 @@ def test_clients_that_left_while_rendering_hold_no_places(rendering: RunningServ
 def test_stopping_while_templates_render(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "_LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "LAST_WORDS_SECONDS", 0.2)
     found: list[httpx.Response] = []
     body = {"messages": USER, "max_tokens": 1}
     with caplog.at_level(logging.ERROR), rendering_server(tmp_path) as server:
