@@ -122,6 +122,20 @@ def test_of_a_failed_load_nothing_is_found_and_its_pages_come_back_when_it_can_w
     manager.check_integrity()
 
 
+def test_pages_of_a_failed_store_are_found_and_nothing_is_vouched_for_of_what_was_quarantined() -> None:
+    manager = KVManager(one_group(20))
+    manager.release(run(manager, TOKENS[:64]))
+    store, load = begun(manager, "store", TOKENS[:64]), begun(manager, "load", TOKENS[200:264])
+    for lease in (store, load):
+        manager.quarantine(lease.number)
+    grant = manager.admit(0, manager.chain(), TOKENS[:80], 79)
+    assert grant is not None and grant.cached_tokens == 64 and grant.pages[0][:4] == store.pages[0]
+    for lease in (store, load):
+        assert manager.end_transfer(lease.number, well=True) == [[]]
+    assert not manager.index.pages[0].keys() & set(load.keys[0])
+    manager.check_integrity()
+
+
 def test_what_arrives_after_a_reset_or_is_distrusted_is_not_published() -> None:
     manager = KVManager(one_group(20))
     first = begun(manager, "load", TOKENS[:64])

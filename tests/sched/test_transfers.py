@@ -159,7 +159,12 @@ def test_traffic_over_pages_that_come_and_go_has_the_right_tokens() -> None:
     run_state_machine_as_test(
         TierTraffic, settings=settings(QUICK, max_examples=effort(30, 1000), stateful_step_count=40)
     )
-    assert TierTraffic.seen["store"] and TierTraffic.seen["load"], TierTraffic.seen
+    wanted = {"store", "load", "quarantined", "admission waits", "growth waits"}
+    if wanted - TierTraffic.seen.keys():  # chance has left one out; this seed's traffic has all of them
+        run_state_machine_as_test(
+            seed(1)(TierTraffic), settings=settings(QUICK, max_examples=30, stateful_step_count=40)
+        )
+    assert not wanted - TierTraffic.seen.keys(), TierTraffic.seen
 
 
 class _MovesLeasedPages(SlabPool):

@@ -4,10 +4,10 @@ A lease counts like a request that holds the page. So the page is neither handed
 
 | State | Who uses the page | Findable | May be moved |
 |---|---|---|---|
-| saving | a step writes a snapshot into it | when its tokens are known | yes: steps run in order |
+| saving | a step writes a snapshot into it | when the host knows the tokens up to it | yes: steps run in order |
 | held | a transfer reads it | yes | no |
 | arriving | a transfer writes it | when the transfer has ended well | no |
-| quarantined | a transfer that has failed, and may still write | never | no |
+| quarantined | a transfer that has failed, and may still use it; nobody waits for its end | of a load never; of a store yes, as it only reads | no |
 
 Example: a prompt's 512 pages are copied to the host. Its request ends meanwhile. The pages become cache at the copy's end.
 """
@@ -25,14 +25,18 @@ LeaseState = Literal["saving", "held", "arriving", "quarantined", "ended"]
 
 
 class Lease:
-    """Pages by group. Of a transfer also its `number`, what the pages hold (`keys`), and where else that lies (`places`)."""
+    """Pages by group. Of a transfer also its `number`, what the pages hold (`keys`), and where else that lies (`places`).
 
-    __slots__ = ("epoch", "keys", "number", "pages", "places", "state")
+    What a `distrusted` one brings is wrong.
+    """
+
+    __slots__ = ("distrusted", "epoch", "keys", "number", "pages", "places", "state")
 
     def __init__(self, state: LeaseState, pages: list[list[int]], epoch: int, number: int = -1) -> None:
         self.state = state
         self.pages = pages
         self.epoch = epoch
+        self.distrusted = False
         self.number = number
         self.keys: list[list[PageKey]] = []
         self.places: list[list[int]] = []
@@ -109,19 +113,23 @@ class Leases:
         return self._begin(lease)
 
     def quarantine(self, number: int) -> None:
-        """The transfer has failed, but may still write to its pages: they stay away from everybody until it has ended."""
+        """The transfer has failed, but may still use its pages: they aren't given back until it has ended, which nobody waits for.
+
+        What a load writes to is found by nobody, then or later. Pages that are stored stay findable.
+        """
         lease = self._transfers[number]
         self._forget(lease)
         lease.state = "quarantined"
 
     def end(self, number: int, *, well: bool) -> list[list[PageKey]]:
-        """The transfer reads and writes no more. What has arrived `well` becomes cache.
+        """The transfer reads and writes no more. What has arrived `well` becomes cache; what was quarantined hasn't ended well.
 
         Returns, by group, the keys that are found in these pages now. Of what a transfer has read, only these are right.
         """
         lease = self._transfers.pop(number)
         self._forget(lease)
-        if well and lease.state == "arriving" and lease.epoch == self._index.epoch:
+        well = well and lease.state != "quarantined"
+        if well and lease.state == "arriving" and not lease.distrusted and lease.epoch == self._index.epoch:
             for group, pages in enumerate(lease.pages):
                 for key, page in zip(lease.keys[group], pages, strict=True):
                     self._index.publish(group, key, page)
@@ -137,7 +145,7 @@ class Leases:
     def distrust(self, group: int, key: PageKey) -> None:
         """What has this key is wrong: a transfer that brings it publishes nothing."""
         if (lease := self.arriving[group].get(key)) is not None:
-            lease.epoch = -1
+            lease.distrusted = True
 
     def would_fit(self, needs: Sequence[int]) -> bool:
         """Whether `needs` could be had if all transfers ended now that haven't failed."""

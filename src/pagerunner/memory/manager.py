@@ -109,8 +109,10 @@ class KVManager:
         """Reserve the pages to compute `tokens`, of which at most the first `hit_limit` may come from the index.
 
         None if the pages don't fit beside what running requests hold and were promised. None, too, if a running request is
-        about to take a snapshot that saves this request work, or if a transfer brings pages that do. Without `shares` the request neither looks into the index nor
-        publishes. With a `parent_id`, all but the last of the first `prompt_len` tokens may come from a sibling (`offer`).
+        about to take a snapshot that saves this request work, or if a transfer brings pages that do.
+
+        Without `shares` the request neither looks into the index nor publishes. With a `parent_id`, all but the last of the first
+        `prompt_len` tokens may come from a sibling (`offer`).
         """
         return self._admission.admit(
             slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len
@@ -270,7 +272,10 @@ class KVManager:
         return self._leases.end(number, well=well)
 
     def quarantine(self, number: int) -> None:
-        """The transfer has failed but hasn't ended: until `end_transfer`, nobody gets its pages or waits for them."""
+        """The transfer has failed but hasn't ended: until `end_transfer` its pages aren't given back, and nobody waits for them.
+
+        Pages that it loads are found by nobody, then or later.
+        """
         self._room.version += 1
         self._leases.quarantine(number)
 
