@@ -24,6 +24,8 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import ConfigError
 from pagerunner.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 DEMO = EngineArgs(model=str(demo_path()), num_gpu_blocks_override=256, max_num_seqs=8, device="cpu")
 LENGTHS = ("--random-input-len", "20", "--random-output-len", "6")
 

@@ -247,6 +247,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.days(2)
 def test_random_traffic_has_the_same_tokens_on_three_ranks_as_on_one(tmp_path: Path) -> None:
     """Each step's results and tables are compared between ranks. Tokens are sampled in every way, from token ids in unequal parts."""
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
@@ -296,6 +297,7 @@ def test_stages_have_the_tokens_of_the_whole_model(family: str, tmp_path: Path) 
     assert len(workers.digests()) == 1
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_plan_covers_what_stages_keep_of_what_they_have_sent(stages: int, tmp_path: Path) -> None:
     """Streams of full steps, as many as may be under way. A prompt of 600 tokens is 10 such steps."""

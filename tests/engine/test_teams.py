@@ -35,6 +35,8 @@ from pagerunner.errors import ConfigError, EngineDeadError, InvalidRequestError
 from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, TeamsPlan, TeamsResult
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 LIMITS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 48, "device": "cpu"}
 
 
