@@ -72,9 +72,7 @@ def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
             "GET /memory",
         ):
             response = httpx.request(*call.split()[:1], server.url + call.split()[1], timeout=patient(10))
-            assert response.status_code == 503 and f"has not answered a call for {stall:g} seconds" in response.text, (
-                call
-            )
+            assert response.status_code == 503 and said in response.text, call
         os.kill(server.engine.core_pid, signal.SIGKILL)
         client.join()
 

@@ -116,12 +116,15 @@ class Replica:
         return await self.answer(self.client.sleep_level())
 
     async def answer(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """The answer to a call that the core answers between two steps. Raises EngineDeadError if the core hangs.
+        """The answer to a call that the core answers between two steps. Raises EngineDeadError if the core hangs, at once if that is known.
 
         While a call is under way that may take longer, such as the wait for a trainer, this one has the time that it takes.
         """
         patient = self._long_calls > 0
         if not patient:
+            if self.client.death is None and (fault := self.fault):
+                call.close()
+                raise EngineDeadError(fault)
             self.desk.progress.ask()
         try:
             found = await asyncio.wait_for(call, None if patient else self._stall_seconds)
