@@ -18,6 +18,9 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.slabs import SlabPool
 
+MOST_DOUBT = 50
+"""Steps after which a transfer that has failed can't write any more."""
+
 
 class TierTraffic(Traffic):
     """Any page that can be found is stored somewhere at some time, and any page that was stored is loaded."""
@@ -117,6 +120,9 @@ class TierTraffic(Traffic):
                     self._doubt(number)
                 else:
                     self._end(number, well=number % 6 != 2)
+        # a request that needs these pages is admitted and preempted again and again meanwhile
+        for number in [n for n in self.doubtful & self.under_way.keys() if before - self.born[n] > MOST_DOUBT]:
+            self._end(number, well=False)
         super().step(fault)
         if self.manager.awaits == "transfer":
             self.seen["admission waits"] += 1
