@@ -37,8 +37,11 @@ PRELOADED = (
 """What programs would import, 2 s of computing."""
 READ_AT_IMPORT = ("PAGERUNNER_LIMIT_", "OMP_", "GOMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_", "PYTHON")
 """Beginnings of the variables that Python reads when it starts, and those modules when they are imported."""
-HARMLESS = ("PYTHONPATH", "OMP_WAIT_POLICY", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
-"""Of these, those that make no difference: the path is set again, one thread waits for nobody, and CPUs have no multicast."""
+HARMLESS = (
+    "PYTHONPATH", "OMP_WAIT_POLICY", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+"""Of these, those that make no difference: the path is set again, one thread waits for nobody, and CPUs have no multicast. Caches' places, which
+torch's compiler sets for its process and all that it starts, are looked up when they are needed."""
 MODULES = (
     "pagerunner",
     "pagerunner.engine.core.process",
