@@ -25,6 +25,7 @@ LEVELS: dict[str, int] = {
     "children": 0,
     "memory": 1,
     "sched": 1,
+    "tiers": 1,
     "batch": 2,
     "ops": 2,
     "dist": 2,
@@ -66,7 +67,7 @@ PEERS: set[tuple[str, str]] = {
 # What stands on top uses the engine's front ends; it doesn't reach into the parts below them.
 FRONT = {"server", "cli", "eval", "bench"}
 CLOSED_TO_FRONT = {"sched", "batch", "ops", "dist", "attention", "quant", "layers", "runner", "lora"}
-TORCH_FREE = {"errors", "limits", "types", "config", "memory", "sched", "text"}
+TORCH_FREE = {"errors", "limits", "types", "config", "memory", "sched", "tiers", "text"}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80

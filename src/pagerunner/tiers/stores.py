@@ -1,0 +1,45 @@
+"""What a memory below the host's must do to keep pages: one protocol for a disk and for other engines.
+
+A page is bytes under a group and a key. Host memory is the way in and out: a store writes from its places and reads into them. A store
+knows no layers, no backends and no devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Page = tuple[int, bytes, memoryview]
+"""A group, a key, and the bytes of a place in host memory, as many as a page of that group has."""
+
+
+class PageStore(Protocol):
+    """Pages by group and key, in another memory. Nothing here waits for that memory: `read` and `write` begin, `ended` tells.
+
+    Every store is opened for one fingerprint (`fingerprint.py`), so that a key means the same bytes to all that use it. What a store can't
+    prove to be the page that was asked for is a miss.
+
+    The caller numbers what it begins, and tells `read` and `write` apart by the number alone. One thread calls. Of what has ended, the
+    store's own threads tell the callback that the store was made with, so that the caller comes and asks.
+    """
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """Which pages are there, as far as memory knows: microseconds, and never a system call. A page that is found may be gone when it is read."""
+
+    def read(self, number: int, pages: Sequence[Page]) -> None:
+        """Begin to fill the places. Until `number` has ended they may be written to, whatever time has passed."""
+
+    def write(self, number: int, pages: Sequence[Page]) -> None:
+        """Begin to keep what the places hold. They stay as they are until `number` has ended."""
+
+    def ended(self) -> list[tuple[int, list[bool]]]:
+        """What has ended since the last call: numbers, and for each of their pages whether it went well.
+
+        A place that a page was not read into well holds anything. The store has forgotten a page that was there and was wrong.
+        """
+
+    def seconds(self, nbytes: int) -> float:
+        """How long reading so many bytes would take now, behind what was begun before; infinite for a store that doesn't read at present."""
+
+    def close(self) -> None:
+        """Begin nothing more, and wait a limited time for what was begun. What hasn't ended then may still use its places."""
