@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from helpers.memory_store import MemoryStore
 from helpers.patience import until
-
 from pagerunner.tiers.stores import PageStore
 
 KEY, OTHER = b"k" * 32, b"o" * 32
