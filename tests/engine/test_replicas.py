@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pagerunner.engine.frontend.replicas import MOST_SENT, MOST_UNITS, Chooser, Replica
+from pagerunner.engine.frontend.replicas import Chooser, Replica
 from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.memory.affinity import MOST_SENT, MOST_UNITS, SentUnits
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, SamplingParams
 
@@ -19,7 +20,7 @@ class Engine(Replica):
     def __init__(self, waiting: int = 0, running: int = 0) -> None:
         self.level = -1
         self.stalls = 0.0
-        self._sent = {}
+        self.sent = SentUnits()
         self._weights_fault = ""
         self._stall_seconds = 60.0
         self.desk: Any = SimpleNamespace(
@@ -81,11 +82,11 @@ def test_what_is_remembered_is_bounded_and_forgets_ends_first(monkeypatch: pytes
     assert len(chooser.hashes(long)) == MOST_UNITS
     for number in range(MOST_SENT // MOST_UNITS + 1):
         send(chooser, one, request(16 * MOST_UNITS, first=number))
-        assert len(one._sent) <= MOST_SENT
+        assert len(one.sent) <= MOST_SENT
     half = request(8 * MOST_UNITS, first=10**6)
     send(chooser, one, half)
-    oldest = next(number for number in range(1, 9) if one.units_sent(chooser.hashes(request(8192, first=number))))
-    assert 0 < one.units_sent(chooser.hashes(request(8192, first=oldest))) <= MOST_UNITS
+    oldest = next(number for number in range(1, 9) if one.sent.leading(chooser.hashes(request(8192, first=number))))
+    assert 0 < one.sent.leading(chooser.hashes(request(8192, first=oldest))) <= MOST_UNITS
 
 
 def test_who_can_not_serve_is_passed_over() -> None:

@@ -19,7 +19,7 @@ from helpers.checkpoints import make_config, write_tokenizer
 from helpers.patience import patient
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
-from pagerunner.server import launch
+from pagerunner.server import launch, listening
 from pagerunner.server.http_logs import HttpLogs
 
 MODEL = "tiny"
@@ -146,14 +146,14 @@ def running_server(
     args: EngineArgs, *, core_factory: str = fake_core.FACTORY, **options: Any
 ) -> Iterator[RunningServer]:
     """Serve on a free loopback port in a thread; stopped and joined at the end."""
-    listener = launch.bind("127.0.0.1", 0)
+    listener = listening.bind("127.0.0.1", 0)
     started = threading.Event()
     box: dict[str, Any] = {}
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
 
-        def on_ready(engine: AsyncEngine, stop: launch.StopSignals) -> None:
+        def on_ready(engine: AsyncEngine, stop: listening.StopSignals) -> None:
             box["engine"], box["stop"] = engine, lambda: loop.call_soon_threadsafe(stop.ask)
             started.set()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagerunner.server import launch
+from pagerunner.server import launch, listening
 
 
 class SlowServer:
@@ -42,8 +42,8 @@ def run(server: Any, capsys: pytest.CaptureFixture[str]) -> str:
     """What is printed until a connection is refused or made; then the server is stopped."""
 
     async def scenario() -> str:
-        stop, never = launch.StopSignals(), asyncio.get_running_loop().create_future()
-        with launch.bind("127.0.0.1", 0) as listener:
+        stop, never = listening.StopSignals(), asyncio.get_running_loop().create_future()
+        with listening.bind("127.0.0.1", 0) as listener:
             running = asyncio.create_task(launch._run(server, listener, Engine(), stop, 1.0, never, announce=True))
             printed = ""
             while not printed and not running.done():

@@ -23,7 +23,8 @@ from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
-from pagerunner.server.launch import bind, run_server
+from pagerunner.server.launch import run_server
+from pagerunner.server.listening import bind
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -15,7 +15,7 @@ from helpers.patience import patient
 from pagerunner.config import EngineArgs
 from pagerunner.server import api_processes
 from pagerunner.server.api_processes import ApiLaunch, Supervisor
-from pagerunner.server.launch import StopSignals
+from pagerunner.server.listening import StopSignals
 
 SAYS = "print('serves', flush=True); print('page', flush=True);"
 LIVES_ON = f"import time; {SAYS} time.sleep(60)"

@@ -22,7 +22,7 @@ from pagerunner.errors import ConfigError
 if TYPE_CHECKING:
     from pagerunner.engine.frontend.async_engine import AsyncEngine
     from pagerunner.server.batch_files import AnswerFile, AnswerStream
-    from pagerunner.server.launch import StopSignals
+    from pagerunner.server.listening import StopSignals
 
 _INTERRUPTED = 130
 Answering = Callable[[str, Mapping[str, str], Callable[[], bool]], Any]
@@ -121,7 +121,8 @@ async def _serve(namespace: argparse.Namespace, answering: Answering) -> bool:
 async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
     from pagerunner.server.batch_files import BatchEndedError
     from pagerunner.server.http_logs import HttpLogs
-    from pagerunner.server.launch import bind, serve
+    from pagerunner.server.launch import serve
+    from pagerunner.server.listening import bind
 
     key = secrets.token_hex(16)
     ready: asyncio.Future[StopSignals] = asyncio.get_running_loop().create_future()

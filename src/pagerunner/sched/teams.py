@@ -16,16 +16,13 @@ from typing import Any, Literal
 import msgspec
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.affinity import MOST_UNITS, UNITS_OF_A_REQUEST
 from pagerunner.memory.grant import NO_PAGE
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TeamsPlan, TeamsResult
 
-UNITS_OF_A_REQUEST = 32
-"""So many units of 16 tokens that needn't be computed count as much as a request that runs."""
-MOST_UNITS = 512
-"""Units of a prompt that are looked at: beyond 8,192 tokens an engine or a team that has nothing to do is better than a prefix."""
 _SHARES = frozenset(("kv_usage", "kv_fragmentation", "kv_waste", "usage", "fragmentation", "waste"))
 
 

@@ -40,7 +40,8 @@ from pagerunner.engine.frontend.frontend import check_options
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import EngineDeadError
 from pagerunner.logs import set_up_logging
-from pagerunner.server.launch import DRAIN_SECONDS, LAST_WORDS_SECONDS, ServerOptions, StopSignals, bind, serve
+from pagerunner.server.launch import ServerOptions, serve
+from pagerunner.server.listening import DRAIN_SECONDS, LAST_WORDS_SECONDS, StopSignals, bind
 from pagerunner.server.metrics import SHARED_DIRECTORY
 
 logger = logging.getLogger(__name__)

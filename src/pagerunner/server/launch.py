@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import ipaddress
 import logging
 import os
-import resource
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -28,10 +21,20 @@ from pagerunner.engine.frontend.replicas import Replica
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions
-from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, on_loop_error
+from pagerunner.server.connection import Connection, on_loop_error
 from pagerunner.server.errors import HttpError
 from pagerunner.server.gate import Keys
 from pagerunner.server.http_logs import HttpLogs
+from pagerunner.server.listening import (
+    DRAIN_SECONDS,
+    LAST_WORDS_SECONDS,
+    Server,
+    StopSignals,
+    allow_many_connections,
+    bind,
+    is_loopback,
+    uvicorn_config,
+)
 from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import SHARED_DIRECTORY, Metrics, Registered
 from pagerunner.server.service import Service
@@ -41,12 +44,8 @@ from pagerunner.server.tracing import TraceHeaders, sent_spans
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 30.0
-_OPEN_FILES = 65_536
-_SHORT_URLS = ShortUrls()
 _START_CHECK_SECONDS = 0.005
 _PARKED_CHECK_SECONDS = 0.1
-LAST_WORDS_SECONDS = 10.0
 DEATH_SECONDS = 3.0
 """How long a server whose core has died answers 503, with the reason, before it ends."""
 
@@ -98,13 +97,13 @@ def run_server(
         raise ConfigError(
             f"api_server_count must be in [1, {limits.MAX_API_SERVERS}], got {api_server_count} {limits.knob('MAX_API_SERVERS')}."
         )
-    _allow_many_connections()
+    allow_many_connections()
     listener = bind(host, port)
     if api_server_count > 1:  # the port was free; now others may take it too
         host, port = listener.getsockname()[:2]
         listener.close()
         listener = bind(host, port, shared=True)
-    if not options.get("api_keys") and not _is_loopback(listener):
+    if not options.get("api_keys") and not is_loopback(listener):
         logger.warning("The server listens on %s without an API key: whoever reaches it may use it.", host)
     try:
         if api_server_count > 1:
@@ -114,63 +113,6 @@ def run_server(
         return asyncio.run(serve(args, listener, **options))
     finally:
         listener.close()
-
-
-def _allow_many_connections() -> None:
-    """Raise the soft limit on open files.
-
-    Many systems start programs with 1,024, enough for 1,024 clients, and allow more.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet. If it is `shared`, other processes of this user can listen there too.
-
-    Raises ConfigError when the address cannot be had."""
-    if not 0 <= port <= 65_535:
-        raise ConfigError(f"port must be in [0, 65535], got {port}.")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"The address {host!r}, port {port}, cannot be used: {error}.") from error
-    first_error: ConfigError | None = None
-    for family, kind, protocol, _, address in found:
-        try:
-            return _bind_one(family, kind, protocol, address, shared)
-        except OSError as error:
-            first_error = first_error or _bind_error(host, port, error)
-    raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
-
-
-def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...], shared: bool) -> socket.socket:
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections of an earlier server may still be in TIME_WAIT
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"Port {port} on {host} is in use; stop what listens there or choose another one with --port."
-        )
-    return ConfigError(f"Port {port} on {host} cannot be opened: {error}; choose another one with --host or --port.")
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(str(listener.getsockname()[0]).partition("%")[0]).is_loopback
 
 
 async def serve(
@@ -200,7 +142,7 @@ async def serve(
         api=tuple(api_keys),
         admin=tuple(admin_keys),
         origins=tuple(allowed_origins),
-        loopback=_is_loopback(listener),
+        loopback=is_loopback(listener),
     )
     with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
         directory = None if cores is None else os.environ[SHARED_DIRECTORY]
@@ -228,7 +170,7 @@ async def serve(
                 for own in engines
             ]
             app = create_app(Service(engine, names, args.model, chat), metrics, feeds, keys, docs=docs)
-            server = _Server(_uvicorn_config(app if spans is None else TraceHeaders(app), logs or HttpLogs()))
+            server = Server(uvicorn_config(app if spans is None else TraceHeaders(app), logs or HttpLogs()))
             if on_ready is not None:
                 on_ready(engine, stop)
             with set_apart():
@@ -263,79 +205,6 @@ def describe_cache(metrics: Metrics, args: EngineArgs, plan: Mapping[str, Any], 
         num_gpu_blocks_override=args.num_gpu_blocks_override,
         num_gpu_blocks=plan["num_gpu_blocks"],
         max_model_len=max_model_len,
-    )
-
-
-class StopSignals:
-    """SIGINT and SIGTERM as events: `asked` at the first, `insisted` at the second, `forced` at the third."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.insisted = asyncio.Event()
-        self.forced = asyncio.Event()
-
-    def ask(self) -> None:
-        """What a signal does; also callable without one."""
-        events = (self.asked, self.insisted, self.forced)
-        next((event for event in events if not event.is_set()), self.forced).set()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[StopSignals]:
-        """Handle the signals meanwhile. Off the main thread Python delivers none, and nothing is installed."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.ask)
-        try:
-            yield self
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    async def loaded(self, loading: asyncio.Task[Any]) -> bool:
-        """Whether the task is done, or has been cancelled because of a signal."""
-        await self.wait(self.asked, loading)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            logger.warning("Stopped while the model was loading.")
-        return not loading.cancelled()
-
-    async def wait(self, event: asyncio.Event, *tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
-        """Wait until the event is set, a task is done, or time is up."""
-        waiting = asyncio.create_task(event.wait())
-        try:
-            await asyncio.wait([waiting, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end streams that we drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
-
-
-def _uvicorn_config(app: ASGIApp, logs: HttpLogs) -> uvicorn.Config:
-    logging.getLogger("uvicorn.access").addFilter(_SHORT_URLS)  # a filter that is there is not added again
-    logs.apply()
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        backlog=accepted_at_once(),
-        h11_max_incomplete_event_size=limits.MAX_HEADER_BYTES,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=logs.access,
-        log_level=logs.level,
-        server_header=False,
-        proxy_headers=False,  # the client's address is that of the connection, whatever a header claims
     )
 
 

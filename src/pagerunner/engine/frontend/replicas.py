@@ -21,16 +21,14 @@ from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.memory.affinity import MOST_UNITS, UNITS_OF_A_REQUEST, SentUnits
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.sched.scheduler import WAITING_WEIGHT
-from pagerunner.sched.teams import MOST_UNITS, UNITS_OF_A_REQUEST
 from pagerunner.types import EngineRequest
 from pagerunner.types.checks import check_rank
 from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
-MOST_SENT = 65_536
-"""Units that are remembered of each engine, 1 Mi tokens: some 10 MB."""
 
 
 class Replica:
@@ -55,7 +53,7 @@ class Replica:
         self._stall_seconds = stall_seconds
         self._long_calls = 0
         self._observer, self._died = asked, died
-        self._sent: dict[bytes, None] = {}  # hashes of units, the latest last
+        self.sent = SentUnits()
 
     @property
     def memory_plan(self) -> dict[str, Any]:
@@ -69,10 +67,6 @@ class Replica:
         stats, progress = self.desk.stats, self.desk.progress
         waiting = max(progress.queued, stats.waiting)  # the core also knows those of other frontends
         return WAITING_WEIGHT * waiting + max(progress.unfinished - progress.queued, stats.running)
-
-    def units_sent(self, hashes: Sequence[bytes]) -> int:
-        """How many leading units of a prompt it has been sent before."""
-        return next((index for index, one in enumerate(hashes) if one not in self._sent), len(hashes))
 
     def submit(
         self, request_id: str, text: str | None, requests: list[EngineRequest], arrival: float, hashes: Sequence[bytes]
@@ -89,11 +83,7 @@ class Replica:
             self.desk.leave(request_id)
             self.desk.progress.dropped([one.request_id for one in requests])
             raise
-        for one in reversed(hashes):  # a prompt's end is forgotten before its beginning
-            self._sent.pop(one, None)
-            self._sent[one] = None
-        while len(self._sent) > MOST_SENT:
-            del self._sent[next(iter(self._sent))]
+        self.sent.add(hashes)
         return stream
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
@@ -104,7 +94,7 @@ class Replica:
     async def sleep(self, level: int, mode: str) -> None:
         """Have the core sleep. Raises its error."""
         if level:
-            self._sent.clear()
+            self.sent.clear()
         await self._long_call(lambda call_id: wire.Sleep(call_id, level, mode))
 
     async def prepare_sleep(self, level: int, mode: str) -> None:
@@ -159,7 +149,7 @@ class Replica:
 
     async def change_weights(self, change: WeightChange) -> None:
         """Have the core do a part of an update of its weights. Raises its error."""
-        self._sent.clear()
+        self.sent.clear()
         await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
 
     async def _long_call(self, make: Callable[[int], wire.Call]) -> None:
@@ -171,7 +161,7 @@ class Replica:
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached prompt pages. False when some belong to running requests."""
-        self._sent.clear()
+        self.sent.clear()
         return bool(await self.answer(self.client.call(wire.ResetPrefixCache)))
 
     @property
@@ -250,7 +240,7 @@ class Chooser:
         self._turn = (self._turn + 1) % len(fine)  # of equal ones each has its turn
         return min(
             fine[self._turn :] + fine[: self._turn],
-            key=lambda one: one.load - one.units_sent(hashes) / UNITS_OF_A_REQUEST,
+            key=lambda one: one.load - one.sent.leading(hashes) / UNITS_OF_A_REQUEST,
         )
 
 
