@@ -24,6 +24,9 @@ from pagerunner.ops.stored import Stored4
 NARROW_PAIRS, MOST_PAIRS = 96, 700
 """Pairs of an expert, on average, up to which tiles are narrow, and up to which these kernels are chosen, by measurement (docs/performance.md)."""
 
+PART_ROWS = 192
+"""Rows of an expert's codes in a part: 64 for each of the three groups of warps that multiply."""
+
 
 class StreamsConfig(NamedTuple):
     """A tile: the numbers of pairs that it is computed with, steps of 128 columns of a stage, and stages."""
@@ -42,8 +45,9 @@ def streams_config(pairs: int, experts: int) -> StreamsConfig | None:
 
 
 def serves_streams(weights: Stored4) -> bool:
-    """Whether these kernels serve such weights: as those of lanes, and in one piece."""
-    return serves_lanes(weights) and weights.codes.is_contiguous() and weights.scales.is_contiguous()
+    """Whether these kernels serve such weights: as those of lanes, in one piece, and more rows than one part has, as Triton 3.6 can't compile one."""
+    whole = weights.codes.is_contiguous() and weights.scales.is_contiguous()
+    return whole and weights.shape[1] > PART_ROWS and serves_lanes(weights)
 
 
 @functools.cache
