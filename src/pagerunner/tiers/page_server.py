@@ -1,0 +1,173 @@
+"""The page server: lets other engines read lent pages, on threads of its own, one for each connection.
+
+Whoever connects is a stranger until he has proven that he knows the secret. Strangers are few at a time, have seconds, and can't make the
+server hold more than some hundred bytes. Nothing that a client sends is believed: lengths, keys and tokens are looked up here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from pagerunner.errors import ConfigError
+from pagerunner.logs import SparingLog
+from pagerunner.tiers import wire
+from pagerunner.tiers.loans import Loans
+from pagerunner.tiers.wire import Line, WireError
+
+log = logging.getLogger(__name__)
+
+
+class PageServer:
+    """Serves the pages of `loans`. It listens from `open` on, until `close`, and may be opened again.
+
+    `allowed` are addresses and networks of clients: "10.0.0.7", "10.0.0.7:14579" (whose port says nothing here), "10.0.0.0/24".
+    """
+
+    STRANGERS, CLIENTS = 16, 64
+    HANDSHAKE_SECONDS, IDLE_SECONDS = 5.0, 120.0
+    GRACE_SECONDS, MIN_RATE = 5.0, 20e6
+    """A message and its pages are sent within 5 s, and at 20 MB/s besides; a client that takes longer is cut off."""
+
+    def __init__(
+        self,
+        loans: Loans,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allowed: Sequence[str] = wire.LOOPBACK,
+    ) -> None:
+        self._loans, self._secret, self._host, self._port = loans, secret, host, port
+        self._allowed = [wire.place(entry)[0] for entry in allowed]
+        self._fields: Mapping[str, str] = {}
+        self._lock = threading.Lock()
+        self._lines: dict[Line, threading.Thread] = {}
+        self._strangers = 0
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._refusals = SparingLog(log, most=5)
+        self.boot = b""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._host, self._port
+
+    def open(self, fields: Mapping[str, str]) -> None:
+        """Listen, for engines whose pages have equal `fields`. Raises ConfigError where that can't be."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._host, self._port))
+            listener.listen(self.CLIENTS)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"kv_transfer_config: kv_ip={self._host!r}, kv_port={self._port}: this machine can't listen there ({error})."
+            ) from error
+        listener.settimeout(0.5)
+        self._port = listener.getsockname()[1]  # the same one after a sleep
+        self._fields, self._listener, self.boot = dict(fields), listener, secrets.token_bytes(16)
+        self._thread = threading.Thread(target=self._accept, args=(listener,), name="page server", daemon=True)
+        self._thread.start()
+
+    def close(self, why: str) -> None:
+        """Answer nobody any more, and end all loans. When it returns, no page is read."""
+        listener, self._listener = self._listener, None
+        if listener is not None and self._thread is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.join()
+            listener.close()
+        with self._lock:
+            threads = dict(self._lines)
+        for line, thread in threads.items():
+            line.stop()
+            thread.join()
+        self._loans.end_all(why)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while self._listener is listener:
+            self._loans.tick()
+            try:
+                sock, (host, *_) = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed; or no file descriptors are left, which may pass
+                time.sleep(0.05)
+                continue
+            if reason := self._turn_away(host):
+                self._refusals.warn("Page server: %s was turned away: %s", host, reason)
+                sock.close()
+                continue
+            line = Line(sock)
+            thread = threading.Thread(target=self._serve, args=(line, host), name="page server client", daemon=True)
+            with self._lock:
+                self._strangers += 1
+                self._lines[line] = thread
+            thread.start()
+
+    def _turn_away(self, host: str) -> str:
+        address = ipaddress.ip_address(host.split("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        if not any(address in network for network in self._allowed):
+            return "it isn't among the peers of kv_connector_extra_config"
+        if self._strangers >= self.STRANGERS:
+            return f"{self.STRANGERS} connections haven't proven yet that they know the secret"
+        return f"it would be connection number {self.CLIENTS + 1}" if len(self._lines) >= self.CLIENTS else ""
+
+    def _serve(self, line: Line, host: str) -> None:
+        stranger = True
+        try:
+            try:
+                wire.welcome(line, self._secret, self._fields, self.boot, time.monotonic() + self.HANDSHAKE_SECONDS)
+            finally:
+                with self._lock:
+                    self._strangers -= 1
+            stranger = False
+            while self._listener is not None:
+                self._answer(line, line.receive(wire.Request, time.monotonic() + self.IDLE_SECONDS))  # type: ignore[arg-type]
+        except WireError as error:
+            (self._refusals.warn if stranger else log.info)("Page server: %s %s", host, error)
+        except Exception:  # a client's, not the engine's
+            log.exception("Page server: the connection of %s is closed", host)
+        finally:
+            line.close()
+            with self._lock:
+                del self._lines[line]
+
+    def _answer(self, line: Line, request: wire.Request) -> None:
+        deadline = time.monotonic() + self.GRACE_SECONDS
+        match request:
+            case wire.List(token, start):
+                with self._loans.reading(token) as loan:
+                    names, seconds = ([], 0.0) if loan is None else (loan.names, loan.seconds)
+                    line.send(wire.Listed(names[start : start + wire.MAX_PAGES], len(names), seconds), deadline)
+            case wire.Renew(token):
+                line.send(wire.Done(self._loans.renew(token)), deadline)
+            case wire.Release(token):
+                line.send(wire.Done(self._loans.release(token)), deadline)
+            case wire.Pull():
+                self._send(line, request, deadline)
+
+    def _send(self, line: Line, pull: wire.Pull, deadline: float) -> None:
+        with self._loans.reading(pull.token) as loan:
+            pages = {} if loan is None else loan.pages
+            there = [len(pages.get((group, key), b"")) == size > 0 for group, key, size in pull.pages]
+            send = [(group, key) for (group, key, _), is_there in zip(pull.pages, there, strict=True) if is_there]
+            deadline += sum(len(pages[name]) for name in send) / self.MIN_RATE
+            line.send(wire.Sending(there), deadline)
+            sums = []
+            for name in send:
+                assert loan is not None
+                sums.append(loan.checksum(name))
+                line.send_bytes(pages[name], deadline)
+            held = loan is not None and not loan.ended
+        line.send(wire.Sent(held, sums), deadline)

@@ -1,0 +1,441 @@
+"""Pages of other engines: a store that reads what they lend. A visit is to one loan of one engine, as long as a request needs it.
+
+Example: a request names the loan that the prefill engine has made for it. `visit` asks that engine what the loan holds. Then `find` knows
+its pages, `read` pulls them into host memory, and `leave` gives the loan back. One thread asks an engine, renews and releases loans. Others
+pull pages, each on a connection of its own, so a long pull doesn't let loans expire. An engine that dies, restarts, hangs or is slower than
+`MIN_RATE` fails the visits to it: their pages weren't read well, and prompts are recomputed.
+
+Bytes come into a place only while one thread stands in `_pull` for it, and a read ends after that. So nothing comes late, and no place has to
+be kept back.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import socket
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.logs import SparingLog
+from pagerunner.tiers import wire
+from pagerunner.tiers.stores import Page
+from pagerunner.tiers.wire import Line, Name, WireError
+
+log = logging.getLogger(__name__)
+_refusals = SparingLog(log, most=5)
+
+Address = tuple[str, int]
+GRACE_SECONDS, MIN_RATE = 5.0, 20e6
+"""An engine answers within 5 s, and sends at 20 MB/s besides."""
+PULL_BYTES, PULL_PAGES = 32 << 20, 1_024
+"""Of one pull, so that deadlines are short and a visit can end between two."""
+MAX_IDLE_PEERS = 16
+
+
+class Visit:
+    """A loan of another engine, and which of its pages the store knows. `failed`: why none can be had, or ""."""
+
+    __slots__ = ("boot", "failed", "left", "names", "number", "peer", "seconds", "token")
+
+    def __init__(self, number: int, peer: _Peer, token: bytes, boot: bytes) -> None:
+        self.number, self.peer, self.token, self.boot = number, peer, token, boot
+        self.names: list[Name] = []
+        self.seconds = math.inf
+        self.failed = ""
+        self.left = False
+
+
+class _Read:
+    """A read of several visits' pages, and how many parts of it haven't ended."""
+
+    __slots__ = ("number", "parts", "well")
+
+    def __init__(self, number: int, pages: int) -> None:
+        self.number, self.parts, self.well = number, 0, [False] * pages
+
+
+class PeerStore:
+    """What other engines lend, as a `PageStore` that can't be written to. One thread calls it.
+
+    `allowed` says which engines a request may name: "10.0.0.7:14579", "10.0.0.7" for any port there, "10.0.0.0/24" for a network.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        fields: Mapping[str, str],
+        allowed: Sequence[str],
+        on_end: Callable[[], None],
+        num_threads: int = 2,
+    ) -> None:
+        self._secret, self._fields, self._on_end = secret, dict(fields), on_end
+        self.num_threads = num_threads
+        self._allowed = [wire.place(entry) for entry in allowed]
+        self._peers: dict[Address, _Peer] = {}
+        self._visits: dict[int, Visit] = {}
+        self._found: dict[Name, Visit] = {}
+        self._lock = threading.Lock()
+        self._ended: list[tuple[int, list[bool]]] = []
+        self._news: list[Visit] = []
+        self._waiting_bytes = 0
+        self._rate = 1e9  # bytes a second, measured with each pull
+        self.bytes_read = 0
+        self.num_failed = 0
+
+    # -- visits
+
+    def visit(self, number: int, address: Address, token: bytes, boot: bytes) -> None:
+        """Begin to ask what a loan holds; `visited` says when that is known. Raises InvalidRequestError for an engine that isn't allowed."""
+        if not self._may(address):
+            raise InvalidRequestError(
+                f"kv_transfer_params: remote_host and remote_port name {address[0]}:{address[1]}, which isn't among the peers of this "
+                "engine's kv_connector_extra_config."
+            )
+        if (peer := self._peers.get(address)) is None:
+            idle = [at for at, other in self._peers.items() if not other.visits]
+            for at in idle[: max(len(self._peers) - MAX_IDLE_PEERS + 1, 0)]:
+                self._peers.pop(at).end()
+            peer = self._peers[address] = _Peer(self, address)
+        visit = self._visits[number] = Visit(number, peer, token, boot)
+        peer.begin(visit)
+
+    def visited(self) -> list[tuple[int, str]]:
+        """Visits with news since the last call: "" says that their pages are found from now on, other texts why they have failed."""
+        with self._lock:
+            news, self._news = self._news, []
+        told = []
+        for visit in news:
+            if visit.left:
+                continue
+            for name in visit.names:
+                if visit.failed and self._found.get(name) is visit:
+                    del self._found[name]
+                elif not visit.failed:
+                    self._found.setdefault(name, visit)
+            told.append((visit.number, visit.failed))
+        return told
+
+    def names(self, number: int) -> list[Name]:
+        """The pages of a visit that can be found."""
+        return self._visits[number].names
+
+    def leave(self, number: int) -> None:
+        """Give the loan back. Reads of it that are under way end, and not well."""
+        if (visit := self._visits.pop(number, None)) is not None:
+            visit.left = True
+            for name in visit.names:
+                if self._found.get(name) is visit:
+                    del self._found[name]
+            visit.peer.leave(visit)
+
+    # -- a PageStore
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        return [(group, key) in self._found for key in keys]
+
+    def read(self, number: int, pages: Sequence[Page]) -> None:
+        """See PageStore."""
+        reading = _Read(number, len(pages))
+        parts: list[tuple[Visit, list[tuple[int, Page]], int]] = []
+        last: dict[Visit, tuple[list[tuple[int, Page]], int]] = {}
+        for at, page in enumerate(pages):
+            if (visit := self._found.get(page[:2])) is not None:
+                part, nbytes = last.get(visit, ([], 0))
+                part.append((at, page))
+                nbytes += len(page[2])
+                last[visit] = part, nbytes
+                if nbytes >= PULL_BYTES or len(part) == PULL_PAGES:
+                    parts.append((visit, *last.pop(visit)))
+        parts += [(visit, *rest) for visit, rest in last.items()]
+        reading.parts = len(parts) + 1
+        with self._lock:
+            self._waiting_bytes += sum(nbytes for *_, nbytes in parts)
+        for visit, part, nbytes in parts:
+            visit.peer.pull(visit, part, reading, nbytes)
+        self.part_ended(reading, 0)
+
+    def write(self, number: int, pages: Sequence[Page]) -> None:
+        """Refused: nothing is stored in another engine."""
+        raise NotImplementedError("Pages are read from other engines, and never written to them.")
+
+    def ended(self) -> list[tuple[int, list[bool]]]:
+        """See PageStore."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def seconds(self, nbytes: int) -> float:
+        """See PageStore."""
+        return (self._waiting_bytes + nbytes) / self._rate
+
+    def close(self) -> None:
+        """End all visits and connections. No place is written to any more when it returns."""
+        for number in list(self._visits):
+            self.leave(number)
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.end()
+        for peer in peers.values():
+            peer.join()
+
+    # -- what the threads say
+
+    def connect(self, address: Address, deadline: float) -> tuple[Line, bytes]:
+        """A connection that has been greeted, and the boot id of who is there."""
+        try:
+            line = Line(socket.create_connection(address, max(deadline - time.monotonic(), 0.001)))
+        except OSError as error:
+            raise WireError(f"can't be reached ({error})", late=True) from None
+        try:
+            return line, wire.greet(line, self._secret, self._fields, deadline)
+        except BaseException:
+            line.close()
+            raise
+
+    def tell(self, visit: Visit) -> None:
+        """A visit has news."""
+        with self._lock:
+            self._news.append(visit)
+            self.num_failed += bool(visit.failed)
+        self._on_end()
+
+    def part_ended(self, reading: _Read, nbytes: int, right: int = 0, seconds: float = 0.0) -> None:
+        """A visit's part of a read has ended, of which so many bytes were `right`."""
+        with self._lock:
+            self._waiting_bytes -= nbytes
+            self.bytes_read += right
+            if right >= 1 << 20:  # less than that measures the way back and forth
+                self._rate += (right / seconds - self._rate) / 4
+            reading.parts -= 1
+            if done := not reading.parts:
+                self._ended.append((reading.number, reading.well))
+        if done:
+            self._on_end()
+
+    def _may(self, address: Address) -> bool:
+        try:
+            host = ipaddress.ip_address(address[0])
+        except ValueError:  # a name would have to be looked up, and says nothing about who answers
+            return False
+        return any(host in network and port in (0, address[1]) for network, port in self._allowed)
+
+
+class _Peer:
+    """Another engine: its visits, and the threads that speak to it."""
+
+    def __init__(self, store: PeerStore, address: Address) -> None:
+        self.store, self.address = store, address
+        self.visits: dict[int, Visit] = {}
+        self._lock = threading.Lock()
+        self._asking = _Caller(self, self._renew)
+        self._pulling = [_Caller(self) for _ in range(store.num_threads)]
+        self._turn = 0
+
+    def begin(self, visit: Visit) -> None:
+        """Ask what the loan holds."""
+        with self._lock:
+            self.visits[visit.number] = visit
+        self._asking.call(visit, lambda line: self._list(line, visit))
+
+    def leave(self, visit: Visit) -> None:
+        """Let the loan go."""
+        with self._lock:
+            self.visits.pop(visit.number, None)
+        for caller in self._pulling:
+            caller.stop(visit)
+        if not visit.failed:
+            self._asking.call(None, lambda line: _ask(line, wire.Release(visit.token)))
+
+    def pull(self, visit: Visit, part: list[tuple[int, Page]], reading: _Read, nbytes: int) -> None:
+        """Pull pages, whose outcomes go to `reading`."""
+
+        begun = time.monotonic()
+
+        def run(line: Line) -> None:
+            nonlocal begun
+            begun = time.monotonic()
+            _pull(line, visit, part, reading)
+
+        def then() -> None:
+            right = sum(len(page[2]) for index, page in part if reading.well[index])
+            self.store.part_ended(reading, nbytes, right, time.monotonic() - begun)
+
+        self._turn += 1
+        self._pulling[self._turn % len(self._pulling)].call(visit, run, then)
+
+    def fail(self, reason: str, only: Visit | None = None) -> None:
+        """This visit has failed, or all have."""
+        with self._lock:
+            failed = [visit for visit in ([only] if only else self.visits.values()) if not visit.failed]
+            for visit in failed:
+                visit.failed = reason
+        if failed:
+            _refusals.warn(
+                "Peer %s:%d %s. Prompts whose pages it lent are recomputed (%d).", *self.address, reason, len(failed)
+            )
+        for visit in failed:
+            self.store.tell(visit)
+
+    def end(self) -> None:
+        """Let its threads end."""
+        for caller in (self._asking, *self._pulling):
+            caller.end()
+
+    def join(self) -> None:
+        """Wait until they have."""
+        for caller in (self._asking, *self._pulling):
+            caller.join()
+
+    def _list(self, line: Line, visit: Visit) -> None:
+        names: list[Name] = []
+        while True:
+            line.send(wire.List(visit.token, len(names)), deadline := time.monotonic() + GRACE_SECONDS)
+            listed = line.receive(wire.Listed, deadline)
+            names += listed.pages
+            if len(names) >= listed.total or not listed.pages:
+                break
+        visit.seconds = listed.seconds
+        if not names:
+            return self.fail("holds no such loan (any more)", visit)
+        visit.names = names
+        self.store.tell(visit)
+
+    def _renew(self, line: Line | None) -> float:
+        """Renew all loans. Returns in how many seconds that has to be done again."""
+        with self._lock:
+            visits = [visit for visit in self.visits.values() if visit.names and not visit.failed]
+        for visit in visits if line is not None else ():
+            if not _ask(line, wire.Renew(visit.token)):  # type: ignore[arg-type]
+                self.fail("has ended the loan", visit)
+        return max(min((visit.seconds for visit in visits), default=math.inf) / 3, 0.05)
+
+
+class _Caller:
+    """A thread with one connection to an engine, which is made when there is something to do."""
+
+    def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] = lambda line: math.inf) -> None:
+        self._peer, self._renew = peer, renew
+        self._jobs: deque[tuple[Visit | None, Callable[[Line], object], Callable[[], None]]] = deque()
+        self._wake = threading.Condition()
+        self._line: Line | None = None
+        self._boot = b""
+        self._busy: Visit | None = None
+        self._over, self._last = False, math.inf
+        self._thread = threading.Thread(target=self._run, name="pages of a peer", daemon=True)
+        self._thread.start()
+
+    def call(self, visit: Visit | None, job: Callable[[Line], object], then: Callable[[], None] = lambda: None) -> None:
+        """Run `job` with the connection, unless the visit has failed or was left; then `then` in any case."""
+        with self._wake:
+            self._jobs.append((visit, job, then))
+            self._wake.notify()
+
+    def stop(self, visit: Visit) -> None:
+        """End what runs for a visit."""
+        with self._wake:
+            if self._busy is visit and self._line is not None:
+                self._line.stop()
+
+    def end(self) -> None:
+        """End what runs, and the thread. Loans that were left are released first, for some seconds."""
+        with self._wake:
+            self._over, self._last = True, time.monotonic() + GRACE_SECONDS
+            if self._busy is not None and self._line is not None:
+                self._line.stop()
+            self._wake.notify()
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        renewal = time.monotonic()
+        while True:
+            with self._wake:
+                wait = renewal + self._renew(None) - time.monotonic()
+                if wait > 0:
+                    self._wake.wait_for(lambda: self._jobs or self._over, None if wait == math.inf else wait)
+                job = self._jobs.popleft() if self._jobs and (wait > 0 or self._over) else None
+            if job is None and self._over:
+                break
+            visit, run, then = job or (None, self._renew, lambda: None)
+            renewal = renewal if job else time.monotonic()
+            try:
+                self._try(visit, run)
+            except Exception:
+                log.exception("Peer %s:%d: a call has failed", *self._peer.address)
+                self._peer.fail("can't be used, for the error above")
+                self._drop()
+            then()
+        self._drop()
+
+    def _try(self, visit: Visit | None, run: Callable[[Line], object]) -> None:
+        """Once more with a fresh connection if an old one turns out to be closed, as after a long time without a call."""
+        for old in (self._line is not None, False):
+            if visit is not None and (visit.failed or visit.left) or time.monotonic() > self._last:
+                return
+            try:
+                self._connect(visit)
+                if visit is not None and visit.boot != self._boot:
+                    if not old:
+                        return self._peer.fail("has been started anew since", visit)
+                    raise WireError("was another start of the engine")
+                assert self._line is not None
+                run(self._line)
+                return
+            except WireError as error:
+                self._drop()
+                if visit is not None and visit.left:
+                    return
+                if not old or error.late:
+                    return self._peer.fail(str(error))
+            finally:
+                with self._wake:
+                    self._busy = None
+
+    def _connect(self, visit: Visit | None) -> None:
+        if self._line is None:
+            line, self._boot = self._peer.store.connect(self._peer.address, time.monotonic() + GRACE_SECONDS)
+            with self._wake:
+                self._line = line
+        with self._wake:
+            self._busy = visit
+            if visit is not None and visit.left:
+                raise WireError("isn't needed any more")
+
+    def _drop(self) -> None:
+        with self._wake:
+            line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
+def _ask(line: Line, question: wire.Renew | wire.Release) -> bool:
+    line.send(question, deadline := time.monotonic() + GRACE_SECONDS)
+    return line.receive(wire.Done, deadline).well
+
+
+def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read) -> None:
+    """Pull a visit's pages. A page is well if it was still lent after its last byte, and has its checksum."""
+    deadline = time.monotonic() + GRACE_SECONDS + sum(len(view) for _, (_, _, view) in part) / MIN_RATE
+    line.send(wire.Pull(visit.token, [(group, key, len(view)) for _, (group, key, view) in part]), deadline)
+    there = line.receive(wire.Sending, deadline).there
+    if len(there) != len(part):
+        raise WireError(f"answers {len(part)} pages with {len(there)}")
+    coming = [page for page, is_there in zip(part, there, strict=True) if is_there]
+    sums = []
+    for _, (_, _, view) in coming:
+        line.receive_into(view, deadline)
+        sums.append(zlib.crc32(view))
+    sent = line.receive(wire.Sent, deadline)
+    if len(sent.sums) != len(sums):
+        raise WireError(f"has sent {len(sums)} pages, and {len(sent.sums)} checksums")
+    for (index, _), ours, theirs in zip(coming, sums, sent.sums, strict=True):
+        reading.well[index] = sent.held and ours == theirs

@@ -1,0 +1,302 @@
+"""The wire between engines: messages of fixed schemas over TCP, pages as bare bytes behind them, and a deadline for every wait.
+
+A message is its length in 4 bytes (little-endian) and msgpack. Both sides prove first that they know one secret, and only then say anything else:
+
+    client              server
+    Hello       ->
+                <-      Challenge
+    Proof       ->                      HMAC-SHA256 of both nonces
+    Open        ->                      what the client's pages look like, field by field
+                <-      Welcome, or Refused with the fields that differ
+
+Then the client asks and the server answers, one thing at a time:
+
+    List        ->
+                <-      Listed          what a loan holds
+    Pull        ->
+                <-      Sending         which pages the loan has, then their bytes
+                <-      Sent            whether they were still lent at the end, and their checksums
+    Renew, Release ->
+                <-      Done
+
+Bytes aren't encrypted: an engine listens on loopback unless it is told otherwise, and other networks have to be private ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pagerunner.errors import ConfigError
+
+VERSION = 1
+MAX_GREETING = 256  # bytes of a message before the other side is known
+MAX_MESSAGE = 1 << 21
+MAX_PAGES = 8_192  # of one message
+NONCE = 32
+LOOPBACK = ("127.0.0.0/8", "::1")
+
+Key = Annotated[bytes, Meta(min_length=1, max_length=64)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+Group = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Text = Annotated[str, Meta(max_length=1_024)]
+Fields = Annotated[dict[Text, Text], Meta(max_length=256)]
+Name = tuple[Group, Key]
+Names = Annotated[list[Name], Meta(max_length=MAX_PAGES)]
+
+
+class WireError(Exception):
+    """The other side is gone, late, or doesn't speak as agreed. The connection is of no more use. `late`: a deadline has passed."""
+
+    def __init__(self, text: str, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.late = late
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """What all messages are."""
+
+
+class Hello(Message, frozen=True):
+    """A client begins."""
+
+    magic: Annotated[str, Meta(max_length=16)]
+    version: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    nonce: Nonce
+
+
+class Challenge(Message, frozen=True):
+    """The server's nonce, and its proof that it knows the secret."""
+
+    nonce: Nonce
+    proof: Nonce
+
+
+class Proof(Message, frozen=True):
+    """The client's proof."""
+
+    proof: Nonce
+
+
+class Open(Message, frozen=True):
+    """What the client's pages look like. Only an engine with equal fields may exchange pages with it."""
+
+    fields: Fields
+
+
+class Welcome(Message, frozen=True):
+    """The server's pages look the same. `boot` is another one after each start of the server, and after its pages were emptied."""
+
+    boot: Token
+
+
+class Refused(Message, frozen=True):
+    """The server closes the connection, and says why."""
+
+    reason: Text
+
+
+class List(Message, frozen=True):
+    """Which pages does this loan hold, from number `start` on?"""
+
+    token: Token
+    start: Count = 0
+
+
+class Listed(Message, frozen=True):
+    """Pages of a loan, how many it has in all (0: there is no such loan any more), and after how many seconds it ends if it isn't renewed."""
+
+    pages: Names
+    total: Count
+    seconds: Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Pull(Message, frozen=True):
+    """Send these pages of a loan, of so many bytes each."""
+
+    token: Token
+    pages: Annotated[list[tuple[Group, Key, Annotated[int, Meta(ge=0, lt=1 << 40)]]], Meta(max_length=MAX_PAGES)]
+
+
+class Sending(Message, frozen=True):
+    """Which of the pages the loan has, with as many bytes. They follow this message."""
+
+    there: Annotated[list[bool], Meta(max_length=MAX_PAGES)]
+
+
+class Sent(Message, frozen=True):
+    """After the last byte: whether the loan still stood, and the CRC-32 of each page that was sent."""
+
+    held: bool
+    sums: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=MAX_PAGES)]
+
+
+class Renew(Message, frozen=True):
+    """Let the loan last as long again from now on."""
+
+    token: Token
+
+
+class Release(Message, frozen=True):
+    """The loan isn't needed any more."""
+
+    token: Token
+
+
+class Done(Message, frozen=True):
+    """Whether there was such a loan."""
+
+    well: bool
+
+
+Request = List | Pull | Renew | Release
+"""What a client asks for."""
+Kind = TypeVar("Kind")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Line:
+    """One connection. Every call ends by its deadline, a time of `time.monotonic`, or raises WireError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message, deadline: float) -> None:
+        """One message."""
+        data = _encode(message)
+        self.send_bytes(len(data).to_bytes(4, "little") + data, deadline)
+
+    def send_bytes(self, data: bytes | memoryview, deadline: float) -> None:
+        """Bytes as they are."""
+        try:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            self._sock.sendall(data)
+        except BlockingIOError:
+            raise WireError("takes its bytes too slowly", late=True) from None
+        except OSError as error:
+            raise WireError(f"is gone ({error})") from None
+
+    def receive(self, kind: type[Kind], deadline: float, limit: int = MAX_MESSAGE) -> Kind:
+        """One message of this type, or of one of these. A Refused that isn't among them raises WireError with the reason."""
+        head = bytearray(4)
+        self.receive_into(memoryview(head), deadline)
+        size = int.from_bytes(head, "little")
+        if size > limit:
+            raise WireError(f"has announced a message of {size:,} bytes, of at most {limit:,}")
+        data = bytearray(size)
+        self.receive_into(memoryview(data), deadline)
+        try:
+            found = _decoder(kind).decode(data)  # type: ignore[arg-type]
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise WireError(f"has sent what is no message here: {str(error)[:200]}") from None
+        if isinstance(found, Refused):
+            raise WireError(f"refuses: {found.reason}")
+        return found  # type: ignore[no-any-return]
+
+    def receive_into(self, view: memoryview, deadline: float) -> None:
+        """Exactly as many bytes as `view` has, which nothing writes to afterwards."""
+        got, size = 0, len(view)
+        try:
+            while got < size:
+                self._limit(socket.SO_RCVTIMEO, deadline)
+                if not (count := self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)):
+                    raise WireError("has closed the connection")
+                got += count
+        except BlockingIOError:
+            raise WireError(f"is too slow: {got:,} of {size:,} bytes have come in time", late=True) from None
+        except OSError as error:
+            raise WireError(f"is gone ({error})") from None
+
+    def _limit(self, option: int, deadline: float) -> None:
+        """Let a call wait until the deadline. The kernel keeps the time, so a page takes one call: Python's own timeouts need three for each piece."""
+        if (left := int(1e6 * (deadline - time.monotonic()))) <= 0:
+            raise BlockingIOError
+        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(left, 1_000_000)))
+
+    def stop(self) -> None:
+        """Let the thread that uses it, and may wait in it, meet a WireError. Any thread may call this."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """The thread that uses it has done so."""
+        self._sock.close()
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind | Refused)
+
+
+def greet(line: Line, secret: bytes, fields: Mapping[str, str], deadline: float) -> bytes:
+    """The client's part of the handshake. Returns the server's boot id."""
+    nonce = secrets.token_bytes(NONCE)
+    line.send(Hello("pagerunner-kv", VERSION, nonce), deadline)
+    challenge = line.receive(Challenge, deadline, MAX_GREETING)
+    if not hmac.compare_digest(challenge.proof, _proof(secret, b"server", nonce, challenge.nonce)):
+        raise WireError("doesn't know the secret")
+    line.send(Proof(_proof(secret, b"client", nonce, challenge.nonce)), deadline)
+    line.send(Open(dict(fields)), deadline)
+    return line.receive(Welcome, deadline).boot
+
+
+def welcome(line: Line, secret: bytes, fields: Mapping[str, str], boot: bytes, deadline: float) -> None:
+    """The server's part. Raises WireError about a client that can't be served."""
+    hello = line.receive(Hello, deadline, MAX_GREETING)
+    if hello.magic != "pagerunner-kv":
+        raise WireError("has begun with another protocol")
+    if hello.version != VERSION:
+        reason = f"it speaks version {VERSION} of the protocol, and this engine version {hello.version}"
+        line.send(Refused(reason), deadline)
+        raise WireError(f"speaks version {hello.version} of the protocol, and this engine version {VERSION}")
+    nonce = secrets.token_bytes(NONCE)
+    line.send(Challenge(nonce, _proof(secret, b"server", hello.nonce, nonce)), deadline)
+    proof = line.receive(Proof, deadline, MAX_GREETING)
+    if not hmac.compare_digest(proof.proof, _proof(secret, b"client", hello.nonce, nonce)):
+        raise WireError("doesn't know the secret")
+    other = line.receive(Open, deadline).fields
+    if reason := differences(fields, other):
+        line.send(Refused(f"its pages are others: {differences(other, fields)}"[:1_024]), deadline)
+        raise WireError(f"has other pages: {reason}")
+    line.send(Welcome(boot), deadline)
+
+
+def differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The fields that differ, with both values: "kv_cache_dtype is bfloat16 there and fp8_e4m3 here"; "" if none does."""
+    names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    return "; ".join(
+        f"{name} is {other.get(name, 'absent')} there and {own.get(name, 'absent')} here" for name in names
+    )
+
+
+def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, side + b"".join(nonces), hashlib.sha256)
+
+
+def place(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, int]:
+    """The network of an entry of `peers`, and its port, 0 for any. Raises ConfigError for what is none."""
+    host, port = entry, "0"
+    if entry.count(":") == 1 or "]:" in entry:
+        host, _, port = entry.rpartition(":")
+    try:
+        return ipaddress.ip_network(host.strip("[]")), int(port)
+    except ValueError:
+        raise ConfigError(
+            f'kv_connector_extra_config: peers holds {entry!r}; an entry is an IP address, one with a port ("10.0.0.7:14579"), or a network.'
+        ) from None
