@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from helpers.memory_store import MemoryStore
 from helpers.patience import until
+from pagerunner.tiers.disk import DiskStore
 from pagerunner.tiers.stores import PageStore
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
 
-@pytest.fixture
-def store() -> Iterator[PageStore]:
-    made = MemoryStore()
+@pytest.fixture(params=["memory", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
+    made: PageStore = MemoryStore()
+    if request.param == "disk":
+        made = DiskStore(tmp_path, b"f" * 32, max_bytes=1 << 20, largest_page=5000, rate=1e9)
     yield made
     made.close()
 

@@ -1,0 +1,451 @@
+"""The disk tier: a PageStore over segments in a directory (`segments.py`, `directory.py`), with threads of its own.
+
+Each writing thread appends to a segment of its own, so that a file has no holes. Reading threads take the pages of one number in the order
+in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss.
+
+The oldest segment goes when room is needed. Of its pages, those that were read since they were written are copied to the new segment,
+up to half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagerunner.tiers.directory import Directory, NoRoomError
+from pagerunner.tiers.probe import read_rate
+from pagerunner.tiers.segments import BLOCK, LONGEST_KEY, Record, Segment, record_bytes
+from pagerunner.tiers.stores import Page
+
+logger = logging.getLogger(__name__)
+READ_THREADS = 8
+WRITE_THREADS = 2
+_PIECE = 8 * 2**20  # bytes that a thread reads before others may take over
+_PROBE = 64 * 2**20
+_SCAN_SECONDS = 30.0
+_CLOSE_SECONDS = 5.0
+_WRITE_SECONDS = 60.0  # nobody waits for a page to be written, but for its place
+_STEADY = 0.7  # how much of the measured rate stays when a number of some size has been read
+
+
+@dataclass(slots=True)
+class DiskStats:
+    """What a disk tier has done, and what it holds.
+
+    `failures` are pages that were found and couldn't be read or proved; `skipped` those that weren't written. `bytes` are of all files in the
+    directory, as of the last look. `read_rate` is in bytes a second, 0 before it was measured. `read_only` says why nothing is written.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    write_bytes: int = 0
+    failures: int = 0
+    skipped: int = 0
+    segments_dropped: int = 0
+    pages_copied: int = 0
+    read_rate: float = 0.0
+    read_only: str = ""
+
+
+class _Begun:
+    """A number, how many of its pages are left, and the outcomes."""
+
+    __slots__ = ("deadline", "left", "nbytes", "number", "outcomes", "reads", "started")
+
+    def __init__(self, number: int, pages: Sequence[Page], seconds: float, *, reads: bool) -> None:
+        self.number, self.left, self.outcomes, self.reads = number, len(pages), [False] * len(pages), reads
+        self.nbytes = sum(len(place) for *_, place in pages)
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+
+
+Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
+"""Pages of a number, each with its place in it; of a read also its segment and the record's offset."""
+
+
+class DiskStore:
+    """A PageStore in a directory below `root`.
+
+    `largest_page` are the bytes of the largest page there will be. What isn't read `seconds` after it was asked for has failed.
+    `rate`: the bytes a second that are read, measured at the start if it isn't given. `ready` is set when the index is whole and the rate is known.
+
+    Raises:
+        ConfigError: see Directory.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: bytes,
+        *,
+        max_bytes: int,
+        largest_page: int,
+        on_end: Callable[[], None] = lambda: None,
+        read_threads: int = READ_THREADS,
+        write_threads: int = WRITE_THREADS,
+        seconds: float = 10.0,
+        rate: float | None = None,
+    ) -> None:
+        self.directory = Directory(root, fingerprint, max_bytes, largest_page)
+        self.ready = threading.Event()
+        self._on_end, self._seconds = on_end, seconds
+        self._lock = threading.Lock()
+        self._index: dict[tuple[int, bytes], tuple[Segment, int]] = {}
+        self._hot: set[tuple[int, bytes]] = set()
+        self._known: dict[bytes, tuple[Segment, bool]] = {}
+        self._ended: list[tuple[int, list[bool]]] = []
+        self._stats = DiskStats(read_rate=rate or 0.0)
+        self._queued = 0  # bytes to read
+        self._busy_since, self._busy_bytes = 0.0, 0
+        self._reading: dict[int, float] = {}  # threads in a read, and since when
+        self._closing, self._look = threading.Event(), threading.Event()
+        self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
+        self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        work = [("keep", self._keep)]
+        work += [("read", self._read_pieces)] * read_threads + [("write", self._write_pieces)] * write_threads
+        self._threads = [threading.Thread(target=run, name=f"disk-{name}", daemon=True) for name, run in work]
+        self._counts = read_threads, write_threads
+        for thread in self._threads:
+            thread.start()
+
+    # -- PageStore
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        found = map(self._index.get, ((group, key) for key in keys))
+        return [entry is not None and not entry[0].gone for entry in found]
+
+    def read(self, number: int, pages: Sequence[Page]) -> None:
+        """See PageStore."""
+        begun = _Begun(number, pages, self._seconds, reads=True)
+        found, missing = list[tuple[int, Page, Segment | None, int]](), list[int]()
+        for at, page in enumerate(pages):
+            segment, offset = self._index.get(page[:2], (None, 0))
+            if segment is None or segment.gone or self._closing.is_set():
+                missing.append(at)
+            else:
+                found.append((at, page, segment, offset))
+        with self._lock:
+            if not self._queued:
+                self._busy_since, self._busy_bytes = begun.started, 0
+            self._queued += begun.nbytes
+        found.sort(key=lambda one: (one[2].path.name if one[2] else "", one[3]))
+        piece, size = list[tuple[int, Page, Segment | None, int]](), 0
+        for one in found:
+            if piece and (one[2] is not piece[-1][2] or size >= _PIECE):
+                self._to_read.put((begun, piece))
+                piece, size = [], 0
+            piece.append(one)
+            size += len(one[1][2])
+        if piece:
+            self._to_read.put((begun, piece))
+        self._settle(begun, missing, well=False)
+
+    def write(self, number: int, pages: Sequence[Page]) -> None:
+        """See PageStore. A page that is there already isn't written again."""
+        begun = _Begun(number, pages, _WRITE_SECONDS, reads=False)
+        for at, page in enumerate(pages):
+            self._to_write.put((begun, [(at, page, None, 0)]))
+        self._settle(begun, [], well=False)
+
+    def ended(self) -> list[tuple[int, list[bool]]]:
+        """See PageStore."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def seconds(self, nbytes: int) -> float:
+        """See PageStore."""
+        rate, now = self._stats.read_rate, time.monotonic()
+        stuck = any(now - since > self._seconds for since in list(self._reading.values()))
+        return math.inf if self._closing.is_set() or stuck or not rate else (self._queued + nbytes) / rate
+
+    def close(self) -> None:
+        """See PageStore. What is written is sealed, so that the next start needn't walk it."""
+        self._closing.set()
+        self._look.set()
+        readers, writers = self._counts
+        for line, count in ((self._to_read, readers), (self._to_write, writers)):
+            for _ in range(count):
+                line.put(None)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+
+    def stats(self) -> DiskStats:
+        """A copy of the figures as they are now."""
+        with self._lock:
+            return replace(self._stats, pages=len(self._index), bytes=self.directory.bytes)
+
+    # -- what threads tell
+
+    def _settle(self, begun: _Begun, places: Sequence[int], *, well: bool) -> None:
+        """These pages of a number have ended."""
+        with self._lock:
+            for at in places:
+                begun.outcomes[at] = well
+            begun.left -= len(places)
+            last = begun.left == 0
+            if last:
+                begun.left = -1
+                self._ended.append((begun.number, begun.outcomes))
+                if begun.reads:
+                    self._queued -= begun.nbytes
+                    self._measure(begun)
+        if last:
+            self._on_end()
+
+    def _measure(self, begun: _Begun) -> None:
+        """A number was read. The rate follows what was read while there was always something to read."""
+        now = time.monotonic()
+        self._busy_bytes += begun.nbytes if all(begun.outcomes) else 0
+        if (self._queued and now - self._busy_since < 1) or self._busy_bytes < _PIECE:
+            return
+        rate = self._busy_bytes / max(now - self._busy_since, 1e-6)
+        self._stats.read_rate += (1 - _STEADY) * (rate - self._stats.read_rate)
+        self._busy_since, self._busy_bytes = now, 0
+
+    def _late(self, begun: _Begun) -> bool:
+        return self._closing.is_set() or time.monotonic() > begun.deadline
+
+    # -- reading
+
+    def _read_pieces(self) -> None:
+        me = threading.get_ident()
+        while (piece := self._to_read.get()) is not None:
+            begun, pages = piece
+            self._reading[me] = time.monotonic()
+            self._read_piece(begun, pages, me)
+            del self._reading[me]
+
+    def _read_piece(self, begun: _Begun, pages: list[tuple[int, Page, Segment | None, int]], me: int) -> None:
+        segment = pages[0][2]
+        assert segment is not None
+        fd = -1
+        if not self._late(begun):
+            with contextlib.suppress(OSError):  # another engine has unlinked or renamed it
+                fd = segment.open()
+        if fd < 0:
+            self._look.set()
+        for at, (group, key, place), _, offset in pages:
+            well = False
+            if fd >= 0 and not self._late(begun):
+                self._reading[me] = time.monotonic()
+                well = self._read_page(fd, segment, Record(group, key, len(place), offset), place)
+            self._settle(begun, [at], well=well)
+        if fd >= 0:
+            os.close(fd)
+
+    def _read_page(self, fd: int, segment: Segment, record: Record, place: memoryview) -> bool:
+        said = "its checksum or its name is wrong"
+        try:
+            well = segment.read(fd, record, place)
+        except (OSError, ValueError) as error:  # ValueError: the place was given back
+            well, said = False, str(error)
+        name = record.group, record.key
+        with self._lock:
+            if well:
+                self._hot.add(name)
+                self._stats.reads += 1
+                self._stats.read_bytes += record.nbytes
+            else:
+                self._stats.failures += 1
+                if self._index.get(name) == (segment, record.offset):
+                    del self._index[name]
+            first = self._stats.failures == 1 and not well
+        if first:
+            logger.warning(
+                "A page of the disk tier can't be used, and is forgotten: %s at byte %d: %s. Others of this kind are only counted.",
+                segment.path,
+                record.offset,
+                said,
+            )
+        return well
+
+    # -- writing
+
+    def _write_pieces(self) -> None:
+        writer = _Writer(self.directory)
+        while (piece := self._to_write.get()) is not None:
+            begun, [(at, (group, key, place), *_)] = piece
+            well = False
+            try:
+                well = not self._late(begun) and self._write_page(writer, group, key, place)
+            except Exception:  # the thread goes on, with another segment
+                logger.exception("The disk tier couldn't write a page")
+                writer.seal()
+            self._settle(begun, [at], well=well)
+        writer.seal()
+
+    def _write_page(self, writer: _Writer, group: int, key: bytes, place: memoryview) -> bool:
+        if self.find(group, [key])[0]:
+            return True
+        try:
+            if self._stats.read_only or len(key) > LONGEST_KEY:
+                raise NoRoomError
+            if not writer.takes(len(place)):
+                self._next_segment(writer, len(place))
+            self._written(writer, writer.append(group, key, place))
+        except (NoRoomError, TimeoutError):
+            with self._lock:
+                self._stats.skipped += 1
+            return False
+        except OSError as error:
+            writer.seal()
+            self._stop_writing(error)
+            return False
+        return True
+
+    def _stop_writing(self, error: OSError) -> None:
+        with self._lock:
+            first = not self._stats.read_only
+            self._stats.read_only = str(error)
+            self._stats.skipped += 1
+        if first:
+            logger.warning(
+                "The disk tier writes no more until the engine starts again: %s. Pages that are there are still read.",
+                error,
+            )
+
+    def _next_segment(self, writer: _Writer, nbytes: int) -> None:
+        """Make room, and begin a segment that takes such a page, or go on with one. Then copy what was hot in those that were given up."""
+        writer.seal()
+        with contextlib.ExitStack() as stack:
+            hot = list[tuple[Segment, int, Record]]()
+            with self.directory.locked():
+                victims = self.directory.victims()
+                for _, source in victims:
+                    stack.callback(os.close, source)
+                for victim, source in victims:
+                    hot += [(victim, source, record) for record in self._drop(victim, source)]
+                    victim.unlink()
+                segment, fd = self.directory.unfinished(nbytes) or self.directory.create()
+            records = segment.records(fd, self.directory.fingerprint, walk=True)
+            writer.begin(self._found(segment, records, whole=False), fd, records)
+            for victim, source, record in hot:
+                place = memoryview(bytearray(record.nbytes))
+                if writer.takes(record_bytes(record.nbytes) + nbytes) and victim.read(source, record, place):
+                    self._written(writer, writer.append(record.group, record.key, place), copied=True)
+
+    def _written(self, writer: _Writer, record: Record, *, copied: bool = False) -> None:
+        assert writer.segment is not None
+        with self._lock:
+            self._index[record.group, record.key] = writer.segment, record.offset
+            self._stats.pages_copied += copied
+            self._stats.writes += not copied
+            self._stats.write_bytes += 0 if copied else record.nbytes
+
+    def _drop(self, victim: Segment, fd: int) -> list[Record]:
+        """Forget a segment that is about to be unlinked. Returns what is worth copying: at most half of a segment in all."""
+        mine = victim.is_of(fd, self.directory.fingerprint)
+        records = victim.records(fd, self.directory.fingerprint, walk=True) if mine else []
+        kept, room = [], self.directory.segment_bytes // 2
+        with self._lock:
+            self._stats.segments_dropped += 1
+            known, _ = self._known.pop(victim.identity, (victim, True))
+            known.gone = True
+            for record in records:
+                name = record.group, record.key
+                if self._index.get(name) == (known, record.offset):
+                    del self._index[name]
+                    if name in self._hot and record_bytes(record.nbytes) <= room:
+                        room -= record_bytes(record.nbytes)
+                        kept.append(record)
+                    self._hot.discard(name)
+        return kept
+
+    # -- looking after the directory
+
+    def _keep(self) -> None:
+        """Find what there is, measure the disk, and from time to time see what other engines have done."""
+        while not self._closing.is_set():
+            self._look.clear()
+            try:
+                self._scan()
+                if not self._stats.read_rate:
+                    self._stats.read_rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0])
+            except OSError as error:
+                logger.warning("The disk tier can't look through %s: %s", self.directory.path, error)
+            self.ready.set()
+            self._look.wait(_SCAN_SECONDS)
+
+    def _scan(self) -> None:
+        """Read the indices of segments that aren't known whole, and forget those that are gone."""
+        there = {segment.identity: segment for segment, _ in self.directory.segments()}
+        for identity, found in there.items():
+            segment, whole = self._known.get(identity, (found, False))
+            if self._closing.is_set():
+                return
+            if segment.path != found.path:  # an engine goes on with it
+                segment.path, whole = found.path, False
+            if not whole and segment.of(self.directory.fingerprint):
+                with contextlib.suppress(OSError):
+                    records, whole = self.directory.adopt(segment)
+                    self._found(segment, records, whole=whole)
+        with self._lock:
+            for identity in self._known.keys() - there.keys():
+                self._known.pop(identity)[0].gone = True
+            if any(segment.gone for segment, _ in self._index.values()):
+                self._index = {name: entry for name, entry in self._index.items() if not entry[0].gone}
+                self._hot &= self._index.keys()
+
+    def _found(self, segment: Segment, records: Sequence[Record], *, whole: bool) -> Segment:
+        """A segment has these records, and if it is `whole` never others. Returns the object that stands for it."""
+        with self._lock:
+            known, _ = self._known.get(segment.identity, (segment, whole))
+            known.path = segment.path
+            self._known[segment.identity] = known, whole
+            for record in records:
+                name = record.group, record.key
+                if name not in self._index or self._index[name][0].gone:
+                    self._index[name] = known, record.offset
+        return known
+
+
+class _Writer:
+    """The segment that a thread appends to."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.segment: Segment | None = None
+        self._directory, self._fd, self._records = directory, -1, list[Record]()
+
+    @property
+    def _end(self) -> int:
+        return self._records[-1].end if self._records else BLOCK
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a page fits in."""
+        return self.segment is not None and self._end + record_bytes(nbytes) <= self._directory.segment_bytes
+
+    def begin(self, segment: Segment, fd: int, records: list[Record]) -> None:
+        """Append to this one, behind its records."""
+        self.segment, self._fd, self._records = segment, fd, records
+
+    def append(self, group: int, key: bytes, page: memoryview) -> Record:
+        """Write a page. After an OSError the segment must be sealed."""
+        assert self.segment is not None
+        record = self.segment.append(self._fd, self._end, group, key, page)
+        self._records.append(record)
+        return record
+
+    def seal(self) -> None:
+        """The segment is finished, and others may use it. What can't be written of its index is walked at the next start."""
+        if self.segment is None:
+            return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, self._end)
+            self.segment.seal(self._directory.fingerprint, self._records)
+        os.close(self._fd)
+        self.segment = None
