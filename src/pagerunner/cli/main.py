@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("pagerunner.cli.generate", "complete prompts; without a model, with the demo model"),
     "chat": ("pagerunner.cli.chat", "talk to a model in the terminal"),
     "serve": ("pagerunner.cli.serve", "serve a model over HTTP with OpenAI's endpoints"),
+    "proxy": ("pagerunner.cli.proxy", "share requests out among several servers"),
     "plan": ("pagerunner.cli.plan", "show how a model would use memory, from its config alone"),
     "run-batch": ("pagerunner.cli.run_batch", "answer an OpenAI batch file; goes on where it was interrupted"),
     "bench": ("pagerunner.cli.bench", "measure throughput, latency, start-up or sleep"),

@@ -29,7 +29,9 @@ _TYPES = {
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
+    502: "BadGatewayError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
