@@ -57,8 +57,8 @@ def _store_tiles(tiles_ptr, experts, starts, counts, E: tl.constexpr, ALL: tl.co
     own = (counts + TILE - 1) // TILE
     first = tl.cumsum(own, 0) - own
     for i in tl.static_range(2):
-        tile = i * ALL + every
-        tl.store(tiles_ptr + tile, tl.full((BA,), E, tl.int32), mask=(every < ALL) & (tile >= tl.sum(own, 0)))
+        place = i * ALL + every
+        tl.store(tiles_ptr + place, tl.full((BA,), E, tl.int32), mask=(every < ALL) & (place >= tl.sum(own, 0)))
     for i in range(tl.where(tl.sum(own, 0) <= 2 * ALL, tl.max(own, 0), 0)):
         tile = first + i
         there = (experts < E) & (i < own)
