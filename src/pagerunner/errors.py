@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class PagerunnerError(Exception):
     """Base of every error that the engine raises on purpose."""
@@ -45,3 +47,15 @@ class EngineSleepingError(PagerunnerError):
 
 class EngineDeadError(PagerunnerError):
     """The engine core died; no request can be served any more (HTTP 503)."""
+
+
+def described(error: BaseException, text: Callable[[BaseException], str] = str) -> str:
+    """An exception's type and text, and those of its first cause.
+
+    Example: Triton's CompilationError shows a line of a kernel. Only the cause says what is wrong there.
+    """
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    said = f"{type(error).__name__}: {text(error)}"
+    return said if cause is error else f"{said} ({type(cause).__name__}: {text(cause)})"

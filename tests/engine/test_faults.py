@@ -12,6 +12,7 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.engine.core import core
 from pagerunner.engine.core.faults import step_fault
+from pagerunner.engine.core.messages import WireError
 from pagerunner.errors import EngineDeadError
 from pagerunner.ops.device_errors import device_failure
 
@@ -63,6 +64,22 @@ def test_tensors_of_a_lost_device_are_never_freed_and_others_are(monkeypatch, fa
 def test_a_full_device_is_told_from_a_failed_one(kind: type[RuntimeError]) -> None:
     assert "start it with a lower gpu_memory_utilization" in step_fault(kind("CUDA error: out of memory"))
     assert step_fault(kind("CUDA error: out of memory"), LOST).startswith(f"The device failed in a step ({LOST})")
+
+
+def test_an_error_brings_its_first_cause() -> None:
+    """Triton shows where in a kernel it stopped, and has the reason in the cause alone."""
+    try:
+        try:
+            try:
+                raise AssertionError("`tile` has 16 numbers, and then 8\nHint: none")
+            except AssertionError as error:
+                raise TypeError("at 3:1") from error
+        except TypeError as error:
+            raise RuntimeError("at 9:4:\nthe line") from error
+    except RuntimeError as error:
+        reason = "(AssertionError: `tile` has 16 numbers, and then 8"
+        assert WireError.of(error).message == f"RuntimeError: at 9:4:\nthe line {reason}\nHint: none)"
+        assert f"(RuntimeError: at 9:4: {reason})), and" in step_fault(error)
 
 
 def test_a_process_without_a_device_has_not_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:

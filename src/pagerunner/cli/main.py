@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagerunner import limits
-from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.errors import ConfigError, PagerunnerError, described
 
 VERBS: dict[str, tuple[str, str]] = {
     "generate": ("pagerunner.cli.generate", "complete prompts; without a model, with the demo model"),
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:  # the last resort: a bug of ours is reported and not shown raw
-        what = f"internal error: {type(error).__name__}: {_sentence(error)}"
+        what = f"internal error: {_one_line(described(error))}"
         return _report(what if debug else f"{what} (--debug shows where)", 1, debug)
 
 
@@ -87,7 +87,11 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return _one_line(str(error)) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _report(text: str, code: int, debug: bool) -> int:

@@ -41,7 +41,7 @@ from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
-from pagerunner.errors import PagerunnerError, RequestFailedError
+from pagerunner.errors import PagerunnerError, RequestFailedError, described
 from pagerunner.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Rank:
             return WireError.of(error)
         except Exception as error:
             logger.exception("%s has failed.", type(call).__name__)
-            said = f"{type(call).__name__} has failed ({type(error).__name__}: {error}); it can be tried again."
+            said = f"{type(call).__name__} has failed ({described(error)}); it can be tried again."
             return WireError.of(RequestFailedError(said))
         return None
 

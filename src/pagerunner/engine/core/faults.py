@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagerunner.errors import EngineDeadError
+from pagerunner.errors import EngineDeadError, described
 from pagerunner.ops.device_errors import first_line, out_of_memory
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())  # what torch raises for an error of the CUDA runtime
@@ -25,4 +25,4 @@ def step_fault(error: BaseException, failure: str | None = None) -> str:
         )
     if failure is not None or isinstance(error, _ACCELERATOR_ERROR):
         return f"The device failed in a step ({failure or first}), and the engine has ended: start it again."
-    return f"A step failed ({type(error).__name__}: {first}), and the engine has ended."
+    return f"A step failed ({described(error, first_line)}), and the engine has ended."

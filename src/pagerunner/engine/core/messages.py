@@ -22,6 +22,7 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
     RequestFailedError,
+    described,
 )
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.memory.units import human_bytes
@@ -59,7 +60,7 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
         if isinstance(error, PagerunnerError):
             kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "EngineDeadError")
             return cls(kind, str(error), getattr(error, "param", None))
-        return cls("EngineDeadError", f"{type(error).__name__}: {error}")
+        return cls("EngineDeadError", described(error))
 
     def exception(self) -> PagerunnerError:
         """The exception to raise on this side."""

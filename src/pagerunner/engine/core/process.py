@@ -27,7 +27,14 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.watchdog import Watchdog
-from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError, RequestFailedError
+from pagerunner.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    PagerunnerError,
+    RequestFailedError,
+    described,
+)
 from pagerunner.logs import set_up_logging
 from pagerunner.memory.report import plan_json
 from pagerunner.types import EngineRequest, RequestUpdate
@@ -277,9 +284,7 @@ def _call_error(call: wire.Call, error: Exception) -> wire.WireError:
         return wire.WireError.of(error)
     name = type(call).__name__
     logger.error("%s has failed.", name, exc_info=error)
-    return wire.WireError.of(
-        RequestFailedError(f"{name} has failed ({type(error).__name__}: {error}); it can be tried again.")
-    )
+    return wire.WireError.of(RequestFailedError(f"{name} has failed ({described(error)}); it can be tried again."))
 
 
 def load_factory(path: str) -> Callable[[EngineArgs, int | None], EngineCore]:
