@@ -28,7 +28,10 @@ def arena() -> CudaArena:
 
 
 def page_tables(num_bytes: int) -> int:
-    """What the driver takes of the device to page-lock host memory: 8 bytes for every 4 KiB, 2 MiB for a GiB."""
+    """What the driver takes of the device to page-lock host memory: 8 bytes for every 4 KiB, 2 MiB for a GiB.
+
+    It may take less, or nothing, of a process that has had such memory before.
+    """
     return num_bytes // 4096 * 8
 
 
@@ -69,7 +72,7 @@ def test_sleep_gives_back_every_byte_and_waking_takes_as_many(arena: CudaArena) 
     torch.cuda.empty_cache()
     without_copy, tables = free(), page_tables(3 * GIB)
     sleeper = Sleeper(arena, WeightsOnHost(lambda: weights.copy_(expected), make_copy), TorchCache(CARD))
-    assert abs(without_copy - free() - tables) <= 2 * MIB  # `free` waits for the copy
+    assert 0 <= without_copy - free() <= tables + 2 * MIB  # `free` waits for the copy
     for level in (1, 2, 1):
         torch.cuda.empty_cache()
         scratch = torch.empty(GIB, dtype=torch.uint8, device=CARD)

@@ -137,6 +137,7 @@ def test_a_core_takes_no_memory_of_its_ranks_devices(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[-2] == str([0] * torch.cuda.device_count()), done.stderr
 
 
+@pytest.mark.alone
 def test_a_rank_that_is_killed_ends_the_engine_and_frees_both_devices(tmp_path: Path) -> None:
     free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
     llm = engine(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE), 2)
