@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -99,6 +101,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how to get this day's cases again."""
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"PAGERUNNER_TEST_DAY={TEST_DAY} tries this day's cases again.")
+
+
+@pytest.fixture(scope="session")
+def compiled_too() -> Iterator[None]:
+    """What Triton's interpreter runs can be compiled as well: see `helpers/front_end.py`."""
+    with contextlib.ExitStack() as stack:
+        if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
+            from helpers import front_end
+
+            stack.enter_context(front_end.checked())
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from pagerunner.ops.peer_sums import PeerSums, room_bytes
 
 
 interpreter_floats.install()
+pytestmark = pytest.mark.usefixtures("compiled_too")
 
 
 @pytest.mark.days(2)

@@ -1,4 +1,4 @@
-"""On the CPU kernels run in Triton's interpreter, made faster, and every test here runs under a memory checker."""
+"""On the CPU kernels run in Triton's interpreter, made faster. Every test here runs under a memory checker, and what runs is compiled, too."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ if importlib.util.find_spec("triton") is not None:
 def seeded(request: pytest.FixtureRequest) -> None:
     """A test's random numbers are the same in every run of a day, whatever runs before it, and others on the next day."""
     torch.manual_seed(TEST_DAY + zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches(compiled_too: None) -> None:
+    """See tests/conftest.py."""
 
 
 @pytest.fixture(autouse=True)

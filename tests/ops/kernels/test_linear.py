@@ -17,7 +17,7 @@ def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
     monkeypatch.setattr(kernels, "rows_config", lambda inputs, gated: kernels.RowsConfig(4, 16, 4))
     monkeypatch.setattr(kernels, "_fits", lambda x, weight, **_: x.shape[0] <= 16 and weight.is_contiguous())
-    monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 8, 2, 2))
+    monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 16, 2, 2))
 
 
 def tensors(tokens: int, inputs: int, features: int, dtype: torch.dtype, bias: bool):

@@ -117,7 +117,7 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
     Case(ONE, 4, 1, 2, 8, reach=Reach(6)),
     Case(MIXED, 4, 2, 3, 8),
 )
-@pytest.mark.parametrize("few_rows", [16, 0], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("few_rows", [16, 1], ids=["few rows", "many rows"])
 def test_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
     monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
     check_projected(case, "cpu")
@@ -160,7 +160,7 @@ WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), 
 )
 def test_windows_of_many_rows(monkeypatch: pytest.MonkeyPatch, window: int, unused: str) -> None:
     """Rows that see no more keys than a tile has are one part each, however many they are."""
-    monkeypatch.setattr(kernels, "FEW_ROWS", 0)
+    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
     monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
     check_projected(Case(WINDOWED, 16, 2, 3, 8, padding=3, sinks=True, reach=Reach(window)), "cpu")
 
