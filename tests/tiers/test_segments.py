@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.effort import share_of_the_day
-from pagerunner.tiers.segments import BLOCK, Record, Segment, record_bytes
+from pagerunner.tiers.segments import BLOCK, Direct, Record, Segment, record_bytes
 
 OF = b"f" * 32
 HEADER = 311  # bytes of a record's first block that say something
@@ -135,13 +136,32 @@ def test_an_append_goes_on_where_the_system_wrote_less(
     record = made.append(fd, records[-1].end, *PAGES[1][:2], memoryview(PAGES[1][2]))
     monkeypatch.setattr(os, "pwritev", write)
 
-    def less(fd: int, parts: list[memoryview], offset: int) -> int:
+    def less(fd: int, parts: list[memoryview], offset: int, flags: int) -> int:
         part = next(part for part in parts if len(part))
         return read(fd, [part[: rng.randint(1, len(part))]], offset)
 
     monkeypatch.setattr(os, "preadv", less)
     assert right(made, fd, record)
     assert os.fstat(fd).st_size == record.end
+
+
+@pytest.mark.parametrize("nbytes", [2 * BLOCK, BLOCK + 4])  # the second one isn't whole sectors
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_the_page_cache_lacks_is_read_past_it(tmp_path: Path, nbytes: int, cached: bool) -> None:
+    made = Segment.new(tmp_path, OF)
+    with open(made.path, "wb+") as file:
+        page, place = os.urandom(nbytes), memoryview(mmap.mmap(-1, nbytes))
+        record = made.append(file.fileno(), BLOCK, 0, b"k", memoryview(page))
+        os.fdatasync(file.fileno())
+        if not cached:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        direct = Direct()
+        direct.open(made, file.fileno())
+        assert made.read(file.fileno(), record, place, direct) and place == page
+        place[:] = bytes(nbytes)
+        assert not made.read(file.fileno(), record._replace(key=b"l"), place, direct)
+        direct.close()
+        assert made.read(file.fileno(), record, place, direct) and place == page
 
 
 def test_files_of_others_have_no_segment(tmp_path: Path) -> None:

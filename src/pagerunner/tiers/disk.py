@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pagerunner.tiers.directory import Directory, NoRoomError
 from pagerunner.tiers.probe import read_rate
-from pagerunner.tiers.segments import BLOCK, LONGEST_KEY, Record, Segment, record_bytes
+from pagerunner.tiers.segments import BLOCK, LONGEST_KEY, Direct, Record, Segment, record_bytes
 from pagerunner.tiers.stores import Page
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class DiskStore:
 
     `largest_page` are the bytes of the largest page there will be. What isn't read `seconds` after it was asked for has failed.
     `rate`: the bytes a second that are read, measured at the start if it isn't given. `ready` is set when the index is whole and the rate is known.
+    `direct`: what isn't in the page cache is read past it.
 
     Raises:
         ConfigError: see Directory.
@@ -96,10 +97,11 @@ class DiskStore:
         write_threads: int = WRITE_THREADS,
         seconds: float = 10.0,
         rate: float | None = None,
+        direct: bool = True,
     ) -> None:
         self.directory = Directory(root, fingerprint, max_bytes, largest_page)
         self.ready = threading.Event()
-        self._on_end, self._seconds = on_end, seconds
+        self._on_end, self._seconds, self._direct = on_end, seconds, direct
         self._lock = threading.Lock()
         self._index: dict[tuple[int, bytes], tuple[Segment, int]] = {}
         self._hot: set[tuple[int, bytes]] = set()
@@ -223,35 +225,41 @@ class DiskStore:
     # -- reading
 
     def _read_pieces(self) -> None:
-        me = threading.get_ident()
+        me, direct = threading.get_ident(), Direct() if self._direct else None
         while (piece := self._to_read.get()) is not None:
             begun, pages = piece
             self._reading[me] = time.monotonic()
-            self._read_piece(begun, pages, me)
+            self._read_piece(begun, pages, me, direct)
             del self._reading[me]
 
-    def _read_piece(self, begun: _Begun, pages: list[tuple[int, Page, Segment | None, int]], me: int) -> None:
+    def _read_piece(
+        self, begun: _Begun, pages: list[tuple[int, Page, Segment | None, int]], me: int, direct: Direct | None
+    ) -> None:
         segment = pages[0][2]
         assert segment is not None
         fd = -1
         if not self._late(begun):
             with contextlib.suppress(OSError):  # another engine has unlinked or renamed it
                 fd = segment.open()
+                if direct is not None:
+                    direct.open(segment, fd)
         if fd < 0:
             self._look.set()
         for at, (group, key, place), _, offset in pages:
             well = False
             if fd >= 0 and not self._late(begun):
                 self._reading[me] = time.monotonic()
-                well = self._read_page(fd, segment, Record(group, key, len(place), offset), place)
+                well = self._read_page(fd, segment, Record(group, key, len(place), offset), place, direct)
             self._settle(begun, [at], well=well)
         if fd >= 0:
             os.close(fd)
+        if direct is not None:
+            direct.close()
 
-    def _read_page(self, fd: int, segment: Segment, record: Record, place: memoryview) -> bool:
+    def _read_page(self, fd: int, segment: Segment, record: Record, place: memoryview, direct: Direct | None) -> bool:
         said = "its checksum or its name is wrong"
         try:
-            well = segment.read(fd, record, place)
+            well = segment.read(fd, record, place, direct)
         except (OSError, ValueError) as error:  # ValueError: the place was given back
             well, said = False, str(error)
         name = record.group, record.key

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import struct
 import sys
@@ -118,10 +119,14 @@ class Segment:
         fields = _SEGMENT.pack(_PAGES, VERSION, sys.byteorder.encode(), fingerprint, self.identity)
         return (fields + _CRC.pack(zlib.crc32(fields))).ljust(BLOCK, b"\0")
 
-    def read(self, fd: int, record: Record, place: memoryview) -> bool:
-        """Fill the place with the record's page. False if it isn't certain that this is the page."""
-        head = bytearray(BLOCK)
-        if _fill(fd, [memoryview(head), place], record.offset) < BLOCK + len(place):
+    def read(self, fd: int, record: Record, place: memoryview, direct: Direct | None = None) -> bool:
+        """Fill the place with the record's page. False if it isn't certain that this is the page.
+
+        With `direct`, what the page cache doesn't hold is read past it.
+        """
+        head = memoryview(bytearray(BLOCK)) if direct is None else direct.head
+        fill = _fill if direct is None else direct.fill
+        if fill(fd, [head, place], record.offset) < BLOCK + len(place):
             return False
         found = self._parse(head, record.offset)
         return found is not None and found[0] == record and found[1] == zlib.crc32(place)
@@ -202,7 +207,7 @@ class Segment:
             found.append(Record(group, body[at - length : at], nbytes, offset))
         return found
 
-    def _parse(self, head: bytes | bytearray, offset: int) -> tuple[Record, int] | None:
+    def _parse(self, head: bytes | bytearray | memoryview, offset: int) -> tuple[Record, int] | None:
         """The record whose header this is, and its page's checksum."""
         if _CRC.unpack_from(head, _RECORD.size)[0] != zlib.crc32(memoryview(head)[: _RECORD.size]):
             return None
@@ -212,11 +217,49 @@ class Segment:
         return Record(group, key[:length], nbytes, offset), crc
 
 
-def _fill(fd: int, parts: list[memoryview], offset: int) -> int:
+class Direct:
+    """Reads of one thread that take from the page cache what is there, and the rest from the disk without a copy (O_DIRECT).
+
+    The disk wants addresses and sizes in whole sectors. Where it refuses, the page cache is filled after all.
+    """
+
+    def __init__(self) -> None:
+        self.head = memoryview(mmap.mmap(-1, BLOCK))  # at the beginning of a page of memory
+        self._fd = -1
+
+    def open(self, segment: Segment, fd: int) -> None:
+        """The file that is read next, which `fd` is by way of the page cache. Not every file system has such files."""
+        self.close()
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # to ask the page cache reads nothing ahead
+            self._fd = os.open(segment.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def close(self) -> None:
+        """The file isn't read any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def fill(self, fd: int, parts: list[memoryview], offset: int) -> int:
+        """As `_fill`."""
+        if self._fd >= 0 and not self._cached(fd, offset + BLOCK):
+            with contextlib.suppress(OSError):
+                return _fill(self._fd, list(parts), offset)
+        return _fill(fd, parts, offset)
+
+    def _cached(self, fd: int, offset: int) -> bool:
+        """Whether the page cache has what is there. It is asked of one block, as asking may read."""
+        try:
+            return os.preadv(fd, [self.head], offset, os.RWF_NOWAIT) > 0
+        except OSError:
+            return False
+
+
+def _fill(fd: int, parts: list[memoryview], offset: int, flags: int = 0) -> int:
     """Read into all parts; how many bytes there were, fewer only at the file's end."""
     total = 0
     while any(map(len, parts)):
-        count = os.preadv(fd, parts, offset + total)
+        count = os.preadv(fd, parts, offset + total, flags)
         if count == 0:
             break
         total += count
