@@ -262,6 +262,48 @@ def test_whatever_is_done_to_the_files_a_page_is_right_or_a_miss(tmp_path: Path)
         store.close()
 
 
+def test_what_is_forgotten_stays_so_after_a_restart_and_a_crash(root: Path, store: DiskStore, tmp_path: Path) -> None:
+    write(store, range(6))
+    store.forget(0, [key_of(1), key_of(77)])
+    store.forget(1, [key_of(2)])
+    assert found(store, range(6)) == [0, 2, 3, 4, 5]
+    write(store, range(6, 10))  # by both threads, behind what is forgotten
+    again = opened(crashed(root, tmp_path / "left"))
+    assert found(again, range(10)) == [0, *range(2, 10)]
+    assert read(again, range(10)) == [number != 1 for number in range(10)]
+    again.close()
+    store.forget(0, [key_of(3)])
+    store.close()
+    last = opened(root)
+    assert read(last, range(10)) == [number not in (1, 3) for number in range(10)]
+    last.close()
+
+
+def test_what_is_cleared_is_found_at_the_next_start(
+    root: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.05)
+    write(store, range(4))
+    store.clear()
+    write(store, range(3, 6))
+    store._look.set()
+    time.sleep(0.2)
+    assert found(store, range(6)) == [3, 4, 5]
+    store.close()
+    again = opened(root)
+    assert read(again, range(6)) == [True] * 6
+    again.close()
+
+
+def test_what_waits_to_be_written_is_written_at_the_end(root: Path) -> None:
+    store = opened(root)
+    pages = [(0, key_of(number), memoryview(page_of(number))) for number in range(50)]
+    store.write(1, pages)
+    store.close()
+    assert outcomes(store) == [True] * 50
+    assert found(opened(root), range(50)) == list(range(50))
+
+
 def test_a_disk_that_hangs_fails_what_waits_and_is_not_asked_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(root, OF, max_bytes=SMALL, largest_page=6000, read_threads=1, seconds=0.1, rate=1e6)
     write(store, range(2))
@@ -303,6 +345,7 @@ def test_the_end_waits_for_no_disk_that_hangs_and_begins_nothing(root: Path, mon
     store.read(8, [(0, key_of(0), memoryview(bytearray(SIZES[0])))])
     assert outcomes(store) == [False]
     store.write(9, [(0, key_of(9), memoryview(page_of(9)))])
+    assert outcomes(store) == [False]
     assert store.seconds(1) == math.inf
 
 

@@ -1,4 +1,4 @@
-"""The disk tier: a PageStore over segments in a directory (`segments.py`, `directory.py`), with threads of its own.
+"""The disk tier: a KeepingStore over segments in a directory (`segments.py`, `directory.py`), with threads of its own.
 
 Each writing thread appends to a segment of its own, so that a file has no holes. Reading threads take the pages of one number in the order
 in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss.
@@ -75,7 +75,7 @@ Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
 
 
 class DiskStore:
-    """A PageStore in a directory below `root`.
+    """A KeepingStore in a directory below `root`.
 
     `largest_page` are the bytes of the largest page there will be. What isn't read `seconds` after it was asked for has failed.
     `rate`: the bytes a second that are read, measured at the start if it isn't given. `ready` is set when the index is whole and the rate is known.
@@ -112,9 +112,11 @@ class DiskStore:
         self._busy_since, self._busy_bytes = 0.0, 0
         self._reading: dict[int, float] = {}  # threads in a read, and since when
         self._closing, self._look = threading.Event(), threading.Event()
+        self._end = math.inf  # of writing, when the store is being closed
+        self._passed_over: set[bytes] = set()  # identities of segments that nothing is found in any more
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Piece | tuple[Segment, int] | None] = queue.SimpleQueue()
         work = [("keep", self._keep)]
         work += [("read", self._read_pieces)] * read_threads + [("write", self._write_pieces)] * write_threads
         self._threads = [threading.Thread(target=run, name=f"disk-{name}", daemon=True) for name, run in work]
@@ -158,9 +160,11 @@ class DiskStore:
     def write(self, number: int, pages: Sequence[Page]) -> None:
         """See PageStore. A page that is there already isn't written again."""
         begun = _Begun(number, pages, _WRITE_SECONDS, reads=False)
-        for at, page in enumerate(pages):
-            self._to_write.put((begun, [(at, page, None, 0)]))
-        self._settle(begun, [], well=False)
+        closed = self._closing.is_set()
+        for at, page in enumerate(pages if not closed else ()):
+            piece: Piece = begun, [(at, page, None, 0)]
+            self._to_write.put(piece)
+        self._settle(begun, range(len(pages)) if closed else [], well=False)
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """See PageStore."""
@@ -175,16 +179,32 @@ class DiskStore:
         return math.inf if self._closing.is_set() or stuck or not rate else (self._queued + nbytes) / rate
 
     def close(self) -> None:
-        """See PageStore. What is written is sealed, so that the next start needn't walk it."""
+        """See PageStore. What was to be written still is, for some seconds. Then segments are sealed, so that the next start needn't walk them."""
+        self._end = time.monotonic() + _CLOSE_SECONDS
         self._closing.set()
         self._look.set()
         readers, writers = self._counts
         for line, count in ((self._to_read, readers), (self._to_write, writers)):
             for _ in range(count):
                 line.put(None)
-        deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))
+            thread.join(max(self._end + 1 - time.monotonic(), 0))
+
+    # -- KeepingStore
+
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """See KeepingStore."""
+        for key in keys:
+            with self._lock:
+                found = self._index.pop((group, key), None)
+            if found is not None:
+                self._to_write.put(found)
+
+    def clear(self) -> None:
+        """See KeepingStore."""
+        with self._lock:
+            self._passed_over.update(self._known)
+            self._index, self._hot = {}, set()
 
     def stats(self) -> DiskStats:
         """A copy of the figures as they are now."""
@@ -220,7 +240,8 @@ class DiskStore:
         self._busy_since, self._busy_bytes = now, 0
 
     def _late(self, begun: _Begun) -> bool:
-        return self._closing.is_set() or time.monotonic() > begun.deadline
+        now = time.monotonic()
+        return now > begun.deadline or now > self._end or (begun.reads and self._closing.is_set())
 
     # -- reading
 
@@ -287,6 +308,10 @@ class DiskStore:
     def _write_pieces(self) -> None:
         writer = _Writer(self.directory)
         while (piece := self._to_write.get()) is not None:
+            if isinstance(piece[0], Segment):
+                with contextlib.suppress(OSError):
+                    piece[0].strike(piece[1])
+                continue
             begun, [(at, (group, key, place), *_)] = piece
             well = False
             try:
@@ -398,7 +423,7 @@ class DiskStore:
                 return
             if segment.path != found.path:  # an engine goes on with it
                 segment.path, whole = found.path, False
-            if not whole and segment.of(self.directory.fingerprint):
+            if not whole and identity not in self._passed_over and segment.of(self.directory.fingerprint):
                 with contextlib.suppress(OSError):
                     records, whole = self.directory.adopt(segment)
                     self._found(segment, records, whole=whole)

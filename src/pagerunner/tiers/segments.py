@@ -29,6 +29,8 @@ from typing import NamedTuple, Self
 VERSION = 1
 BLOCK = 4096
 LONGEST_KEY = 255
+NOBODY = 2**32 - 1
+"""The group of records that were struck out."""
 _SEGMENT = struct.Struct("<8sI6s32s16s")
 _RECORD = struct.Struct("<8s16sQIIQI255s")
 _INDEX = struct.Struct("<8sI32s16sQQ")
@@ -157,9 +159,7 @@ class Segment:
     def append(self, fd: int, offset: int, group: int, key: bytes, page: memoryview) -> Record:
         """Write a record at the end. After an error the file may have any part of it."""
         record = Record(group, key, len(page), offset)
-        fields = _RECORD.pack(_PAGE, self.identity, offset, group, len(key), len(page), zlib.crc32(page), key)
-        head = (fields + _CRC.pack(zlib.crc32(fields))).ljust(BLOCK, b"\0")
-        parts: list[bytes | memoryview] = [head, page, _ZEROS[: -len(page) % BLOCK]]
+        parts: list[bytes | memoryview] = [self._head(record, zlib.crc32(page)), page, _ZEROS[: -len(page) % BLOCK]]
         while any(map(len, parts)):
             written = os.pwritev(fd, parts, offset)
             offset += written
@@ -167,6 +167,16 @@ class Segment:
                 parts[at] = memoryview(part)[written:]
                 written = max(written - len(part), 0)
         return record
+
+    def strike(self, offset: int) -> None:
+        """Give the record there the name of no page. Those behind it are still found by walking."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            found = self._parse(os.pread(fd, BLOCK, offset), offset)
+            if found is not None:
+                os.pwrite(fd, self._head(found[0]._replace(group=NOBODY, key=b""), 0), offset)
+        finally:
+            os.close(fd)
 
     def seal(self, fingerprint: bytes, records: Sequence[Record]) -> None:
         """Write the index file. It appears whole: written beside, flushed, then renamed."""
@@ -189,6 +199,11 @@ class Segment:
         finally:
             os.close(directory)
 
+    def _head(self, record: Record, crc: int) -> bytes:
+        group, key, nbytes, offset = record
+        fields = _RECORD.pack(_PAGE, self.identity, offset, group, len(key), nbytes, crc, key)
+        return (fields + _CRC.pack(zlib.crc32(fields))).ljust(BLOCK, b"\0")
+
     def _listed(self, fingerprint: bytes, size: int) -> list[Record]:
         """What the index file says; nothing if it is damaged, or of another segment."""
         try:
@@ -209,7 +224,7 @@ class Segment:
 
     def _parse(self, head: bytes | bytearray | memoryview, offset: int) -> tuple[Record, int] | None:
         """The record whose header this is, and its page's checksum."""
-        if _CRC.unpack_from(head, _RECORD.size)[0] != zlib.crc32(memoryview(head)[: _RECORD.size]):
+        if len(head) < BLOCK or _CRC.unpack_from(head, _RECORD.size)[0] != zlib.crc32(memoryview(head)[: _RECORD.size]):
             return None
         magic, identity, place, group, length, nbytes, crc, key = _RECORD.unpack_from(head)
         if (magic, identity, place) != (_PAGE, self.identity, offset):

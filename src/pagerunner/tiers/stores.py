@@ -43,3 +43,13 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Begin nothing more, and wait a limited time for what was begun. What hasn't ended then may still use its places."""
+
+
+class KeepingStore(PageStore, Protocol):
+    """A PageStore whose pages this engine writes."""
+
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """These pages are wrong: nobody finds them, in another life neither."""
+
+    def clear(self) -> None:
+        """Find nothing that was there until now, until the next start."""
