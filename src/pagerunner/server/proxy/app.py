@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -10,34 +11,26 @@ from collections.abc import Sequence
 import msgspec
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagerunner import limits
+from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.memory.prefix import RecentPrompts
 from pagerunner.server.errors import HttpError, error_body, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
 from pagerunner.server.http import ClientGoneError, read_body, unless_gone
-from pagerunner.server.proxy.bodies import (
-    HANDED_OVER,
-    PARAMS,
-    Fields,
-    decode_body,
-    is_set,
-    needs_whole_prompt,
-    params_in,
-    prefill_body,
-    read_fields,
-    units,
-)
+from pagerunner.server.lingering import LINGER_SECONDS
+from pagerunner.server.proxy import bodies
 from pagerunner.server.proxy.connection import CUT
 from pagerunner.server.proxy.metrics import ProxyMetrics
 from pagerunner.server.proxy.options import ProxyOptions
 from pagerunner.server.proxy.pool import Pool, Server
-from pagerunner.server.proxy.upstream import Answer, Call, UpstreamError
+from pagerunner.server.proxy.upstream import Call, Link, UpstreamError
 from pagerunner.server.standard_metrics import CountedRequests
 
 logger = logging.getLogger(__name__)
@@ -45,11 +38,11 @@ logger = logging.getLogger(__name__)
 _POST = """/v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/embeddings
     /v1/audio/transcriptions /v1/audio/translations /v1/score /score /v1/rerank /v2/rerank /rerank /pooling /classify
     /invocations /tokenize /detokenize""".split()
+_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _GET = "/v1/models /v1/models/{model:path} /tokenizer_info /version".split()
 _LABEL = b"x-request-id"
 _DOUBTED = (400, 422, 500)
 """Statuses by which a decode server may mean the parameters: the prefill server has taken the same request without them."""
-_EVENT_STREAMS = ("/v1/completions", "/v1/chat/completions")
 _EVENT_END = b"\n\n"
 
 
@@ -67,6 +60,7 @@ class Proxy:
         self._servers = pool("decode server", options.decode) if options.decode else pool("server", options.worker_urls)
         self._prefill = pool("prefill server", options.prefill)
         self._options, self._metrics = options, metrics
+        self._by_prefix = self._servers.chooses_by_prefix or self._prefill.chooses_by_prefix
         self._recent = RecentPrompts()
         self._fallbacks = SparingLog(logger, most=5)
         self._under_way: set[asyncio.Task[None]] = set()
@@ -112,7 +106,7 @@ class Proxy:
             await unless_gone(receive, work)
         except ClientGoneError:  # its answer's connection is closed, which ends the request there
             pass
-        except HttpError as error:
+        except (HttpError, InvalidRequestError) as error:
             await reply.fail(error)
         except asyncio.CancelledError:
             if not self._stopped:
@@ -123,20 +117,20 @@ class Proxy:
                 self._under_way.discard(work)
 
     async def _answer(self, scope: Scope, body: bytes, reply: _Reply) -> None:
-        seconds = self._options.request_timeout_secs
+        seconds, path, post = self._options.request_timeout_secs, scope["path"], scope["method"] == "POST"
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        call = Call(scope["method"].encode(), target, scope["headers"], body)
+        call = Call(scope["method"].encode(), target, scope["headers"], body if post else b"")
         try:
             async with asyncio.timeout(seconds):
-                fields = read_fields(body)
-                hashes = units(fields, self._recent)
-                if self._prefill.servers and scope["raw_path"] in HANDED_OVER:
+                fields = self._fields(body) if post and path not in _FORMS else {}
+                hashes = bodies.units(fields, self._recent) if self._by_prefix else []
+                if self._prefill.servers and path in bodies.HANDED_OVER:
                     call, handed = await self._prefilled(call, fields, hashes)
                     if handed is not None:
                         async with self._servers.asked(call._replace(body=handed), hashes) as answer:
                             if answer.status not in _DOUBTED:
                                 return await reply.pass_on(answer)
-                        self._recompute("refused by decode", f"the decode server answers with status {answer.status}")
+                        self._fall_back("refused by decode", f"the decode server answers with status {answer.status}")
                 async with self._servers.asked(call, hashes) as answer:
                     await reply.pass_on(answer)
         except TimeoutError:
@@ -145,44 +139,57 @@ class Proxy:
         except UpstreamError as error:
             raise HttpError(502, f"The answer breaks off: {error}.") from error
 
-    async def _prefilled(self, call: Call, fields: Fields, hashes: list[bytes]) -> tuple[Call, bytes | None]:
+    def _fields(self, body: bytes) -> bodies.Fields:
+        """What is read of a body. Equal servers say themselves what is wrong with one.
+
+        A decode server believes parameters that come from here. So what can't be read here is refused: another reader of JSON might find
+        parameters in it, in UTF-16 or beside a NaN.
+        """
+        if not self._prefill.servers:
+            try:
+                return bodies.read_fields(body) if self._by_prefix else {}
+            except (InvalidRequestError, HttpError):
+                return {}
+        fields = bodies.read_fields(body)
+        if bodies.is_set(fields, bodies.PARAMS):
+            why = f"{bodies.PARAMS} is what this proxy's prefill servers say; a client can't."
+            raise HttpError(400, why, bodies.PARAMS)
+        return fields
+
+    async def _prefilled(self, call: Call, fields: bodies.Fields, hashes: list[bytes]) -> tuple[Call, bytes | None]:
         """The call with a name, and its body for a decode server that needn't compute the prompt; None if it must."""
-        if is_set(fields, PARAMS):
-            raise HttpError(400, f"{PARAMS} is what this proxy's prefill servers say; a client can't.", PARAMS)
         if not any(name == _LABEL for name, _ in call.headers):  # both servers' logs have it then
             call = call._replace(headers=[*call.headers, (_LABEL, uuid.uuid4().hex.encode())])
-        if not fields:
-            return call, None
-        if why := needs_whole_prompt(fields):
-            self._metrics.recomputed.labels(why).inc()
+        if why := bodies.needs_whole_prompt(fields):
+            self._fall_back(why)
             return call, None
         headers = [(name, value) for name, value in call.headers if name != b"accept-encoding"]
+        asked = call._replace(body=bodies.prefill_body(fields), headers=headers)
         seconds = self._options.prefill_timeout_secs
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._prefill.asked(call._replace(body=prefill_body(fields), headers=headers), hashes) as answer,
-            ):
+            async with asyncio.timeout(seconds), self._prefill.asked(asked, hashes) as answer:
                 found = await answer.whole(limits.MAX_BODY_BYTES)
             if answer.status != 200:
-                self._recompute("refused", f"status {answer.status}: {short(one_line(found.decode(errors='replace')))}")
-            elif (params := params_in(found)) is not None:
-                return call, decode_body(fields, params)
+                self._fall_back("refused", f"status {answer.status}: {short(found.decode(errors='replace'), 300)}")
+            elif (params := bodies.params_in(found)) is not None:
+                return call, bodies.with_params(fields, params)
             else:
-                self._metrics.recomputed.labels("nothing to hand over").inc()
+                self._fall_back("nothing to hand over")
         except TimeoutError:
-            self._recompute("late", f"no answer within {seconds:g} seconds (--prefill-timeout-secs)")
+            self._fall_back("late", f"no answer within {seconds:g} seconds (--prefill-timeout-secs)")
         except (HttpError, UpstreamError) as error:
-            self._recompute("failed", str(error))
-        except (ValueError, RecursionError) as error:
-            self._recompute("unreadable", f"no JSON: {error}")
+            self._fall_back("failed", str(error))
+        except InvalidRequestError:
+            self._fall_back("unreadable", "its answer is no JSON object")
         return call, None
 
-    def _recompute(self, reason: str, why: str) -> None:
-        self._metrics.recomputed.labels(reason).inc()
-        self._fallbacks.warn(
-            "A decode server computes a prompt itself, because no prefill server has: %s", one_line(why)
-        )
+    def _fall_back(self, reason: str, why: str = "") -> None:
+        """A decode server computes a prompt itself. `why` it does if that is a fault."""
+        self._metrics.fallbacks.labels(reason).inc()
+        if why:
+            self._fallbacks.warn(
+                "A decode server computes a prompt itself, because no prefill server has: %s", one_line(why)
+            )
 
 
 class _Reply:
@@ -193,11 +200,11 @@ class _Reply:
         self._begun = self._ended = self._events = False
         self._last = _EVENT_END
 
-    async def pass_on(self, answer: Answer) -> None:
+    async def pass_on(self, answer: Link) -> None:
         """Send an answer as it comes. A piece is read when the one before it has gone into the client's buffer."""
-        coded = any(name == b"content-encoding" for name, _ in answer.headers)
-        kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
-        self._events = kind.startswith(b"text/event-stream") and self._scope["path"] in _EVENT_STREAMS and not coded
+        said = {name.lower(): value for name, value in answer.headers}
+        events = said.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in said
+        self._events = events and self._scope["path"] in bodies.HANDED_OVER
         self._begun = True
         await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         async for piece in answer.body():
@@ -206,16 +213,18 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self._ended = True
 
-    async def fail(self, error: HttpError) -> None:
+    async def fail(self, error: Exception) -> None:
         """Say so: with a status, or in the stream, or by cutting it."""
         if not self._begun:
             return await error_response(error, self._scope["path"])(self._scope, self._receive, self._send)
         if self._ended:
             return
-        if not (self._events and self._last == _EVENT_END):
-            return self._scope[CUT]()  # type: ignore[no-any-return]
-        event = b"data: " + msgspec.json.encode(error_body(error)) + b"\n\ndata: [DONE]\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        if self._events and self._last == _EVENT_END:
+            event = b"data: " + msgspec.json.encode(error_body(error)) + b"\n\ndata: [DONE]\n\n"
+            with contextlib.suppress(TimeoutError):  # of a client that reads nothing
+                async with asyncio.timeout(LINGER_SECONDS):
+                    return await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        self._scope[CUT]()
 
 
 def create_app(proxy: Proxy, metrics: ProxyMetrics, *, loopback: bool) -> ASGIApp:
@@ -230,7 +239,16 @@ def create_app(proxy: Proxy, metrics: ProxyMetrics, *, loopback: bool) -> ASGIAp
     ):
         marked(handler.__func__, access)  # type: ignore[attr-defined]
         routes.append(Route(path, handler, methods=["GET"]))
-    app = Starlette(routes=routes)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
     app.add_middleware(Gate, routes=app, keys=Keys(loopback=loopback))
     app.add_middleware(CountedRequests, metrics=metrics.http)
     return app
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = f"{short(request.method)} {short(request.url.path)}"
+    why = (
+        f"{path} is not passed on by the proxy ({error.detail}); what controls a server is asked of the server itself."
+    )
+    return error_response(HttpError(error.status_code, why), request.url.path)

@@ -6,9 +6,10 @@ import msgspec
 
 from pagerunner.memory.affinity import MOST_UNITS
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
+from pagerunner.server.http import decode_body
 
 PARAMS = "kv_transfer_params"
-HANDED_OVER = frozenset((b"/v1/completions", b"/v1/chat/completions"))
+HANDED_OVER = ("/v1/completions", "/v1/chat/completions")
 """Paths whose prompts a prefill server computes; the others' answers carry no parameters."""
 _PROMPT = ("tools", "instructions", "system", "messages", "prompt", "input", "query", "text")
 """Fields that a prompt is made of, in the order in which templates write them."""
@@ -25,11 +26,8 @@ _EMPTY = (b"", b"null", b"false", b"{}", b"[]")
 
 
 def read_fields(body: bytes) -> Fields:
-    """The fields of a JSON object, unread; none where the body is something else, which its server will say."""
-    try:
-        return _fields.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
+    """The fields of a JSON object, unread. Raises what `decode_body` raises."""
+    return decode_body(body, _fields)
 
 
 def _bytes(fields: Fields, name: str) -> bytes:
@@ -73,11 +71,11 @@ def prefill_body(fields: Fields) -> bytes:
 
 
 def params_in(answer: bytes) -> msgspec.Raw | None:
-    """The parameters in a prefill server's answer, None if it gives none. Raises ValueError for what is no JSON object."""
-    found = _fields.decode(answer).get(PARAMS)
+    """The parameters in a prefill server's answer, None if it gives none. Raises what `read_fields` raises."""
+    found = read_fields(answer).get(PARAMS)
     return found if found is not None and bytes(found).startswith(b"{") and bytes(found) not in _EMPTY else None
 
 
-def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
+def with_params(fields: Fields, params: msgspec.Raw) -> bytes:
     """The client's request, with the parameters as they came."""
     return msgspec.json.encode({**fields, PARAMS: params})

@@ -7,17 +7,9 @@ import logging
 import socket
 from collections.abc import Callable
 
+from pagerunner.server import listening
 from pagerunner.server.connection import on_loop_error
 from pagerunner.server.http_logs import HttpLogs
-from pagerunner.server.listening import (
-    LAST_WORDS_SECONDS,
-    Server,
-    StopSignals,
-    allow_many_connections,
-    bind,
-    is_loopback,
-    uvicorn_config,
-)
 from pagerunner.server.proxy.app import Proxy, create_app
 from pagerunner.server.proxy.connection import CutConnection
 from pagerunner.server.proxy.metrics import ProxyMetrics
@@ -35,9 +27,9 @@ def run_proxy(
 
     Raises ConfigError for a port that can't be had.
     """
-    allow_many_connections()
-    listener = bind(host, port)
-    if not is_loopback(listener):
+    listening.allow_many_connections()
+    listener = listening.bind(host, port)
+    if not listening.is_loopback(listener):
         logger.warning(
             "The proxy listens on %s: whoever reaches it may use the servers, unless they ask for keys.", host
         )
@@ -51,16 +43,16 @@ async def serve_proxy(
     options: ProxyOptions,
     listener: socket.socket,
     logs: HttpLogs,
-    on_ready: Callable[[Proxy, StopSignals], None] | None = None,
+    on_ready: Callable[[Proxy, listening.StopSignals], None] | None = None,
 ) -> int:
     """What `run_proxy` runs. `on_ready` is told when requests are taken."""
     metrics = ProxyMetrics()
     proxy = Proxy(options, metrics)
-    config = uvicorn_config(create_app(proxy, metrics, loopback=is_loopback(listener)), logs)
+    config = listening.uvicorn_config(create_app(proxy, metrics, loopback=listening.is_loopback(listener)), logs)
     config.http = CutConnection
-    server = Server(config)
+    server = listening.Server(config)
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
-    with StopSignals().installed() as stop:
+    with listening.StopSignals().installed() as stop:
         first = asyncio.gather(*(one.check() for one in proxy.servers))
         await stop.wait(stop.asked, first)  # type: ignore[arg-type]
         watching = [asyncio.create_task(one.watch()) for one in proxy.servers]
@@ -80,7 +72,9 @@ async def serve_proxy(
                 "" if stop.insisted.is_set() else f" within {options.shutdown_timeout:g} seconds (--shutdown-timeout)"
             )
             proxy.stop(f"The proxy is shutting down, and the request has not ended{knob}.")
-            await stop.wait(stop.forced, serving, timeout=LAST_WORDS_SECONDS)  # clients still read their answers
+            await stop.wait(
+                stop.forced, serving, timeout=listening.LAST_WORDS_SECONDS
+            )  # clients still read their answers
             server.force_exit = True
         await serving
         for task in watching:

@@ -18,7 +18,7 @@ from pagerunner.memory.affinity import UNITS_OF_A_REQUEST, SentUnits
 from pagerunner.server.errors import HttpError
 from pagerunner.server.proxy.metrics import ProxyMetrics
 from pagerunner.server.proxy.options import ProxyOptions
-from pagerunner.server.proxy.upstream import Answer, Call, Upstream, UpstreamError
+from pagerunner.server.proxy.upstream import Call, Link, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 _troubles = SparingLog(logger, most=20)
@@ -26,7 +26,7 @@ _troubles = SparingLog(logger, most=20)
 
 _BUSY = (429, 503)
 _MOST_SENT = 2
-"""How many servers may begin to work on a request. A request that kills servers so kills two."""
+"""How often a request may be sent where it may be worked on. A request that kills servers so kills two."""
 _HEALTH = Call(b"GET", b"/health", [], b"")
 
 
@@ -39,12 +39,14 @@ class Server:
         self.running = self._failures = 0
         self.fault = "has not answered yet"
         self._options = options
-        self.counts = metrics.of_server(name, self.upstream.url, lambda: self.running, lambda: not self.fault)
+        self._metrics, self._labels = metrics, (name, self.upstream.url)
+        metrics.running.labels(*self._labels).set_function(lambda: self.running)
+        metrics.up.labels(*self._labels).set_function(lambda: not self.fault)
 
-    async def ask(self, call: Call, hashes: Sequence[bytes]) -> Answer:
+    async def ask(self, call: Call, hashes: Sequence[bytes]) -> Link:
         """Send it a request. `done` must be called with the answer. Raises what `Upstream.ask` raises."""
         self.running += 1
-        self.counts.asked()
+        self._metrics.requests.labels(*self._labels).inc()
         self.sent.add(hashes)
         try:
             return await self.upstream.ask(call)
@@ -52,10 +54,16 @@ class Server:
             self.running -= 1
             raise
 
-    def done(self, answer: Answer) -> None:
+    def done(self, answer: Link) -> None:
         """Nobody reads on."""
         self.running -= 1
         answer.close()
+
+    def failed(self, reason: str, error: UpstreamError | None = None) -> None:
+        """It has not answered a request as it should."""
+        self._metrics.failures.labels(*self._labels, reason).inc()
+        if error is not None:
+            _troubles.warn("A request has failed at the %s (%s): it %s.", *self._labels, error)
 
     async def watch(self) -> None:
         """Check its health for ever."""
@@ -77,20 +85,22 @@ class Server:
                 fault = f"answers /health with status {answer.status}"
         except TimeoutError:
             fault = f"has not answered /health within {seconds:g} seconds (--health-check-timeout-secs)"
-        except (UpstreamError, HttpError) as error:
+        except UpstreamError as error:
             fault = str(error)
+        except HttpError:  # this process has no room for a connection, which is not the server's fault
+            return
         self.heard(fault)
 
     def heard(self, fault: str) -> None:
         """How a check has ended, or that it can't be reached. "" is health."""
         self._failures = self._failures + 1 if fault else 0
         if not fault and self.fault:
-            logger.info("The %s (%s) takes requests.", self.name, self.upstream.url)
+            logger.info("The %s (%s) takes requests.", *self._labels)
             self.fault = ""
         elif self.fault:
             self.fault = fault
         elif self._failures >= self._options.health_failure_threshold:
-            logger.warning("The %s (%s) takes no more requests: it %s.", self.name, self.upstream.url, fault)
+            logger.warning("The %s (%s) takes no more requests: it %s.", *self._labels, fault)
             self.fault = fault
             self.sent.clear()  # it may be started again
             self.upstream.close()
@@ -102,6 +112,11 @@ class Pool:
     def __init__(self, servers: Sequence[Server], policy: str) -> None:
         self.servers, self._policy = servers, policy
         self._turn = 0
+
+    @property
+    def chooses_by_prefix(self) -> bool:
+        """Whether it makes a difference what a prompt begins with."""
+        return len(self.servers) > 1 and self._policy == "cache_aware"
 
     @property
     def faults(self) -> dict[str, str]:
@@ -125,7 +140,7 @@ class Pool:
         )
 
     @contextlib.asynccontextmanager
-    async def asked(self, call: Call, hashes: Sequence[bytes]) -> AsyncIterator[Answer]:
+    async def asked(self, call: Call, hashes: Sequence[bytes]) -> AsyncIterator[Link]:
         """The answer of one of them. Another one is asked if it can't be reached, is too busy, or dies before it answers.
 
         Raises:
@@ -136,13 +151,12 @@ class Pool:
         try:
             yield answer
         except UpstreamError as error:
-            server.counts.failed("broken off")
-            _troubles.warn("An answer of the %s (%s) breaks off: it %s.", server.name, server.upstream.url, error)
+            server.failed("broken off", error)
             raise UpstreamError(f"the {server.name} {error}") from error
         finally:
             server.done(answer)
 
-    async def _first_answer(self, call: Call, hashes: Sequence[bytes]) -> tuple[Server, Answer]:
+    async def _first_answer(self, call: Call, hashes: Sequence[bytes]) -> tuple[Server, Link]:
         tried: set[Server] = set()
         fault, taken, passed_on = "", 0, False
         while taken < _MOST_SENT and (server := self.choose(hashes, tried)) is not None:
@@ -151,17 +165,17 @@ class Pool:
             except UpstreamError as error:
                 fault = f"the {server.name} {error}"
                 taken += error.sent
-                tried.add(server)
+                if not error.stale:
+                    tried.add(server)
+                    server.failed("no answer" if error.sent else "not reached", error)
                 if not error.sent:
                     server.heard(str(error))
-                server.counts.failed("no answer" if error.sent else "not reached")
-                _troubles.warn("No answer comes from the %s (%s): it %s.", server.name, server.upstream.url, error)
                 continue
             tried.add(server)
             if passed_on or answer.status not in _BUSY or not self._able(tried):
                 return server, answer
             passed_on = True
-            server.counts.failed("busy")
+            server.failed("busy")
             server.done(answer)
         if taken:
             raise HttpError(502, f"No answer has come: {fault}.")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 from collections.abc import AsyncIterator
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import h11
 
@@ -27,7 +27,8 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split()
 )
-_OURS = _HOP | {b"host", b"content-length", b"expect"}
+_OURS = _HOP | {b"host", b"content-length", b"expect", b"origin"}  # whose page may call is checked here
+_URL = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -59,12 +60,12 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes] = _HOP) -> Headers:
     return [(name, value) for name, value in headers if name.lower() not in dropped and name.lower() not in named]
 
 
-class _Link(asyncio.BufferedProtocol):
-    """A connection. One request at a time."""
+class Link(asyncio.BufferedProtocol):
+    """A connection, with one request at a time: its answer's `status` and `headers`. `close` must be called after `ask`."""
 
     _BUFFER = memoryview(bytearray(1 << 16))  # of all connections: bytes are taken out at once
 
-    def __init__(self, idle: dict[_Link, None]) -> None:
+    def __init__(self, idle: dict[Link, None]) -> None:
         self.conn = h11.Connection(h11.CLIENT, limits.MAX_HEADER_BYTES)
         self._idle = idle
         self._waiter: asyncio.Future[None] | None = None
@@ -72,6 +73,7 @@ class _Link(asyncio.BufferedProtocol):
         self._heard = self._ended = self._lost = self._kept = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         if (own := transport.get_extra_info("socket")) is not None:
@@ -81,9 +83,11 @@ class _Link(asyncio.BufferedProtocol):
                     own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
         return self._BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come; of too many that nobody has taken, no more are read."""
         if self in self._idle:  # nobody has asked
             return self.abort()
         self._heard = True
@@ -95,11 +99,13 @@ class _Link(asyncio.BufferedProtocol):
         self._wake()
 
     def eof_received(self) -> None:
+        """The server sends no more."""
         self._ended = True
         self.conn.receive_data(b"")
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
         self._lost = True
         self._idle.pop(self, None)
         self._wake()
@@ -113,8 +119,8 @@ class _Link(asyncio.BufferedProtocol):
         self._idle.pop(self, None)
         self.transport.abort()
 
-    async def ask(self, call: Call, host: bytes) -> h11.Response:
-        """Send a request, and return the head of its answer. Raises UpstreamError."""
+    async def ask(self, call: Call, host: bytes) -> None:
+        """Send a request, and wait for the head of its answer. Raises UpstreamError."""
         self._heard = False
         headers = [(b"Host", host), *end_to_end(call.headers, _OURS)]
         if call.method == b"POST":
@@ -127,11 +133,17 @@ class _Link(asyncio.BufferedProtocol):
             if event is h11.NEED_DATA:
                 await self._more()
             elif isinstance(event, h11.Response):
-                if event.status_code >= 600:
-                    raise UpstreamError(f"has answered with status {event.status_code}")
-                return event
+                return self._begin(event)
             elif not isinstance(event, h11.InformationalResponse):
                 raise UpstreamError("has ended its answer before it began")
+
+    def _begin(self, head: h11.Response) -> None:
+        if head.status_code >= 600:
+            raise UpstreamError(f"has answered with status {head.status_code}")
+        headers = head.headers.raw_items()
+        chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
+        dropped = _HOP | {b"date"} | ({b"content-length"} if chunked else set())
+        self.status, self.headers = head.status_code, end_to_end(headers, dropped)
 
     async def body(self) -> AsyncIterator[bytes]:
         """The answer's body, as it comes. Raises UpstreamError."""
@@ -175,32 +187,6 @@ class _Link(asyncio.BufferedProtocol):
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
-    def keep(self) -> None:
-        """Be there for the next request, if this answer is whole and the server lets the connection open."""
-        done = self.conn.our_state is h11.DONE and self.conn.their_state is h11.DONE
-        if not done or self.conn.trailing_data != (b"", False) or self._lost or self.transport.is_closing():
-            return self.abort()
-        self.conn.start_next_cycle()
-        self._kept = True
-        self._unread = 0
-        self._idle[self] = None
-
-
-class Answer:
-    """What a server answers. `close` must be called."""
-
-    def __init__(self, link: _Link, head: h11.Response) -> None:
-        self._link = link
-        self.status = head.status_code
-        headers = list(head.headers.raw_items())
-        coded = any(name.lower() == b"transfer-encoding" for name, _ in headers)
-        dropped = _HOP | {b"date"} | ({b"content-length"} if coded else set())
-        self.headers = end_to_end(headers, dropped)
-
-    def body(self) -> AsyncIterator[bytes]:
-        """The body, as it comes. Raises UpstreamError."""
-        return self._link.body()
-
     async def whole(self, most: int) -> bytes:
         """The body. Raises UpstreamError, also when it is longer than `most` bytes."""
         found = bytearray()
@@ -211,8 +197,13 @@ class Answer:
         return bytes(found)
 
     def close(self) -> None:
-        """Nobody reads on. A server whose answer isn't whole sees its client leave, and ends the request."""
-        self._link.keep()
+        """Nobody reads on. A connection whose answer is whole is kept. By the end of another one its server sees that its client has left."""
+        done = self.conn.our_state is h11.DONE and self.conn.their_state is h11.DONE
+        if not done or self.conn.trailing_data != (b"", False) or self._lost or self.transport.is_closing():
+            return self.abort()
+        self.conn.start_next_cycle()
+        self._kept, self._unread = True, 0
+        self._idle[self] = None
 
 
 class Upstream:
@@ -220,48 +211,38 @@ class Upstream:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for what is no server's URL."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"A server's URL must be like http://127.0.0.1:8000, got {url!r}: {error}.") from error
-        extra = parts.query or parts.fragment or parts.username is not None
-        if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isascii():
+        found = _URL.fullmatch(url)
+        if found is None or not 0 < (port := int((found[3] or ":80")[1:])) < 65_536:
             raise ConfigError(f"A server's URL must be like http://127.0.0.1:8000, got {url!r}.")
         self.url = url.rstrip("/")
-        self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = port or (443 if self._tls else 80)
-        self._netloc, self._base = parts.netloc.encode(), parts.path.rstrip("/").encode()
-        self._idle: dict[_Link, None] = {}  # the one used last is last
+        self._host, self._tls = found[2].strip("[]"), found[1] == "https"
+        self._port = port if found[3] or not self._tls else 443
+        self._netloc, self._base = (found[2] + (found[3] or "")).encode(), (found[4] or "").rstrip("/").encode()
+        self._idle: dict[Link, None] = {}  # the one used last is last
 
-    async def ask(self, call: Call) -> Answer:
-        """Send a request; its answer has begun when this returns. It is sent twice if a kept connection turns out to be closed.
+    async def ask(self, call: Call) -> Link:
+        """Send a request; its answer has begun when this returns.
 
         Raises:
             UpstreamError: the server can't be reached, has closed the connection, or speaks no HTTP.
             HttpError: this process has no room for another connection.
         """
-        again = False
-        while True:
-            try:
-                link = self._idle.popitem()[0] if self._idle else await self._connect()
-            except UpstreamError as error:
-                raise UpstreamError(str(error), sent=again) from error
-            try:
-                return Answer(link, await link.ask(call._replace(target=self._base + call.target), self._netloc))
-            except BaseException as error:
-                link.abort()
-                if again or not (isinstance(error, UpstreamError) and error.stale):
-                    raise
-            again = True
-            self.close()  # the others have waited for longer
+        link = self._idle.popitem()[0] if self._idle else await self._connect()
+        try:
+            await link.ask(call._replace(target=self._base + call.target), self._netloc)
+        except BaseException as error:
+            link.abort()
+            if isinstance(error, UpstreamError) and error.stale:
+                self.close()  # the others have waited for longer
+            raise
+        return link
 
-    async def _connect(self) -> _Link:
+    async def _connect(self) -> Link:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, link = await loop.create_connection(
-                    lambda: _Link(self._idle), self._host, self._port, ssl=self._tls or None
+                    lambda: Link(self._idle), self._host, self._port, ssl=self._tls or None
                 )
         except TimeoutError:
             raise UpstreamError(f"has accepted no connection in {CONNECT_SECONDS:g} seconds", sent=False) from None
