@@ -67,6 +67,10 @@ DIFFERS = {
     "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
     "--weight-transfer-config": "the `backend` is `nccl`, or `gloo`, which vLLM doesn't have; see [Reinforcement learning](rl.md)",
+    "--kv-offloading-size": "GiB of all ranks together; hybrids and windows too, pages go as they are; see [Host memory](server.md#host-memory)",
+    "--kv-offloading-backend": "`native`",
+    "--kv-transfer-config": "`OffloadingConnector` with `kv_role` `kv_both`; extra config `cpu_bytes_to_use`, `offload_prompt_only`, `eviction_policy` `lru`; other names are "
+    "refused. `kv_load_failure_policy` is `recompute` by default",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }

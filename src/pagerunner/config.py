@@ -90,7 +90,9 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     models/configs/pooling.py). `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field
     that is not there. `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see
     engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
-    weights: {"backend": "nccl"}, or "gloo". `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
+    weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
+    when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
+    engine/startup/kv_transfer.py). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
     """
@@ -121,6 +123,9 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     hf_overrides: str | dict[str, Any] | None = None
     structured_outputs_config: str | dict[str, Any] | None = None
     weight_transfer_config: str | dict[str, Any] | None = None
+    kv_offloading_size: float | None = None
+    kv_offloading_backend: str = "native"
+    kv_transfer_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
@@ -267,7 +272,10 @@ def transfer_backend(args: EngineArgs, device: str) -> TransferBackend | None:
 
 
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
-    """The result of resolving EngineArgs against a model and a machine. Every choice is made."""
+    """The result of resolving EngineArgs against a model and a machine. Every choice is made.
+
+    `host_bytes` are those of each rank that hold pages beside the device's.
+    """
 
     model_path: str
     tokenizer_path: str
@@ -280,6 +288,9 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     scheduling_policy: Literal["fcfs", "priority"]
     load_format: Literal["auto", "dummy"]
     max_in_flight: int
+    host_bytes: int = 0
+    offload_prompt_only: bool = True
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
 
 def engine_args(**values: object) -> EngineArgs:

@@ -14,6 +14,7 @@ from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -104,6 +105,7 @@ class Traffic(RuleBasedStateMachine):
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
             enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
+            tiers=self.make_tiers(data),
         )
         self.checker = PageChecker(self.plan, prefix_caching=self.caching)
         self.flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -112,6 +114,10 @@ class Traffic(RuleBasedStateMachine):
         self.ended: dict[str, str] = {}
         self.made = 0
         self.failed = False
+
+    def make_tiers(self, data: st.DataObject) -> Tiering | None:
+        """What decides about another memory."""
+        return None
 
     @rule(
         text=st.integers(0, len(TEXTS) - 1),

@@ -53,6 +53,8 @@ PEERS: set[tuple[str, str]] = {
     ("children", "limits"),
     ("children", "errors"),
     ("sched", "memory"),
+    ("sched", "tiers"),
+    ("tiers", "memory"),
     ("text", "models"),
     ("cli", ""),
     ("cli", "llm"),

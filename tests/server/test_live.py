@@ -107,9 +107,7 @@ def test_frames_put_together_are_the_state(kinds: dict[str, tuple[int, int]]) ->
 def test_the_page_has_words_for_every_reason_to_wait() -> None:
     panels = (Path(live.__file__).parent / "page" / "panels.js").read_text()
     words = panels.partition("const WAITS = {")[2].partition("};")[0]
-    assert set(re.findall(r"^  (\w+): ", words, re.MULTILINE)) == set(get_args(Wait)) - {"", "transfer"}, (
-        "no engine has another memory to load from"
-    )
+    assert set(re.findall(r"^  (\w+): ", words, re.MULTILINE)) == set(get_args(Wait)) - {""}
 
 
 def test_what_has_not_changed_is_not_sent_again() -> None:

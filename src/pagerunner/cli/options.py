@@ -47,6 +47,10 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "block_size": "tokens in a page",
         "enable_prefix_caching": "reuse the pages of a common prefix",
         "enable_sleep_mode": "keep weights and pages where sleep can free them",
+        "kv_offloading_size": "GiB of host memory, of all ranks together, for pages of prompts that leave the device",
+        "kv_offloading_backend": "what takes pages to host memory: native",
+        "kv_transfer_config": 'the same in vLLM\'s words: JSON such as {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
+        '"kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}',
         "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
         "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
     },
@@ -89,7 +93,7 @@ BENCH_EXCLUDED = _SERVER_ONLY | {
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size
-    enable_expert_parallel data_parallel_size revision download_dir""".split()
+    enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {

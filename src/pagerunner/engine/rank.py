@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -95,6 +96,17 @@ class Reports:
             self.send(orders.Alive(self._rank, begun, steps, done, busy, self.given, waits))
             time.sleep(ALIVE_SECONDS)
 
+    def tell_transfers(self, worker: Worker) -> None:
+        """In a thread: tell for ever which transfers of pages have ended."""
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        ready = -1
+        while True:
+            ended = worker.ended_transfers(ALIVE_SECONDS)
+            if ended or worker.host_ready != ready:
+                ready = worker.host_ready
+                self.send(orders.Moved(self._rank, ended, ready))
+
     def fail(self, error: BaseException) -> None:
         """Tell what this process ends with."""
         if not isinstance(error, PagerunnerError):
@@ -167,6 +179,9 @@ class Rank:
         send(orders.Loaded(launch.rank, list(loaded.facts)))
         order = self._next(orders.TakePages)
         self._reports.worker = worker = loaded.map_pages(order.num_bytes)
+        if worker.host_view is not None:
+            tell = partial(self._reports.tell_transfers, worker)
+            threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
 

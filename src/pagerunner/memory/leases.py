@@ -7,6 +7,7 @@ A lease counts like a request that holds the page. So the page is neither handed
 | saving | a step writes a snapshot into it | when the host knows the tokens up to it | yes: steps run in order |
 | held | a transfer reads it | yes | no |
 | arriving | a transfer writes it | when the transfer has ended well | no |
+| kept | nobody yet: pages that a transfer has brought for a request that waits. Given up before anybody is preempted | yes | no |
 | quarantined | a transfer that has failed, and may still use it; nobody waits for its end | of a load never; of a store yes, as it only reads | no |
 
 Example: a prompt's 512 pages are copied to the host. Its request ends meanwhile. The pages become cache at the copy's end.
@@ -21,7 +22,7 @@ from typing import Literal
 from pagerunner.memory.books import Books
 from pagerunner.memory.prefix import PageKey
 
-LeaseState = Literal["saving", "held", "arriving", "quarantined", "ended"]
+LeaseState = Literal["saving", "held", "arriving", "kept", "quarantined", "ended"]
 
 
 class Lease:
@@ -49,6 +50,7 @@ class Leases:
         self._books, self._pool, self._index = books, books.pool, books.index
         self._saving: dict[Lease, None] = {}
         self._transfers: dict[int, Lease] = {}
+        self._kept: dict[Lease, None] = {}
         self._made = 0
         self.arriving: list[dict[PageKey, Lease]] = [{} for _ in books.rules]
 
@@ -121,8 +123,8 @@ class Leases:
         self._forget(lease)
         lease.state = "quarantined"
 
-    def end(self, number: int, *, well: bool) -> list[list[PageKey]]:
-        """The transfer reads and writes no more. What has arrived `well` becomes cache; what was quarantined hasn't ended well.
+    def end(self, number: int, *, well: bool, keep: bool = False) -> list[list[PageKey]]:
+        """The transfer reads and writes no more. What has arrived `well` becomes cache, or is kept; what was quarantined hasn't ended well.
 
         Returns, by group, the keys that are found in these pages now. Of what a transfer has read, only these are right.
         """
@@ -137,10 +139,39 @@ class Leases:
             [key for key, page in zip(keys, pages, strict=True) if well and self._index.find(group, key) == page]
             for group, (keys, pages) in enumerate(zip(lease.keys, lease.pages, strict=True))
         ]
+        if keep and well and lease.state == "arriving":
+            lease.state = "kept"
+            self._kept[lease] = None
+        else:
+            self._unpin(lease)
+        return stood
+
+    def keep(self, pages: list[list[int]]) -> Lease:
+        """Keep cached pages for a request that waits."""
+        lease = Lease("kept", pages, self._index.epoch)
+        for group, some in enumerate(pages):
+            self._pool.share(group, some)
+            self._pool.pin(group, some)
+        self._kept[lease] = None
+        return lease
+
+    def let_go(self, lease: Lease) -> None:
+        """The request has taken what was kept for it, or wants nothing any more."""
+        if lease.state == "kept":
+            del self._kept[lease]
+            self._unpin(lease)
+
+    def give_up_kept(self) -> bool:
+        """Give up what was kept last. Whether there was anything."""
+        if self._kept:
+            self.let_go(next(reversed(self._kept)))
+            return True
+        return False
+
+    def _unpin(self, lease: Lease) -> None:
         for group, pages in enumerate(lease.pages):
             self._pool.unpin(group, pages)
         self._release(lease)
-        return stood
 
     def distrust(self, group: int, key: PageKey) -> None:
         """What has this key is wrong: a transfer that brings it publishes nothing."""
@@ -193,13 +224,14 @@ class Leases:
 
     def holders(self, group: int) -> Counter[int]:
         """How many leases each page of the group is in."""
-        leases = (*self._saving, *self._transfers.values())
+        leases = (*self._saving, *self._kept, *self._transfers.values())
         return Counter(page for lease in leases for page in lease.pages[group])
 
     def check(self) -> None:
         """Recount. Raises AssertionError where a page is pinned that no transfer uses, or a key arrives that none brings."""
         for group, arriving in enumerate(self.arriving):
-            pinned = Counter(page for lease in self._transfers.values() for page in lease.pages[group])
+            leases = (*self._kept, *self._transfers.values())
+            pinned = Counter(page for lease in leases for page in lease.pages[group])
             assert pinned == self._pool.pinned[group], "pinned pages"
             brought = {
                 key for lease in self._transfers.values() if lease.state == "arriving" for key in lease.keys[group]

@@ -12,7 +12,7 @@ has the pages that grants hold, `Leases` those that snapshots in the making and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pagerunner.memory.admission import Admission, Awaited
 from pagerunner.memory.books import Books
@@ -213,21 +213,27 @@ class KVManager:
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
         """Make this chain unfindable from position `start` on, because what was computed there is wrong."""
+        for group, key in self.keys_from(chain, start):
+            self._leases.distrust(group, key)
+            page = self.index.find(group, key)
+            if page is not None and not self.pool.evict(group, page):
+                self.index.forget(group, page)
+
+    def keys_from(self, chain: PrefixChain, start: int) -> Iterator[tuple[int, PageKey]]:
+        """Groups and keys of all that this chain may have after position `start`, or holds it."""
         for group, rule in enumerate(self._books.rules):
             known = len(chain.hashes) * UNIT_TOKENS
             pages = range(rule.complete(start), rule.complete(known))
             for number in range(start // UNIT_TOKENS, known // UNIT_TOKENS) if rule.snapshots else pages:
-                key = rule.key(chain, number)
-                self._leases.distrust(group, key)
-                page = self.index.find(group, key)
-                if page is not None and not self.pool.evict(group, page):
-                    self.index.forget(group, page)
+                yield group, rule.key(chain, number)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content.
 
         False if pages are in use: these pages stay with their requests, but can't be found any more.
         """
+        while self._leases.give_up_kept():
+            pass
         self.pool.evict_all()
         self.index.clear()
         self._room.version += 1
@@ -266,10 +272,22 @@ class KVManager:
         """
         return None if self.waits else self._leases.expect(keys, places)
 
-    def end_transfer(self, number: int, *, well: bool) -> list[list[PageKey]]:
-        """The transfer neither reads nor writes any more. Returns, by group, the keys whose pages are right now."""
+    def end_transfer(self, number: int, *, well: bool, keep: bool = False) -> list[list[PageKey]]:
+        """The transfer neither reads nor writes any more. Returns, by group, the keys whose pages are right now.
+
+        What was loaded isn't evicted if it is to be kept: not before `let_go`, or before a request would have to be preempted.
+        """
         self._room.version += 1
-        return self._leases.end(number, well=well)
+        return self._leases.end(number, well=well, keep=keep)
+
+    def keep(self, pages: list[list[int]]) -> Lease:
+        """Keep cached pages, by group, in the same way."""
+        return self._leases.keep(pages)
+
+    def let_go(self, lease: Lease) -> None:
+        """The request for which pages were kept has them, or is gone."""
+        self._room.version += 1
+        self._leases.let_go(lease)
 
     def quarantine(self, number: int) -> None:
         """The transfer has failed but hasn't ended: until `end_transfer` its pages aren't given back, and nobody waits for them.
@@ -278,6 +296,20 @@ class KVManager:
         """
         self._room.version += 1
         self._leases.quarantine(number)
+
+    @property
+    def arriving(self) -> list[dict[PageKey, Lease]]:
+        """By group, the keys that transfers bring."""
+        return self._leases.arriving
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Whether so many pages can be had that nobody was promised and no running request waits for."""
+        return not self.waits and self._promises.kept(needs)
+
+    def idle_pages(self, group: int, keys: Iterable[PageKey]) -> list[int]:
+        """The pages with these keys that only the index keeps."""
+        found, cached = self.index.pages[group], self.pool.cached[group]
+        return [page for key in keys if (page := found.get(key)) in cached and page is not None]
 
     @property
     def num_transfers(self) -> int:

@@ -62,7 +62,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every byte of the page memory and, by name, what is allocated outside it (`other`)."""
+    """Every byte of the page memory and, by name, what is allocated outside it (`other`). `host_bytes` of host memory hold pages too."""
 
     groups: tuple[GroupPlan, ...]
     slab_bytes: int
@@ -71,6 +71,7 @@ class MemoryPlan:
     max_num_seqs: int
     budget_bytes: int
     other: tuple[tuple[str, int], ...] = ()
+    host_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -84,6 +85,14 @@ class MemoryPlan:
         With one group, whose slabs can still be cut in another way: one page.
         """
         return self.slab_bytes if len(self.groups) > 1 else self.groups[0].page_bytes
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of prompts of about max_model_len whose pages fit into the host memory: of each prompt what a prefix hit takes."""
+        length = max((self.max_model_len - 1) // self.hit_granularity * self.hit_granularity, 1)
+        spans = (group.rule.hit_span(length) for group in self.groups)
+        each = sum((stop - first) * group.page_bytes for (first, stop), group in zip(spans, self.groups, strict=True))
+        return self.host_bytes * length // max(each, 1)
 
     @property
     def other_bytes(self) -> int:

@@ -43,6 +43,11 @@ def plan_table(plan: MemoryPlan) -> str:
         ("pages", f"{human_bytes(plan.kv_bytes)} of the {human_bytes(plan.budget_bytes)} left for them"),
         *((name, human_bytes(size)) for name, size in plan.other),
         ("total", human_bytes(plan.kv_bytes + plan.other_bytes)),
+        *(
+            [("host memory", f"{human_bytes(plan.host_bytes)} for pages, {plan.host_tokens:,} tokens")]
+            if plan.host_bytes
+            else []
+        ),
     ]
     cut = [
         ("slabs", f"{plan.num_slabs:,} of {human_bytes(plan.slab_bytes)}, each cut into pages of one group"),
@@ -74,6 +79,8 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "waste": plan.waste,
         "hit_granularity": plan.hit_granularity,
         "total_bytes": plan.kv_bytes + plan.other_bytes,
+        "host_bytes": plan.host_bytes,
+        "host_tokens": plan.host_tokens,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [
             {

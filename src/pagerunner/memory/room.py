@@ -4,7 +4,7 @@ Pages are looked for in this order. Whoever asks says how far down the list it m
 
 1. Pages that are free, or cached and unused for longest: the pool hands them out.
 2. A shorter step, where a group forgets: `Growth` asks for less until it `fits`.
-3. Snapshots in the making are given up.
+3. Pages that a transfer has brought for requests that wait are given up, and then snapshots in the making.
 4. Pages are moved together.
 5. The request waits: for the next step, if that may move what is missing; or for a transfer, if that gives back what is missing.
 6. The scheduler preempts.
@@ -54,7 +54,10 @@ class Room:
         return fresh
 
     def _make(self, needs: Sequence[int]) -> bool:
-        """Give up snapshots in the making, then move pages together. Whether that was enough."""
+        """Give up what is kept for requests that wait, then snapshots in the making; then move pages together. Whether that was enough."""
+        while self._leases.give_up_kept():
+            if self._pool.slack(needs) >= 0:
+                return True
         if self._snapshots.drop(self._grants) and self._pool.slack(needs) >= 0:
             return True
         return self._moves.make_room_for(needs)

@@ -217,13 +217,21 @@ class SlabPool:
 
     def _own_slab(self, group: int) -> int:
         slab = self._free_slabs.pop()
+        self._list_slabs()
+        self.owner[slab] = group
+        self._owned[group] += 1
+        return slab
+
+    def _list_slabs(self) -> None:
         if not self._free_slabs and self._unused_slabs < self.num_slabs:
             first = self._unused_slabs
             self._unused_slabs = min(first + _LISTED, self.num_slabs)
             self._free_slabs = list(range(self._unused_slabs - 1, first - 1, -1))
-        self.owner[slab] = group
-        self._owned[group] += 1
-        return slab
+
+    def grow(self, num_slabs: int) -> None:
+        """There are at least so many slabs now."""
+        self.num_slabs = max(self.num_slabs, num_slabs)
+        self._list_slabs()
 
     def _take_slab(self, group: int) -> Sequence[int]:
         """All pages of a free slab, into use."""

@@ -104,8 +104,8 @@ class HostCopy:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pagerunner-host-copy", daemon=True)
             self._thread.start()
-            weakref.finalize(self, _halt, self._stop, self._thread)  # not in a CUDA call when the interpreter ends
-            gone = weakref.finalize(self, _unlock, self._stop, self._thread, self._memory, self._pinned)
+            weakref.finalize(self, halt, self._stop, self._thread)  # not in a CUDA call when the interpreter ends
+            gone = weakref.finalize(self, unlock, self._stop, self._thread, self._memory, self._pinned)
             gone.atexit = False  # the system takes everything back by itself
 
     def finish(self) -> None:
@@ -148,7 +148,7 @@ class HostCopy:
             self._check_room()
             while not self.complete and not self._stop.is_set():
                 source = self._targets[len(self._pieces)]
-                piece = _buffer(source.numel())
+                piece = host_buffer(source.numel())
                 try:
                     self._memory.pin(piece)
                     self._pinned.append(piece)
@@ -176,15 +176,16 @@ class HostCopy:
         self._pieces.clear()
 
 
-def _halt(stop: threading.Event, thread: threading.Thread) -> None:
+def halt(stop: threading.Event, thread: threading.Thread) -> None:
+    """Let a thread end, and wait for it."""
     stop.set()
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _unlock(stop: threading.Event, thread: threading.Thread, memory: HostMemory, pinned: list[torch.Tensor]) -> None:
+def unlock(stop: threading.Event, thread: threading.Thread, memory: HostMemory, pinned: list[torch.Tensor]) -> None:
     """Unlock before the buffer is unmapped: locked memory that is unmapped stays lost to the system."""
-    _halt(stop, thread)
+    halt(stop, thread)
     _unpin(memory, pinned)
 
 
@@ -193,7 +194,7 @@ def _unpin(memory: HostMemory, pinned: list[torch.Tensor]) -> None:
         memory.unpin(pinned.pop())
 
 
-def _buffer(size: int) -> torch.Tensor:
+def host_buffer(size: int) -> torch.Tensor:
     """Host memory of its own pages, large ones where the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory rarely has large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -27,6 +27,7 @@ from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.transfers import Transfers
 from pagerunner.types import (
     EngineRequest,
     SamplingParams,
@@ -110,11 +111,13 @@ class ModelRunner:
         agree: Callable[[Sequence[int]], list[int]] = list,
         recorded: RecordedSteps | None = None,
         stage: StageTokens | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
         the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
-        all ranks run the same steps. `stage`: the model is that of one of several stages.
+        all ranks run the same steps. `stage`: the model is that of one of several stages. `transfers` bring pages to host memory and back.
         """
+        self._transfers = transfers
         self._stage = stage
         self._samples = stage is None or stage.samples
         self._unpacks, self._kernels, self._agree = unpacks, kernels, agree
@@ -137,10 +140,13 @@ class ModelRunner:
         """Launch one step. Steps run in the order of the calls; an earlier step's pages are written before a later
         one reads or reuses them.
         """
-        if plan.transfers:
+        if plan.transfers and self._transfers is None:
             raise RuntimeError("pages are to be transferred, and this runner has no other memory to transfer them to")
         with nullcontext() if self._threads is None else self._threads.during(plan.rows, plan.most_tokens):
-            return self._run(plan)
+            pending = self._run(plan)
+        if plan.transfers and self._transfers is not None:
+            self._transfers.store(plan.transfers)
+        return pending
 
     def _run(self, plan: StepPlan) -> PendingStep:
         for init in plan.admitted:
@@ -157,6 +163,8 @@ class ModelRunner:
         if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
         pages.prepare(step)
+        if plan.transfers and self._transfers is not None:
+            self._transfers.load(plan.transfers)
         if not plan.rows:
             return self._run_for_others(plan)
         scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)

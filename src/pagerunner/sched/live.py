@@ -103,8 +103,10 @@ def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
         return "turn"
     if first.blocked:
         return "grammar"
-    if first.retry_version >= 0 and state.manager.awaits:
-        return state.manager.awaits
+    if first.awaits_transfer and first.retry_version >= 0:
+        return "transfer"
+    if first.retry_version >= 0 and state.manager.awaits == "snapshot":
+        return "snapshot"
     if state.manager.moves_unfinished:
         return "moves"
     return "pages" if first.retry_version == state.manager.version else "budget"

@@ -14,11 +14,13 @@ class Sequence:
     `tokens` are prompt and output as far as the host knows them. Plans in flight have sampled or will sample `pending` more.
     Positions below `scheduled` are in a plan. Positions below `refill` get their token from `tokens`; later positions get the
     token that the device sampled. `in_flight` counts the plans with a row of this sequence. A `blocked` sequence can't be
-    scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight.
+    scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight. While it waits, `looked_up` says that
+    no other memory need be asked for its pages, and `awaits_transfer` that pages are on their way.
     """
 
     __slots__ = (
-        "admitted_time", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "max_total",
+        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "looked_up",
+        "max_total",
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "sampled_in", "scheduled",
@@ -56,6 +58,8 @@ class Sequence:
         self.admitted_time = 0.0  # monotonic, of the first admission
         self.retry_version = -1  # `KVManager.version` at which it didn't fit
         self.retry_budget = 0  # tokens a step must have left for it
+        self.looked_up = False
+        self.awaits_transfer = False
         self.preemptions = 0
         self.reported = False
         self.finished = False

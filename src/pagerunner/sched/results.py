@@ -33,7 +33,7 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
             elif row.samples:
                 updates.append(_append(state, sequence, token_ids, logprobs.get(number) if logprobs else None))
         except Exception as error:
-            state.manager.distrust(sequence.chain, row.start)
+            state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))
     return updates
 
@@ -46,7 +46,7 @@ def _end_row(
     Returns an update if it ends the sequence.
     """
     if number in result.errors:
-        state.manager.distrust(sequence.chain, row.start)
+        state.distrust(sequence, row.start)
         error = result.errors[number]
         param = "structured_outputs" if error == NO_TOKEN_ALLOWED else None
         return state.update(sequence, "error", error=error, param=param)

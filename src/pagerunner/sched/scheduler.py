@@ -23,10 +23,12 @@ from pagerunner.sched.results import commit
 from pagerunner.sched.state import SchedulerState
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.step_planner import StepPlanner
-from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult
+from pagerunner.tiers.policy import Tiering
+from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
 
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
+LOAD_FAILED = 'The pages of its prompt could not be loaded, and kv_load_failure_policy is "fail"; "recompute" computes them instead.'
 
 
 class Scheduler:
@@ -45,6 +47,7 @@ class Scheduler:
         max_in_flight: plans that may be scheduled and not committed.
         make_guide: starts to follow the grammar of a request that has one.
         stages: how many steps the device works on at the same time, one behind the other.
+        tiers: decides what goes to another memory and comes back from it.
     """
 
     def __init__(
@@ -59,11 +62,17 @@ class Scheduler:
         max_in_flight: int = 1,
         make_guide: MakeGuide | None = None,
         stages: int = 1,
+        tiers: Tiering | None = None,
+        load_failure: Literal["recompute", "fail"] = "recompute",
     ) -> None:
+        """`load_failure`: what becomes of a request whose pages don't come back from another memory."""
         self.manager = manager
+        self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
         self.max_in_flight = max_in_flight
-        self._state = SchedulerState(manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide)
+        self._state = SchedulerState(
+            manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers
+        )
         self._planner = StepPlanner(
             self._state,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -126,6 +135,8 @@ class Scheduler:
         """Go on with the counts of an earlier scheduler, which this one takes the place of."""
         self._state.count_on(earlier._state)
         self.manager.count_on(earlier.manager)
+        if self.tiers is not None and earlier.tiers is not None:
+            self.tiers.count_on(earlier.tiers)
 
     def close_guides(self) -> None:
         """Give up the guides of all sequences. Another scheduler takes the place of this one, which schedules nothing more."""
@@ -156,8 +167,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any plan is not committed."""
-        return bool(self._state.sequences or self._state.in_flight)
+        """Whether any request is unfinished, any plan is not committed, or pages are still stored or loaded."""
+        return bool(self._state.sequences or self._state.in_flight or (self.tiers is not None and self.tiers.busy))
 
     # -- planning
 
@@ -192,6 +203,31 @@ class Scheduler:
             plan = self._planner.next_plan()
         return plan
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers of pages that haven't ended."""
+        return 0 if self.tiers is None else self.tiers.num_transfers
+
+    def end_transfer(self, end: TransferEnd) -> None:
+        """A transfer has ended, on all ranks."""
+        assert self.tiers is not None
+        self.tiers.end(end)
+
+    def host_ready(self, num_bytes: int) -> None:
+        """So many bytes of host memory can be used by now."""
+        if self.tiers is not None:
+            self.tiers.host.grow(num_bytes)
+
+    def clear_tiers(self) -> None:
+        """Forget what other memories hold."""
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        if self.tiers is not None:
+            self.tiers.rates.computed(tokens, seconds)
+
     def preempt_all(self) -> None:
         """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep).
 
@@ -210,9 +246,18 @@ class Scheduler:
         return commit(self._state, plan, result)
 
     def take_failed(self) -> list[RequestUpdate]:
-        """The last updates of requests that failed while steps were planned."""
+        """The last updates of requests that failed while steps were planned, or whose pages didn't come from another memory."""
         failed, self._state.failed = self._state.failed, []
-        return failed
+        return failed + self._without_pages() if self.tiers is not None else failed
+
+    def _without_pages(self) -> list[RequestUpdate]:
+        """Requests whose pages didn't come: unless they are to be computed, they end."""
+        assert self.tiers is not None
+        lost, self.tiers.failed = self.tiers.failed, []
+        if self._load_failure == "recompute":
+            return []
+        sequences = [one for one in lost if isinstance(one, Sequence) and one.grant is None and not one.finished]
+        return [self._state.update(one, "error", error=LOAD_FAILED) for one in sequences]
 
     # -- state
 
@@ -244,4 +289,5 @@ class Scheduler:
             generation_tokens_total=counts.generated,
             last_step_tokens=counts.last_step_tokens,
             step_sizes=copy.deepcopy(counts.step_sizes),
+            tier=None if self.tiers is None else self.tiers.stats(),
         )

@@ -14,6 +14,7 @@ from pagerunner.sched.guided import GuidedSequences
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.stats import SchedulerCounts
+from pagerunner.tiers.policy import Tiering
 from pagerunner.types import FinishReason, RequestUpdate, StepPlan, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,10 @@ class SchedulerState:
         max_num_seqs: int,
         policy: Literal["fcfs", "priority"],
         make_guide: MakeGuide | None,
+        tiers: Tiering | None = None,
     ) -> None:
         self.manager = manager
+        self.tiers = tiers
         self.by_priority = policy == "priority"
         self.waiting: WaitingQueue = PriorityQueue() if self.by_priority else FcfsQueue()
         self.running: list[Sequence] = []
@@ -59,6 +62,8 @@ class SchedulerState:
         self.counts.preemptions += 1
         sequence.preemptions += 1
         self._warn_of_preemption(sequence)
+        if self.tiers is not None and sequence.shares:
+            self.tiers.wish(sequence.chain, min(sequence.scheduled, len(sequence.tokens)))
         self.send_back(sequence)
 
     def send_back(self, sequence: Sequence) -> None:
@@ -93,6 +98,7 @@ class SchedulerState:
         sequence.grant = None
         sequence.scheduled = 0
         sequence.retry_version = -1
+        sequence.looked_up = False
 
     def update(
         self,
@@ -115,6 +121,8 @@ class SchedulerState:
         first = (bool(token_ids) or pooled is not None) and not sequence.reported
         if first:
             sequence.reported = True
+            if self.tiers is not None and sequence.shares:
+                self.tiers.wish(sequence.chain, sequence.prompt_len)
             self.counts.prompt_tokens += sequence.prompt_len
         return RequestUpdate(
             request_id=sequence.request_id,
@@ -133,6 +141,8 @@ class SchedulerState:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.finished = True
+        if self.tiers is not None and sequence.shares and not self.tiers.prompts_only:
+            self.tiers.wish(sequence.chain, min(sequence.scheduled, len(sequence.tokens)))
         del self.sequences[sequence.request_id]
         held = sequence.request_id in self.guided.held
         self.guided.drop(sequence)
@@ -143,6 +153,12 @@ class SchedulerState:
         else:
             self.running.remove(sequence)
             self.vacate(sequence)
+
+    def distrust(self, sequence: Sequence, start: int) -> None:
+        """What was computed of a sequence from position `start` on is wrong."""
+        self.manager.distrust(sequence.chain, start)
+        if self.tiers is not None:
+            self.tiers.distrust(sequence.chain, start)
 
     def fail(self, sequence: Sequence, what: str, error: Exception) -> RequestUpdate:
         """End a sequence that has met a bug. Other sequences go on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
+from itertools import islice
 
 from pagerunner.memory.grant import Grant
 from pagerunner.sched.request import Sequence
@@ -39,6 +40,8 @@ class StepPlanner:
         admitted: list[SlotInit] = []
         preempted = state.counts.preemptions
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
+        if state.tiers is not None:
+            state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
         if state.waiting and state.free_slots and preempted == state.counts.preemptions and not manager.waits:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
         for steps in range(self._stages - 1, 0, -1):  # if nobody else can run, a step may wait for another one's tokens
@@ -47,7 +50,8 @@ class StepPlanner:
         if not rows and not manager.transfers_wait:
             return None
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
-        state.counts.step_sizes.add(state.counts.last_step_tokens)
+        if rows:
+            state.counts.step_sizes.add(state.counts.last_step_tokens)
         writes = manager.take_table_writes()
         saves = manager.end_plan(
             (sequence.grant, row.start, row.start + row.num_tokens)
@@ -147,13 +151,21 @@ class StepPlanner:
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], admitted: list[SlotInit]
     ) -> int:
         manager, state = self._manager, self._state
-        waiting, free_slots = state.waiting, state.free_slots
-        while budget and waiting and free_slots:
-            sequence = waiting.peek()
+        waiting, free_slots, tiers = state.waiting, state.free_slots, state.tiers
+        passed = 0  # at the beginning of the line, sequences whose pages are on their way
+        while budget and len(waiting) > passed and free_slots:
+            sequence = next(islice(waiting, passed, None)) if passed else waiting.peek()
             # Tokens of a preempted sequence's last steps are still to come: they belong to what it resumes from.
             # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
-            if sequence.in_flight or sequence.retry_version == manager.version or budget < sequence.retry_budget:
+            if sequence.in_flight or budget < sequence.retry_budget:
                 break
+            if tiers is not None and not sequence.looked_up and not sequence.blocked:
+                tiers.look_up(sequence)
+            if sequence.retry_version == manager.version:
+                if not sequence.awaits_transfer:
+                    break
+                passed += 1
+                continue
             if sequence.blocked:
                 waiting.remove(sequence)
                 state.guided.held[sequence.request_id] = sequence
@@ -175,7 +187,11 @@ class StepPlanner:
                 continue
             if grant is None:
                 sequence.retry_version = manager.version
-                break
+                sequence.awaits_transfer = manager.awaits == "transfer"
+                if not sequence.awaits_transfer:
+                    break
+                passed += 1
+                continue
             start = grant.cached_tokens
             waits = manager.must_wait(grant)
             end = min(known, start + budget)

@@ -21,9 +21,12 @@ from pagerunner.memory.grant import NO_PAGE
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
-from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TeamsPlan, TeamsResult
+from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TeamsPlan, TeamsResult, TransferEnd
 
-_SHARES = frozenset(("kv_usage", "kv_fragmentation", "kv_waste", "usage", "fragmentation", "waste"))
+_SHARES = frozenset(
+    """kv_usage kv_fragmentation kv_waste usage fragmentation waste
+    bytes_per_second seconds_per_token""".split()
+)
 
 
 class TeamsScheduler:
@@ -107,6 +110,30 @@ class TeamsScheduler:
         graphs = _graphs([plan for plan in plans if plan is not None])
         of_teams = [msgspec.structs.replace(plan or idle, most_tokens=most, graphs=graphs) for plan in plans]
         return TeamsPlan(step_id=step, rows=[row for plan in of_teams for row in plan.rows], teams=of_teams)
+
+    @property
+    def num_transfers(self) -> int:
+        """See Scheduler.num_transfers."""
+        return sum(team.num_transfers for team in self.teams)
+
+    def end_transfer(self, end: TransferEnd) -> None:
+        """See Scheduler.end_transfer."""
+        self.teams[end.team].end_transfer(end)
+
+    def host_ready(self, num_bytes: int) -> None:
+        """See Scheduler.host_ready."""
+        for team in self.teams:
+            team.host_ready(num_bytes)
+
+    def clear_tiers(self) -> None:
+        """See Scheduler.clear_tiers."""
+        for team in self.teams:
+            team.clear_tiers()
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """See Scheduler.note_step."""
+        for team in self.teams:
+            team.note_step(tokens, seconds)
 
     def preempt_all(self) -> None:
         """See Scheduler.preempt_all."""

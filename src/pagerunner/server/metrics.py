@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from pagerunner.engine.core.messages import STEP_PLACES, WAIT_REASONS, SchedulerStats, StartUp, StepSizes
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.memory.residency import BOUNDS, Residency, SecondsCount
+from pagerunner.tiers.stats import TierStats
 from pagerunner.types import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,6 +71,35 @@ _TOTALS = {
     "prefix_hits_total": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache at admission."),
     "busy_seconds": ("pagerunner:device_busy_seconds", "Time that the device has worked on steps."),
     "steps_total": ("pagerunner:steps", "Engine steps."),
+}
+_TIER_MOMENTS = {
+    "usage": (
+        "vllm:kv_offload_cpu_cache_usage_perc",
+        "Share of the host memory for pages that holds some, 1 is all of it.",
+    ),
+    "num_bytes": ("pagerunner:kv_offload_bytes", "Host memory for pages, of each rank."),
+    "ready_bytes": ("pagerunner:kv_offload_ready_bytes", "Host memory for pages that is page-locked by now."),
+    "quarantined_bytes": (
+        "pagerunner:kv_offload_quarantined_bytes",
+        "Device memory that loads which were given up may still write.",
+    ),
+}
+_TIER_TOTALS = {
+    "queries_total": (
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens not on the device that were looked up in host memory.",
+    ),
+    "hits_total": ("vllm:external_prefix_cache_hits", "Prompt tokens whose pages were loaded from host memory."),
+    "load_bytes_total": ("vllm:kv_offload_load_bytes", "Bytes loaded from host memory, of each rank."),
+    "store_bytes_total": ("vllm:kv_offload_store_bytes", "Bytes stored in host memory, of each rank."),
+    "load_seconds_total": ("pagerunner:kv_offload_load_seconds", "Time that loads took."),
+    "store_seconds_total": ("pagerunner:kv_offload_store_seconds", "Time that stores took."),
+    "stores_skipped_total": (
+        "vllm:kv_offload_stores_skipped",
+        "Prompts that were not stored, as too many waited or no room was left.",
+    ),
+    "failed_total": ("pagerunner:kv_offload_failed_transfers", "Transfers that went wrong."),
+    "given_up_total": ("pagerunner:kv_offload_loads_given_up", "Loads that took too long and weren't waited for."),
 }
 _TOKENS = {
     "prompt_tokens": "Prompt tokens processed.",
@@ -335,8 +365,20 @@ class Metrics(EngineObserver):
                 figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
         if stats.residency is not None:
             self._set_residency(stats.residency)
+        if stats.tier is not None:
+            self._show_tier(stats.tier)
         text = "Tokens per engine step."
         self._shared.histograms.set("vllm:iteration_tokens_total", text, _STEP_TOKENS, self.engine, stats.step_sizes)
+
+    def _show_tier(self, tier: TierStats) -> None:
+        figures = self._shared.figures
+        for field, (name, text) in _TIER_MOMENTS.items():
+            figures.set(name, text, self._values, getattr(tier, field))
+        for field, (name, text) in _TIER_TOTALS.items():
+            figures.raise_to(name, text, self._values, getattr(tier, field))
+        text = "Transfers of pages between the device and host memory that are under way."
+        for kind, count in (("load", tier.loads), ("store", tier.stores)):
+            self._set("pagerunner:kv_offload_transfers", text, count, kind=kind)
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""

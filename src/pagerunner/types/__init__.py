@@ -18,6 +18,7 @@ from pagerunner.types.plan import (
     TableWrite,
     TeamsPlan,
     TeamsResult,
+    TransferEnd,
 )
 from pagerunner.types.request import EngineRequest, FinishReason, Grammar, Pooling, RequestUpdate, TokenLogprobs
 
@@ -46,5 +47,6 @@ __all__ = [
     "TeamsPlan",
     "TeamsResult",
     "TokenLogprobs",
+    "TransferEnd",
     "show",
 ]

@@ -64,12 +64,21 @@ class PageCopy(NamedTuple):
 class PageTransfer(NamedTuple):
     """Copy pages between the page memory and another one, beside the steps. `number` names the transfer when it has ended.
 
-    `pages` are (group, byte offset in the KV region, place in the other memory). The transfer `loads` pages, or stores them.
+    `pages` are (group, byte offset in the KV region, byte offset in the other memory). The transfer `loads` pages, or stores them.
     """
 
     number: int
     loads: bool
     pages: list[tuple[int, int, int]]
+
+
+class TransferEnd(NamedTuple):
+    """Transfer `number` of a `team` of ranks neither reads nor writes any more. It took so many `seconds`, and went `well` on all ranks or not."""
+
+    number: int
+    well: bool
+    seconds: float = 0.0
+    team: int = 0
 
 
 class StateSave(NamedTuple):

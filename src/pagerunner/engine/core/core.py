@@ -30,6 +30,7 @@ from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
 
 SleepMode = Literal["abort", "wait", "keep"]
 GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
+TRANSFER_WAIT_SECONDS = 0.01  # the same
 
 
 class EngineCore:
@@ -44,6 +45,7 @@ class EngineCore:
         vocab_size: int,
         max_in_flight: int,
         enable_sleep_mode: bool,
+        host_tier: bool = False,
         startup: StartUp | None = None,
     ) -> None:
         self._make_scheduler = make_scheduler
@@ -53,6 +55,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
+        self._host_tier, self._committed = host_tier, 0.0
         self._death: str | None = None
         self._checked_ids: tuple[object, object, object] = (None, None, None)  # of the last request
         self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
@@ -115,6 +118,7 @@ class EngineCore:
         except BaseException:  # another interrupt: the next call of this method begins again
             scheduler.close_guides()
             raise
+        self._executor.drain_transfers()
         self._in_flight.clear()
         self._scheduler = scheduler
 
@@ -138,6 +142,7 @@ class EngineCore:
 
     def _step(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
+        self._end_transfers(0.0)
         while len(self._in_flight) < self._max_in_flight:
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
@@ -148,13 +153,31 @@ class EngineCore:
         updates += self._scheduler.take_failed()
         if self._in_flight:
             return updates + self._commit_oldest()
-        if self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
+        if self._scheduler.num_transfers:
+            self._end_transfers(0.0 if updates else TRANSFER_WAIT_SECONDS)
+        elif self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
         return updates
+
+    def _end_transfers(self, seconds: float) -> None:
+        """Tell the scheduler which transfers have ended. With none, wait for one for up to so many seconds."""
+        if self._host_tier:
+            self._scheduler.host_ready(self._executor.host_ready)
+            for end in self._executor.ended_transfers(seconds):
+                self._scheduler.end_transfer(end)
+
+    def _drain_transfers(self) -> None:
+        """Wait until no transfer is under way."""
+        while self._scheduler.num_transfers:
+            self._end_transfers(TRANSFER_WAIT_SECONDS)
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending, launched = self._in_flight.popleft()
         result = pending.result()
+        if self._host_tier:
+            now = time.monotonic()
+            self._scheduler.note_step(plan.num_tokens, now - max(launched, self._committed))
+            self._committed = now
         if self._step_log.watched:
             self._step_log.note(plan, launched, pending.in_graph)
         return self._scheduler.commit(plan, result)
@@ -237,6 +260,7 @@ class EngineCore:
 
         False when pages of running requests had to stay. No prompt finds those any more either.
         """
+        self._scheduler.clear_tiers()
         return self._scheduler.reset_prefix_cache()
 
     @property
@@ -301,10 +325,12 @@ class EngineCore:
             updates += self.drain()
             if mode == "abort":
                 updates += self._scheduler.abort(self._scheduler.request_ids)
-            elif level > 0:
-                self._scheduler.preempt_all()
             if level > 0:
+                self._drain_transfers()
+                self._scheduler.preempt_all()
                 self._scheduler.reset_prefix_cache()
+            if level > 1:  # the weights are read again, and may be others
+                self._scheduler.clear_tiers()
             self._executor.sleep(level)
             self._weights.slept(level)
         except Exception:
@@ -343,7 +369,7 @@ class EngineCore:
             self._unreported += self.drain()
         self._weights.change(change)
         if isinstance(change, FinishUpdate):
-            self._scheduler.reset_prefix_cache()
+            self.reset_prefix_cache()
 
     @property
     def weights_fault(self) -> str:

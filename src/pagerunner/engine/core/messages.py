@@ -193,8 +193,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 Call = Sleep | PrepareSleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
 ToCore = Add | Abort | Hello | Gone | Call | Shutdown
-WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line", "transfer"))
-"""What the first in line may wait for; see `sched/live.py`. No engine has another memory to load pages from."""
+WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
+"""What the first in line may wait for; see `sched/live.py`."""
 
 Answer = bool | int | MemoryState | LiveState | None
 

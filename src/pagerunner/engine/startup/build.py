@@ -33,6 +33,8 @@ from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.text.tokenizer import Tokenizer, end_token_ids
+from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.policy import Tiering
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -94,6 +96,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks) -> EngineCore:
         vocab_size=resolved.model.vocab_size,
         max_in_flight=config.max_in_flight,
         enable_sleep_mode=config.enable_sleep_mode,
+        host_tier=config.host_bytes > 0,
         startup=startup,
     )
 
@@ -126,6 +129,9 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
         list_fresh_pages=config.poison_fresh_pages,
         sampler=PageSampler(sample) if sample else None,
     )
+    tiers = None
+    if config.host_bytes:
+        tiers = Tiering(manager, HostTier(plan, config.host_bytes), prompts_only=config.offload_prompt_only)
     return Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,
@@ -136,4 +142,6 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
         max_in_flight=config.max_in_flight,
         make_guide=make_guide,
         stages=config.pipeline_parallel_size,
+        tiers=tiers,
+        load_failure=config.kv_load_failure_policy,
     )

@@ -15,6 +15,7 @@ import msgspec
 from pagerunner import limits
 from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs, transfer_backend
 from pagerunner.engine.startup.cpu_memory import step_memory
+from pagerunner.engine.startup.kv_transfer import KVTransfer, check_host_memory, read_kv_transfer
 from pagerunner.engine.startup.machine import (
     DeviceMemory,
     check_devices,
@@ -36,6 +37,7 @@ from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
+from pagerunner.tiers.host import cut_host
 
 logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
@@ -114,6 +116,8 @@ def resolve(
         model = replace(model, expert_share=ExpertShare())
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     transfer_backend(args, device)  # it may refuse
+    if not plan_only:
+        _check_host_memory(args, available)
     # "auto" on a CPU: its kernels are fastest in float32
     dtype: Dtype = _DTYPE_NAMES.get(args.dtype, model.dtype if device == "cuda" else "float32")
     if dtype == "float16" and model.family.startswith("gemma3"):
@@ -162,6 +166,14 @@ def resolve(
     )
 
 
+def _check_host_memory(args: EngineArgs, available: int | DeviceMemory | None) -> None:
+    """Raise CapacityError if the machine hasn't the host memory for pages. Of several ranks on cards the core has looked."""
+    asked = read_kv_transfer(args)
+    if asked.host_bytes and not isinstance(available, DeviceMemory):
+        each = available_memory() // (args.num_ranks * args.engines) if available is None else available
+        check_host_memory(asked, args, each)
+
+
 def _without_idle_expert_parallel(args: EngineArgs) -> EngineArgs:
     """Without `enable_expert_parallel` where one rank has all experts. A line of the log says so, as vLLM's users start single GPUs with it, too."""
     if not args.enable_expert_parallel or args.tensor_parallel_size * args.teams > 1:
@@ -208,6 +220,9 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
         load_format="dummy" if args.load_format == "dummy" else "auto",
         max_in_flight=wish.in_flight,
+        host_bytes=wish.kv_transfer.host_bytes,
+        offload_prompt_only=wish.kv_transfer.prompts_only,
+        kv_load_failure_policy=wish.kv_transfer.load_failure,
     )
 
 
@@ -311,6 +326,11 @@ class _Wish:
     available: int | None
 
     @property
+    def kv_transfer(self) -> KVTransfer:
+        """What goes to host memory."""
+        return read_kv_transfer(self.args)
+
+    @property
     def in_flight(self) -> int:
         """How many steps may be under way: one in each stage, and one more that waits for the first."""
         stages = len(self.stages)
@@ -364,7 +384,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             work_space=counted.work_space,
             eager=args.enforce_eager or args.num_ranks > 1,
         )
-        return (*always, ("activations", counted.activations), *steps, *_told_by_ranks(wish))
+        host = (("host memory for pages", wish.kv_transfer.host_bytes),) if wish.kv_transfer.host_bytes else ()
+        return (*always, ("activations", counted.activations), *steps, *_told_by_ranks(wish), *host)
 
     def plan(budget: int | None) -> MemoryPlan:
         return plan_memory(
@@ -394,7 +415,9 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
         widest = num_groups * -(-longest // args.block_size)
         made = _plan_in(memory_bytes, card, wish, other(longest, widest), longest, plan)
     width = sum(group.table_width for group in made.groups)
-    return replace(made, other=other(made.max_model_len, width))
+    if wish.kv_transfer.host_bytes:
+        cut_host(made, wish.kv_transfer.host_bytes)  # it may refuse
+    return replace(made, other=other(made.max_model_len, width), host_bytes=wish.kv_transfer.host_bytes)
 
 
 def _told_by_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:

@@ -40,7 +40,7 @@ from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
-from pagerunner.runner.host_copy import HostCopy
+from pagerunner.runner.host_copy import CudaHostMemory, HostCopy
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.runner import ModelRunner
@@ -51,6 +51,8 @@ from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.transfers import HostPages, Transfers
+from pagerunner.tiers.host import cut_host
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -118,6 +120,7 @@ def make_runner(
     comm: Comm,
     stage: Stage | None,
     teams: Comm | None,
+    transfers: Transfers | None,
 ) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage."""
     config, plan = resolved.config, resolved.plan
@@ -158,7 +161,19 @@ def make_runner(
         agree=partial(union, everybody),
         recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
         stage=None if stage is None else StageTokens(stage, last_tokens, config.max_in_flight),
+        transfers=transfers,
     )
+
+
+def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None) -> Transfers | None:
+    """What copies pages to host memory and back, if the engine has some. On a `card` that memory is page-locked."""
+    config, plan = resolved.config, resolved.plan
+    if not config.host_bytes:
+        return None
+    cut = cut_host(plan, config.host_bytes)
+    memory = None if card is None else CudaHostMemory(kv_bytes.device)
+    host = HostPages(cut.slab_bytes * cut.num_slabs, cut.slab_bytes, memory)
+    return Transfers(kv_bytes, [group.page_bytes for group in plan.groups], host)
 
 
 def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]]) -> bool:

@@ -14,7 +14,7 @@ from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
-from pagerunner.types import StepPlan, StepResult
+from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange
 
 
@@ -146,6 +146,14 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     waits: bool = False
 
 
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Transfers of pages that have ended on the rank, and how many bytes of its host memory can be used for pages by now."""
+
+    rank: int
+    ended: list[TransferEnd]
+    host_ready: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The rank's process ends. `follows`: because another rank is gone, which says why."""
 
@@ -163,6 +171,6 @@ class Stepped(msgspec.Struct, frozen=True):
     team: int = 0
 
 
-Report = Here | Read | Loaded | Done | Alive | Failed
+Report = Here | Read | Loaded | Done | Alive | Moved | Failed
 ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "ranks"
 """Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

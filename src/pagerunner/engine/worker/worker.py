@@ -28,7 +28,15 @@ from pagerunner.engine.core.executors.base import Started
 from pagerunner.engine.startup.machine import TRY_CUDA_RANKS, device_of_rank
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
-from pagerunner.engine.worker.build import Progress, kernels_name, load_model, make_runner, make_sleeper, reload
+from pagerunner.engine.worker.build import (
+    Progress,
+    kernels_name,
+    load_model,
+    make_runner,
+    make_sleeper,
+    make_transfers,
+    reload,
+)
 from pagerunner.engine.worker.card import Card
 from pagerunner.engine.worker.weights import WorkerWeights
 from pagerunner.layers.shares import Share
@@ -41,7 +49,8 @@ from pagerunner.runner.cuda_driver import CudaDriver
 from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
-from pagerunner.types import StepPlan
+from pagerunner.runner.transfers import Transfers
+from pagerunner.types import StepPlan, TransferEnd
 from pagerunner.types.weights import RankChange
 
 
@@ -55,8 +64,10 @@ class Worker:
         clock: DeviceClock,
         weights: WorkerWeights,
         stage: Stage | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self._runner, self._stage = runner, stage
+        self._transfers = transfers
         self._sleeper = sleeper
         self._clock = clock
         self._weights = weights
@@ -66,6 +77,25 @@ class Worker:
         with self._clock.step():
             pending: PendingStep = self._runner.run(plan)
         return pending
+
+    def ended_transfers(self, seconds: float = 0.0) -> list[TransferEnd]:
+        """See Executor.ended_transfers. Another thread may call it."""
+        return [] if self._transfers is None else self._transfers.ended(seconds)
+
+    def drain_transfers(self) -> None:
+        """See Executor.drain_transfers."""
+        if self._transfers is not None:
+            self._transfers.drain()
+
+    @property
+    def host_ready(self) -> int:
+        """See Executor.host_ready."""
+        return 0 if self._transfers is None else self._transfers.host.ready_bytes
+
+    @property
+    def host_view(self) -> memoryview | None:
+        """See Executor.host_view."""
+        return None if self._transfers is None else memoryview(self._transfers.host.bytes.numpy())
 
     @property
     def busy_seconds(self) -> float:
@@ -113,6 +143,8 @@ class Worker:
 
     def close(self) -> None:
         """See Executor.close."""
+        if self._transfers is not None:
+            self._transfers.host.stop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +162,7 @@ class LoadedWorker:
     reload: Callable[[], None]
     meter: StartMeter
     stage: Stage | None
+    transfers: Transfers | None
 
     @property
     def facts(self) -> tuple[MemoryFacts, ...]:
@@ -148,9 +181,10 @@ class LoadedWorker:
         ranks = self.resolved.config.num_ranks * self.resolved.config.engines
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
         clock = DeviceClock.of(torch.device(self.resolved.config.device))
-        return Worker(
-            self.runner, sleeper, clock, WorkerWeights(self.model, self.share, self.rank, self.resolved), self.stage
-        )
+        weights = WorkerWeights(self.model, self.share, self.rank, self.resolved)
+        if self.transfers is not None:
+            self.transfers.host.begin()
+        return Worker(self.runner, sleeper, clock, weights, self.stage, self.transfers)
 
     def close(self) -> None:
         """See LoadedRanks.close."""
@@ -217,7 +251,8 @@ def load_worker(
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams)
+        transfers = make_transfers(resolved, kv_bytes, card)
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels)
@@ -237,4 +272,5 @@ def load_worker(
         reload=partial(reload, resolved, fill_weights, runner),
         meter=meter,
         stage=stage,
+        transfers=transfers,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.measure import MemoryFacts
-from pagerunner.types import StepPlan, StepResult
+from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange
 
 
@@ -29,6 +29,24 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> Pending:
         """Launch a step without waiting for it. Raises EngineDeadError if another rank has failed."""
+        ...
+
+    def ended_transfers(self, seconds: float) -> list[TransferEnd]:
+        """Transfers of pages that have ended on all ranks since the last call. With none, wait for one for up to so many seconds."""
+        ...
+
+    def drain_transfers(self) -> None:
+        """Wait until no transfer that a plan has begun is under way, and forget what has ended."""
+        ...
+
+    @property
+    def host_ready(self) -> int:
+        """How many bytes of host memory all ranks can use for pages by now."""
+        ...
+
+    @property
+    def host_view(self) -> memoryview | None:
+        """The host memory for pages, if there is one rank, which has it in this process."""
         ...
 
     @property

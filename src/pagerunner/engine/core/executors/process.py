@@ -36,7 +36,7 @@ from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.logs import name_of_part
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
-from pagerunner.types import StepPlan, StepResult, TeamsPlan, TeamsResult
+from pagerunner.types import StepPlan, StepResult, TeamsPlan, TeamsResult, TransferEnd
 from pagerunner.types.weights import AbortUpdate, RankChange
 
 LOADER = "pagerunner.engine.worker.worker:load_worker"
@@ -44,6 +44,7 @@ COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
 _CALLS = 10  # a start, or a call, may take so many times as long as a sum, or as the first rank takes for it
 _NOBODY_ASKS = -1  # the id of calls whose answers aren't waited for
+_LOOK_SECONDS = 1.0
 _SUMS = 4  # the watch knows more than the group, so it comes first
 
 
@@ -144,6 +145,7 @@ class Ranks:
             together, self.of_team = resolved.config.tensor_parallel_size, ranks // resolved.config.teams
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, together, doors)
             undo.callback(self.watch.close)
+            self.watch.team_ranks = self.of_team
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
             undo.pop_all()
         self._calls = itertools.count()
@@ -307,6 +309,7 @@ class ProcessExecutor:
         self._levels: dict[int, int | None] = {}
         self._steps = 0
         self._halfway = False
+        self._under_way: set[tuple[int, int]] = set()  # transfers, by team and number
 
     def run(self, plan: StepPlan) -> Pending:
         """See Executor.run."""
@@ -315,7 +318,9 @@ class ProcessExecutor:
             self._ranks.watch.fail("An interrupt came while a step was given to the ranks, which don't agree any more.")
             self.check_alive()
         self._halfway = True
-        self._ranks.send(*map(orders.Run, plan.teams if isinstance(plan, TeamsPlan) else [plan]))
+        plans = plan.teams if isinstance(plan, TeamsPlan) else [plan]
+        self._under_way |= {(team, one.number) for team, own in enumerate(plans) for one in own.transfers}
+        self._ranks.send(*map(orders.Run, plans))
         self._steps += 1
         self._halfway = False
         step = RanksStep(self._ranks, self._steps)
@@ -334,6 +339,27 @@ class ProcessExecutor:
                     "compute the same. This is a fault of the engine or of a device."
                 )
                 self.check_alive()
+
+    def ended_transfers(self, seconds: float) -> list[TransferEnd]:
+        """See Executor.ended_transfers."""
+        if not self._under_way:
+            return []
+        ended = self._ranks.watch.ended_transfers(seconds)
+        self._under_way -= {(end.team, end.number) for end in ended}
+        return ended
+
+    def drain_transfers(self) -> None:
+        """See Executor.drain_transfers."""
+        while self._under_way:
+            self.ended_transfers(_LOOK_SECONDS)
+
+    @property
+    def host_ready(self) -> int:
+        """See Executor.host_ready."""
+        return self._ranks.watch.host_ready
+
+    host_view = None
+    """See Executor.host_view. Each rank has its own."""
 
     @property
     def busy_seconds(self) -> float:

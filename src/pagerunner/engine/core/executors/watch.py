@@ -28,6 +28,7 @@ from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError, PagerunnerError
 from pagerunner.limits import knob
+from pagerunner.types import TransferEnd
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class RankWatch:
         So many ranks `together` are a stage, and make the same sums; by default all of them.
         """
         self._together = together or ranks
+        self.team_ranks = ranks
+        """Ranks that carry out the same transfers: those of a team."""
         self._ranks, self._directory, self._seconds = ranks, directory, seconds
         self._process = os.getpid()
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -103,6 +106,8 @@ class RankWatch:
         self.loaded: dict[int, orders.Loaded] = {}
         self.done: dict[int, dict[int, orders.Done]] = {}
         """Answers to calls, by call and rank."""
+        self._ended: dict[tuple[int, int], dict[int, TransferEnd]] = {}  # by team and number, then by rank
+        self._ready: dict[int, int] = {}
         self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
 
     def begin(self, processes: Sequence[RankProcess]) -> None:
@@ -154,6 +159,37 @@ class RankWatch:
     def busy_seconds(self) -> float:
         """How long rank 0's device has worked."""
         return self._known[0].alive.busy_seconds
+
+    @property
+    def host_ready(self) -> int:
+        """The bytes of host memory that all ranks can use for pages."""
+        return min(self._ready.values()) if len(self._ready) == self._ranks else 0
+
+    def ended_transfers(self, seconds: float) -> list[TransferEnd]:
+        """Transfers that all ranks of a team have ended, each given once. With none, wait for one for up to so many seconds.
+
+        Raises why the ranks are gone, if they are.
+        """
+
+        def ended() -> list[TransferEnd]:
+            done = {name: one for name, one in self._ended.items() if len(one) == self.team_ranks}
+            for name in done:
+                del self._ended[name]
+            return [
+                TransferEnd(
+                    number, all(end.well for end in one.values()), max(end.seconds for end in one.values()), team
+                )
+                for (team, number), one in done.items()
+            ]
+
+        with self._changed:
+            self.check()
+            found = ended()
+            if not found and seconds > 0:
+                self._changed.wait(seconds)
+                self.check()
+                found = ended()
+            return found
 
     def cause(self) -> PagerunnerError | None:
         """Why the ranks are gone, if that becomes known in a moment."""
@@ -230,6 +266,10 @@ class RankWatch:
                 self.done.setdefault(call_id, {})[rank] = report
             case orders.Alive():
                 known.take(report, now)
+            case orders.Moved(rank, ended, ready):
+                self._ready[rank] = ready
+                for one in ended:
+                    self._ended.setdefault((rank // self.team_ranks, one.number), {})[rank] = one
             case orders.Failed(rank, error, follows):
                 (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
                 self._lost_at = self._lost_at or now

@@ -1,0 +1,147 @@
+"""What kv_offloading_size and kv_transfer_config ask for: vLLM's names, each of which is taken or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pagerunner.config import EngineArgs, one_of, read_option
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.units import human_bytes
+
+FailurePolicy = Literal["recompute", "fail"]
+CONNECTORS = ("OffloadingConnector",)
+_EXAMPLE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}'
+_SPARE_BYTES = 2 * 2**30
+"""Host memory that pages leave to the rest of the machine."""
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's fields. Those of its first connectors are taken with the values that mean nothing."""
+
+    kv_connector: str | None = None
+    kv_role: str | None = None
+    kv_connector_extra_config: dict[str, Any] = {}
+    kv_load_failure_policy: str = "recompute"
+    engine_id: str | None = None
+    kv_connector_module_path: str | None = None
+    enable_permute_local_kv: bool = False
+    kv_buffer_device: str | None = None
+    kv_buffer_size: float = 1e9
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+
+
+class OffloadingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """kv_connector_extra_config of OffloadingConnector."""
+
+    cpu_bytes_to_use: int | None = None
+    block_size: int | None = None
+    blocks_per_chunk: int = 1
+    eviction_policy: str = "lru"
+    offload_prompt_only: bool = True
+    store_threshold: int = 0
+    spec_name: str = "CPUOffloadingSpec"
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """What was asked for. `host_bytes` are those of each rank, 0 for no host memory."""
+
+    host_bytes: int = 0
+    prompts_only: bool = True
+    load_failure: FailurePolicy = "recompute"
+
+
+def read_kv_transfer(args: EngineArgs) -> KVTransfer:
+    """What the arguments ask for. Raises ConfigError for what isn't there, with the names that are."""
+    one_of("kv_offloading_backend", args.kv_offloading_backend, ("native",))
+    config = read_option("kv_transfer_config", args.kv_transfer_config, KVTransferConfig, _EXAMPLE)
+    if args.kv_transfer_config is not None:
+        _check(config)
+    failure: FailurePolicy = "fail" if config.kv_load_failure_policy == "fail" else "recompute"
+    extra = _offloading(config, args)
+    size = args.kv_offloading_size
+    if size is not None and not 0 < size < 2**20:
+        raise ConfigError(f"kv_offloading_size must be a number of GiB above 0, got {size:g}.")
+    asked = extra.cpu_bytes_to_use
+    if size is not None and asked is not None:
+        raise ConfigError(
+            f"kv_offloading_size={size:g} (GiB) and cpu_bytes_to_use={asked} say the same thing; give one of them."
+        )
+    if asked is not None and asked < 1:
+        raise ConfigError(f"cpu_bytes_to_use must be at least 1, got {asked}.")
+    total = int(size * 2**30) if size is not None else asked or 0
+    if config.kv_connector is not None and not total:
+        raise ConfigError(
+            "OffloadingConnector takes pages to host memory, and kv_connector_extra_config doesn't say how much of it: give "
+            "cpu_bytes_to_use (bytes of all ranks together), or kv_offloading_size (GiB)."
+        )
+    if total and not args.enable_prefix_caching:
+        raise ConfigError(
+            "Pages in host memory are found by their prefixes: kv_offloading_size needs enable_prefix_caching=True."
+        )
+    return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, failure)
+
+
+def _check(config: KVTransferConfig) -> None:
+    one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
+    one_of("kv_role of OffloadingConnector, which stores and loads,", config.kv_role, ("kv_both",))
+    one_of("kv_load_failure_policy", config.kv_load_failure_policy, ("recompute", "fail"))
+    if config.kv_connector_module_path is not None:
+        raise ConfigError(
+            f"kv_connector_module_path={config.kv_connector_module_path!r} names code to run, which a configuration can't "
+            f"here; the connectors are {', '.join(CONNECTORS)}."
+        )
+    for name in (
+        "enable_permute_local_kv",
+        "kv_buffer_device",
+        "kv_buffer_size",
+        "kv_parallel_size",
+        "kv_ip",
+        "kv_port",
+    ):
+        default = next(field.default for field in msgspec.structs.fields(config) if field.name == name)
+        if (value := getattr(config, name)) not in (default, "cuda" if name == "kv_buffer_device" else default):
+            raise ConfigError(
+                f"{name}={value!r} in kv_transfer_config changes nothing with {config.kv_connector}; leave it out."
+            )
+
+
+def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
+    try:
+        extra = msgspec.convert(config.kv_connector_extra_config, type=OffloadingConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(OffloadingConfig.__struct_fields__)
+        raise ConfigError(f"kv_connector_extra_config: {error}. OffloadingConnector knows {known}.") from None
+    one_of("eviction_policy", extra.eviction_policy, ("lru",))
+    one_of("spec_name", extra.spec_name, ("CPUOffloadingSpec",))
+    if extra.block_size not in (None, args.block_size) or extra.blocks_per_chunk != 1:
+        name, value = "blocks_per_chunk", extra.blocks_per_chunk
+        if value == 1:
+            name, value = "block_size", extra.block_size or 0
+        raise ConfigError(
+            f"kv_connector_extra_config: {name}={value} would join pages on their way; a page of block_size={args.block_size} tokens goes to host "
+            "memory as it is, with all its layers. Leave it out."
+        )
+    if extra.store_threshold > 1:
+        raise ConfigError(
+            f"store_threshold={extra.store_threshold} would store a prompt when it has come so many times; prompts are stored the "
+            "first time. Leave it out."
+        )
+    return extra
+
+
+def check_host_memory(asked: KVTransfer, args: EngineArgs, available: int) -> None:
+    """Raise CapacityError if the machine hasn't so much host memory for pages. `available`: for each rank."""
+    room = max(available - _SPARE_BYTES // args.num_ranks, 0)
+    if asked.host_bytes > room:
+        raise CapacityError(
+            f"kv_offloading_size asks for {human_bytes(asked.host_bytes * args.num_ranks)} of host memory for pages, and "
+            f"{human_bytes(room * args.num_ranks)} can be had beside {human_bytes(_SPARE_BYTES)} for the rest of the machine; lower it to "
+            f"{room * args.num_ranks / 2**30:.1f}."
+        )

@@ -1,0 +1,112 @@
+"""What lies where in the host's memory: an index from content to places, cut into slabs and used like the device's page memory.
+
+Only numbers are here. The bytes are the workers' (`runner/transfers.py`), at the same places on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagerunner.errors import CapacityError
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.prefix import PageKey, PrefixIndex
+from pagerunner.memory.slabs import SlabPool
+from pagerunner.memory.units import human_bytes
+
+_OS_PAGE = 4_096
+_ONE_GROUP_SLAB = 32 * 2**20
+"""Bytes of a slab where all pages are of one size: long runs of pages that are adjacent in both memories are one copy."""
+
+
+class HostCut(NamedTuple):
+    """How host memory is cut: equal slabs, each of which holds so many pages of one group."""
+
+    slab_bytes: int
+    num_slabs: int
+    per_slab: tuple[int, ...]
+
+
+def cut_host(plan: MemoryPlan, num_bytes: int) -> HostCut:
+    """Cut so many bytes of each rank's host memory. Slabs begin where the system's pages do, as these are locked.
+
+    Raises:
+        CapacityError: not one slab fits.
+    """
+    slab = plan.slab_bytes
+    if len(plan.groups) == 1:
+        page = plan.groups[0].page_bytes
+        slab = page * max(min(_ONE_GROUP_SLAB, num_bytes) // page, 1)
+    slab = -(-slab // _OS_PAGE) * _OS_PAGE
+    if num_bytes < slab:
+        raise CapacityError(
+            f"kv_offloading_size gives each rank {human_bytes(num_bytes)} of host memory, which is less than a slab of pages "
+            f"({human_bytes(slab)}). Raise it to at least {slab / 2**30:.3g} times the number of ranks."
+        )
+    return HostCut(slab, num_bytes // slab, tuple(slab // group.page_bytes for group in plan.groups))
+
+
+class HostTier:
+    """Pages of host memory. One is in use while a transfer reads or writes it, and else cached: kept until its bytes are needed, the one
+    that was used longest ago goes first.
+    """
+
+    def __init__(self, plan: MemoryPlan, num_bytes: int) -> None:
+        cut = cut_host(plan, num_bytes)
+        self._page_bytes = [group.page_bytes for group in plan.groups]
+        self._slab_bytes, self._num_slabs = cut.slab_bytes, cut.num_slabs
+        self.index = PrefixIndex(len(plan.groups))
+        self.pool = SlabPool(0, cut.per_slab, self.index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return self._slab_bytes * self._num_slabs
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that hold something."""
+        pool = self.pool
+        counts = (used + len(cached) for used, cached in zip(pool.used, pool.cached, strict=True))
+        return sum(size * count for size, count in zip(self._page_bytes, counts, strict=True))
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of the slabs that can be used by now."""
+        return self.pool.num_slabs * self._slab_bytes
+
+    def grow(self, ready_bytes: int) -> None:
+        """The first `ready_bytes` can be used now. Never fewer than before."""
+        if self.pool.num_slabs < self._num_slabs:
+            self.pool.grow(min(ready_bytes // self._slab_bytes, self._num_slabs))
+
+    def places(self, group: int, pages: Sequence[int]) -> list[int]:
+        """Byte offsets of pages."""
+        size, per_slab, slab = self._page_bytes[group], self.pool.per_slab[group], self._slab_bytes
+        return [page // per_slab * slab + page % per_slab * size for page in pages]
+
+    def take(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """Pages that nobody knows, by group, in use. None if so many can't be had, since others are in use."""
+        return self.pool.allocate(needs)
+
+    def share(self, group: int, keys: Sequence[PageKey]) -> list[int]:
+        """The pages that hold these keys, in use."""
+        pages = [self.index.pages[group][key] for key in keys]
+        self.pool.share(group, pages)
+        return pages
+
+    def release(self, pages: Sequence[Sequence[int]]) -> None:
+        """Pages by group are used no more. Those with a key are kept; of these the first of each group is needed most."""
+        for group, some in enumerate(pages):
+            self.pool.release(group, some[::-1])
+
+    def forget(self, group: int, key: PageKey) -> None:
+        """What has this key is wrong, or gone."""
+        page = self.index.find(group, key)
+        if page is not None and not self.pool.evict(group, page):
+            self.index.forget(group, page)
+
+    def clear(self) -> None:
+        """Forget everything. Pages in use stay with their transfers and come back empty."""
+        self.pool.evict_all()
+        self.index.clear()

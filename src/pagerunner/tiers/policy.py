@@ -1,0 +1,353 @@
+"""Which pages go to host memory and come back: stores of finished prompts, loads for requests that wait.
+
+Prompts are stored as hits. Of a prompt, those pages go that the same prompt would find on the device now: all pages of full
+attention, the last window of a window, the snapshot of a recurrence. They are taken and given up as one set: one transfer
+brings them, and whoever uses one page uses all of them.
+
+A request that waits is looked up once, in the device's index and the host's together. If the host makes its hit longer, and
+loading is faster than computing, the missing pages are loaded while the request waits. It isn't looked up again until it was
+preempted. So what requests bring can't push each other out for ever. Example: 8,192 tokens of an 8B model are 1.2 GB: 22 ms
+over a bus of 55 GB/s, where computing takes 220.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from pagerunner.memory.grant import Grant
+from pagerunner.memory.leases import Lease
+from pagerunner.memory.manager import KVManager
+from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
+from pagerunner.memory.rules import joint_hit
+from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.rates import Rates
+from pagerunner.tiers.stats import TierCounts, TierStats
+from pagerunner.types import TransferEnd
+
+MOST_WISHES = 256
+"""Prompts that wait to be stored. One more is passed over, and counted."""
+LOOK_AHEAD = 32
+"""Requests of the waiting line that are looked up before it is their turn."""
+MOST_SNAPSHOTS = 4
+"""Of a prompt with recurrent state, the prefixes that are stored: its end, and where others branched off."""
+STORED_AT_ONCE = 0.25
+"""The share of the page memory that stores may keep from being evicted."""
+PATIENCE = 10.0
+LEAST_PATIENCE = 2.0
+"""A load that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
+
+
+class Waiting(Protocol):
+    """What the tier asks of a request that waits. `looked_up`: it needs no look into the tier any more."""
+
+    chain: PrefixChain
+    tokens: list[int]
+    shares: bool
+    grant: Grant | None
+    finished: bool
+    looked_up: bool
+
+    def hit_limit(self) -> int:
+        """How many leading tokens may come from pages that are there."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A transfer under way: its pages of host memory, by group, in the order of tokens. `fresh` of them get keys when it has ended well."""
+
+    lease: Lease
+    loads: bool
+    pages: list[list[int]]
+    fresh: list[dict[PageKey, int]]
+    num_bytes: int
+    until: float
+    request: Waiting | None = None
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What is loaded and kept for a request that waits, and the pages by group that it needs beside when it is its turn."""
+
+    needs: list[int]
+    leases: list[Lease]
+
+
+class Tiering:
+    """Decides and books the transfers between a manager's pages and a host tier. `failed` has requests whose load went wrong.
+
+    `prompts_only`: what requests have generated is stored only when they are preempted.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        host: HostTier,
+        *,
+        prompts_only: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.host, self.prompts_only = host, prompts_only
+        self.rates, self.counts = Rates(), TierCounts()
+        self.failed: list[Waiting] = []
+        self._manager, self._clock = manager, clock
+        groups = manager.plan.groups
+        self._rules = tuple(group.rule for group in groups)
+        self._page_bytes = [group.page_bytes for group in groups]
+        self._has_state = any(rule.snapshots for rule in self._rules)
+        self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
+        self._wishes: dict[bytes, tuple[PrefixChain, int]] = {}
+        self._under_way: dict[int, Transfer] = {}
+        self._ahead: dict[Waiting, Ahead] = {}
+        self._seen: tuple[int, int] = (-1, -1)
+        self._refused_at = -1
+
+    # -- what is asked for
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be stored or is kept, or a transfer is under way."""
+        return bool(self._wishes or self._under_way or self._ahead)
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that haven't ended."""
+        return len(self._under_way)
+
+    def wish(self, chain: PrefixChain, tokens: int) -> None:
+        """Store what the device has of a chain's first `tokens` tokens, as soon as there is room."""
+        units = min(tokens // UNIT_TOKENS, len(chain.hashes))
+        if not units:
+            return
+        if len(self._wishes) >= MOST_WISHES:
+            self.counts.stores_skipped += 1
+        else:
+            self._wishes[chain.hashes[units - 1]] = (chain, tokens)
+
+    def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool) -> None:
+        """Begin what can be begun with the plan in the making. `waiting` are in the order of their turns; `arrivals` counts those that ever came.
+
+        `idle`: no request is there, so what can't be stored now never can.
+        """
+        self._give_up(self._clock())
+        for request in [one for one in self._ahead if one.grant is not None or one.finished]:
+            self._let_go(request)
+        if self._wishes and self._refused_at != self._manager.version:
+            self._begin_stores()
+        if idle and not self._under_way:
+            self.counts.stores_skipped += len(self._wishes)
+            self._wishes.clear()
+        if self._seen != (self._manager.version, arrivals):
+            for request in islice(waiting, LOOK_AHEAD):
+                if not request.looked_up and not self.look_up(request):
+                    break
+            self._seen = (self._manager.version, arrivals)
+
+    # -- stores
+
+    def _begin_stores(self) -> None:
+        stored = sum(transfer.num_bytes for transfer in self._under_way.values() if not transfer.loads)
+        while self._wishes and stored < self._most_stored:
+            last, (chain, tokens) = next(iter(self._wishes.items()))
+            begun = self._store(chain, tokens)
+            if begun is None:
+                self._refused_at = self._manager.version
+                return
+            stored += begun
+            del self._wishes[last]
+
+    def _store(self, chain: PrefixChain, tokens: int) -> int | None:
+        """Begin to store a prompt. Returns its bytes, 0 if there is nothing to do, None if that isn't possible yet."""
+        host, there = self.host, self._manager.index.pages
+        wanted: list[dict[PageKey, None]] = [{} for _ in self._rules]
+        for hit in reversed(self._hits(chain, tokens)):
+            for group, rule in enumerate(self._rules):
+                wanted[group].update(dict.fromkeys(rule.keys(chain, *rule.hit_span(hit))))
+        known = [[key for key in keys if key in held] for keys, held in zip(wanted, host.index.pages, strict=True)]
+        coming = self._coming()
+        missing = [
+            [key for key in keys if not (key in held or key in others) and key in found]
+            for keys, held, others, found in zip(wanted, host.index.pages, coming, there, strict=True)
+        ]
+        pages = [host.share(group, keys) for group, keys in enumerate(known)]  # used now, so not what makes room
+        fresh = host.take([len(keys) for keys in missing]) if any(missing) else None
+        if fresh is None:
+            self.counts.stores_skipped += any(missing)
+            host.release(pages)
+            return 0
+        lease = self._manager.store(missing, [host.places(group, some) for group, some in enumerate(fresh)])
+        if lease is None:
+            host.release([[*some, *new] for some, new in zip(pages, fresh, strict=True)])
+            return None
+        named = [dict(zip(keys, some, strict=True)) for keys, some in zip(missing, fresh, strict=True)]
+        in_order = [
+            [held[key] if key in held else new[key] for key in keys if key in held or key in new]
+            for keys, held, new in zip(wanted, host.index.pages, named, strict=True)
+        ]
+        return self._begun(lease, in_order, named, loads=False)
+
+    def _hits(self, chain: PrefixChain, tokens: int) -> list[int]:
+        """Lengths of prefixes that the device can supply, longest first: one, or those of the last snapshots."""
+        found: list[int] = []
+        limit = tokens
+        while len(found) < (MOST_SNAPSHOTS if self._has_state else 1):
+            limit = joint_hit(self._rules, self._manager.index.pages, chain, limit)
+            if not limit:
+                break
+            found.append(limit)
+            limit -= 1
+        return found
+
+    def _coming(self) -> list[set[PageKey]]:
+        """Keys that stores under way bring to the host."""
+        stores = [transfer.fresh for transfer in self._under_way.values() if not transfer.loads]
+        return [set().union(*(fresh[group] for fresh in stores)) for group in range(len(self._rules))]
+
+    # -- loads
+
+    def look_up(self, request: Waiting) -> bool:
+        """Begin to load what the host has of a waiting request's prompt, if that pays. False if it is to be tried again, as room is lacking."""
+        limit, chain, manager = request.hit_limit(), request.chain, self._manager
+        request.looked_up = True
+        if not request.shares or limit <= 0 or not any(self.host.index.pages):
+            return True
+        chain.cover(request.tokens, len(request.tokens))
+        near: list[ChainMap[PageKey, Any]] = [
+            ChainMap(there, coming) for there, coming in zip(manager.index.pages, manager.arriving, strict=True)
+        ]
+        far = [ChainMap(*held.maps, others) for held, others in zip(near, self.host.index.pages, strict=True)]
+        have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
+        if could <= have:
+            self.counts.queries += limit - have
+            return True
+        wanted = [rule.keys(chain, *rule.hit_span(could)) for rule in self._rules]
+        keys = [[key for key in some if key not in held] for some, held in zip(wanted, near, strict=True)]
+        num_bytes = self._bytes_of(keys)
+        before = sum(transfer.num_bytes for transfer in self._under_way.values() if transfer.loads)
+        if not self.rates.pays(num_bytes, before, could - have):
+            self.counts.queries += limit - have
+            return True
+        # pages of the hit that are on the device, and in use by nobody, are kept beside those that come
+        idle = [manager.idle_pages(group, some) for group, some in enumerate(wanted)]
+        taken = [len(some) + len(lie) for some, lie in zip(keys, idle, strict=True)]
+        more = [
+            max(rule.pages_needed(len(request.tokens)) - (0 if rule.snapshots else len(some)), 0)
+            for rule, some in zip(self._rules, wanted, strict=True)
+        ]
+        others = (ahead.needs for ahead in self._ahead.values())
+        request.looked_up = False
+        if not manager.has_room([sum(column) for column in zip(taken, more, *others, strict=True)]):
+            return False
+        kept = manager.keep(idle)
+        pages = [self.host.share(group, some) for group, some in enumerate(keys)]
+        places = [self.host.places(group, some) for group, some in enumerate(pages)]
+        lease = manager.load(keys, places)
+        if lease is None:
+            self.host.release(pages)
+            manager.let_go(kept)
+            return False
+        request.looked_up = True
+        self._ahead[request] = Ahead(more, [lease, kept])
+        self.counts.queries += limit - have
+        self.counts.hits += could - have
+        self._begun(lease, pages, [], loads=True, request=request, before=before)
+        return True
+
+    def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
+        return sum(size * len(list(some)) for size, some in zip(self._page_bytes, pages, strict=True))
+
+    def _begun(
+        self,
+        lease: Lease,
+        pages: list[list[int]],
+        fresh: list[dict[PageKey, int]],
+        *,
+        loads: bool,
+        request: Waiting | None = None,
+        before: int = 0,
+    ) -> int:
+        num_bytes = self._bytes_of(lease.keys)
+        patience = max(LEAST_PATIENCE, PATIENCE * self.rates.seconds(num_bytes + before))
+        until = self._clock() + patience
+        self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request)
+        return num_bytes
+
+    def _give_up(self, now: float) -> None:
+        """Nobody waits any more for loads that take too long."""
+        for number, transfer in self._under_way.items():
+            if transfer.loads and transfer.lease.state == "arriving" and now > transfer.until:
+                self._manager.quarantine(number)
+                self.counts.given_up += 1
+                self._fail(transfer)
+
+    def _fail(self, transfer: Transfer) -> None:
+        request = transfer.request
+        if request in self._ahead:
+            self._let_go(request)
+            self.failed.append(request)
+
+    def _let_go(self, request: Waiting) -> None:
+        for lease in self._ahead.pop(request).leases:
+            self._manager.let_go(lease)
+
+    # -- ends
+
+    def end(self, end: TransferEnd) -> None:
+        """A transfer has ended on all ranks."""
+        transfer = self._under_way.pop(end.number)
+        doubtful = transfer.lease.state == "quarantined"
+        stood = self._manager.end_transfer(end.number, well=end.well, keep=transfer.request in self._ahead)
+        self._refused_at = -1
+        host, counts = self.host, self.counts
+        if end.well:
+            self.rates.moved(transfer.num_bytes, end.seconds)
+            counts.moved(transfer.loads, transfer.num_bytes, end.seconds)
+        else:
+            counts.failed += 1
+        if transfer.loads and not end.well:  # what it was loaded from isn't to be trusted either
+            for group, keys in enumerate(transfer.lease.keys):
+                for key in keys:
+                    host.forget(group, key)
+            if not doubtful:
+                self._fail(transfer)
+        for group, fresh in enumerate(transfer.fresh):
+            for key in stood[group]:
+                host.index.publish(group, key, fresh[key])
+        host.release(transfer.pages)
+
+    def distrust(self, chain: PrefixChain, start: int) -> None:
+        """What was computed of this chain from position `start` on is wrong."""
+        for group, key in self._manager.keys_from(chain, start):
+            self.host.forget(group, key)
+
+    def count_on(self, earlier: Tiering) -> None:
+        """Go on with the counts and rates of an earlier one, of which nothing else stays."""
+        self.counts, self.rates = earlier.counts, earlier.rates
+        self.host.grow(earlier.host.ready_bytes)
+
+    def clear(self) -> None:
+        """Forget everything. What is under way ends, and counts for nothing."""
+        self.host.clear()
+        self._wishes.clear()
+        for request in list(self._ahead):
+            self._let_go(request)
+
+    def stats(self) -> TierStats:
+        """Counts for the log and the metrics."""
+        states = [transfer.lease.state for transfer in self._under_way.values()]
+        return self.counts.stats(
+            num_bytes=self.host.num_bytes,
+            ready_bytes=self.host.ready_bytes,
+            used_bytes=self.host.used_bytes,
+            loads=states.count("arriving"),
+            stores=states.count("held"),
+            quarantined_bytes=sum(
+                self._bytes_of(one.lease.pages) for one in self._under_way.values() if one.lease.state == "quarantined"
+            ),
+            bytes_per_second=self.rates.bytes_per_second,
+            seconds_per_token=self.rates.seconds_per_token,
+        )

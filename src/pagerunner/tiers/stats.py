@@ -1,0 +1,67 @@
+"""What a tier counts. The struct travels as it is to the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of a host tier; those named `_total` only grow. Queries and hits are tokens of prompts that the device didn't have.
+
+    `num_bytes` are those of each rank's host memory, of which `ready_bytes` can be used so far. `loads` and `stores` are under way. Of loads
+    that were given up and still write, `quarantined_bytes` are kept from everybody. The rates are averages, 0 if not measured yet.
+    """
+
+    num_bytes: int = 0
+    ready_bytes: int = 0
+    used_bytes: int = 0
+    loads: int = 0
+    stores: int = 0
+    quarantined_bytes: int = 0
+    queries_total: int = 0
+    hits_total: int = 0
+    load_bytes_total: int = 0
+    store_bytes_total: int = 0
+    load_seconds_total: float = 0.0
+    store_seconds_total: float = 0.0
+    stores_skipped_total: int = 0
+    failed_total: int = 0
+    given_up_total: int = 0
+    bytes_per_second: float = 0.0
+    seconds_per_token: float = 0.0
+
+    @property
+    def usage(self) -> float:
+        """The share of the tier's bytes that hold something."""
+        return self.used_bytes / self.num_bytes if self.num_bytes else 0.0
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What has been counted since the beginning."""
+
+    queries: int = 0
+    hits: int = 0
+    load_bytes: int = 0
+    store_bytes: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
+    stores_skipped: int = 0
+    failed: int = 0
+    given_up: int = 0
+
+    def moved(self, loads: bool, num_bytes: int, seconds: float) -> None:
+        """A transfer has ended well."""
+        if loads:
+            self.load_bytes += num_bytes
+            self.load_seconds += seconds
+        else:
+            self.store_bytes += num_bytes
+            self.store_seconds += seconds
+
+    def stats(self, **moment: float) -> TierStats:
+        """These counts, and those of the moment."""
+        totals = {f"{name}_total": getattr(self, name) for name in self.__slots__}
+        return TierStats(**totals, **moment)  # type: ignore[arg-type]
