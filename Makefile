@@ -4,9 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(BIN)/python scripts/install.py
 # pip would compile 17,000 files one by one; this takes every core, and leaves out half of the code, of which few files are ever imported.
-# A few are templates, which no Python can compile. pip takes one core: what is there is compiled while it adds the development tools.
+# A few are templates, which no Python can compile. What is there is compiled while the development tools are added.
 SELDOM := transformers/models/|/sympy/|/networkx/|torch/(_inductor|testing|distributed|ao|onnx)/|/pip/|/mypyc?/|/torchgen/|/tests/|/setuptools/
 SELDOM := $(SELDOM)|numpy/(distutils|f2py|ma|polynomial)/|pygments/lexers/|/graphql/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
@@ -18,13 +18,13 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagerunner needs Python 3.11 or newer; set PYTHON=")'
 	@echo 'Setting up $(VENV) (about a minute) ...'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) setuptools
-	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	@echo 'Adding the development tools to $(VENV) ...'
-	@$(COMPILE) & $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'; status=$$?; wait; exit $$status
+	@$(COMPILE) & $(INSTALL) --no-build-isolation --editable '.[dev]'; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@touch $@
 
