@@ -71,6 +71,8 @@ DIFFERS = {
     "--kv-offloading-backend": "`native`",
     "--kv-transfer-config": "`OffloadingConnector` with `kv_role` `kv_both`; extra config `cpu_bytes_to_use`, `offload_prompt_only`, `eviction_policy` `lru`; other names are "
     "refused. `kv_load_failure_policy` is `recompute` by default",
+    "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
+    "[KV events](server.md#kv-events)",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import types
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -92,7 +92,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
     weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
     when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
-    engine/startup/kv_transfer.py). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
+    engine/startup/kv_transfer.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
+    KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
     """
@@ -126,6 +127,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     kv_offloading_size: float | None = None
     kv_offloading_backend: str = "native"
     kv_transfer_config: str | dict[str, Any] | None = None
+    kv_events_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
@@ -271,6 +273,41 @@ def transfer_backend(args: EngineArgs, device: str) -> TransferBackend | None:
     return backend
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the prefix cache's changes are published. Names and defaults are vLLM's, but for `endpoint`, which is this machine's only.
+
+    `buffer_steps` batches can be asked for again. `hwm` batches wait for each reader, and `max_queue_size` for the thread that sends.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=0)] = 100_000
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    topic: str = ""
+
+
+def kv_events(args: EngineArgs) -> KVEventsConfig | None:
+    """What to publish of the prefix cache, None for nothing. Raises ConfigError for what can't be published."""
+    if args.kv_events_config is None:
+        return None
+    example = '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}'
+    config = read_option("kv_events_config", args.kv_events_config, KVEventsConfig, example)
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name)
+        if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
+            raise ConfigError(f"kv_events_config: {name} must begin with tcp:// or ipc://, got {endpoint!r}.")
+    if not config.enable_kv_cache_events or config.publisher == "null":
+        return None
+    if not args.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_config publishes what the prefix cache holds, and enable_prefix_caching is false. Leave one of them out."
+        )
+    return config
+
+
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made.
 
@@ -291,6 +328,7 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     host_bytes: int = 0
     offload_prompt_only: bool = True
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    kv_events: KVEventsConfig | None = None
 
 
 def engine_args(**values: object) -> EngineArgs:

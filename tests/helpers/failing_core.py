@@ -74,7 +74,7 @@ def _has(plan: StepPlan, token: int) -> bool:
     return any(token in row.tokens for row in plan.rows)
 
 
-def build(args: EngineArgs, available: int | None = None) -> EngineCore:
+def build(args: EngineArgs, available: int | None = None, engine: int = 0) -> EngineCore:
     """A core for `args.model`, of which only config.json is read."""
     resolved = resolve(args, 256 * 2**20)
     return EngineCore(

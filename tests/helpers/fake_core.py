@@ -252,7 +252,7 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, top, [-0.5 - index for index in range(len(top))])
 
 
-def build(args: EngineArgs, available: int | None = None) -> FakeCore:
+def build(args: EngineArgs, available: int | None = None, engine: int = 0) -> FakeCore:
     """The factory that the core process calls."""
     options = msgspec.json.decode(os.environ.get(OPTIONS_VARIABLE, "{}"), type=FakeOptions)
     time.sleep(options.load_seconds)

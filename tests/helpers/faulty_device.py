@@ -82,7 +82,7 @@ def no_memory(device: torch.device) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(1.0, device.index or 0)
 
 
-def build(args: EngineArgs, available: int | None = None) -> EngineCore:
+def build(args: EngineArgs, available: int | None = None, engine: int = 0) -> EngineCore:
     """The engine's core, with its executor replaced."""
     core = build_core(args)
     core._executor = FaultyExecutor(core._executor, args.device)  # type: ignore[assignment, arg-type]

@@ -98,7 +98,7 @@ def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, 
     return FaultyLoaded(loaded)
 
 
-def build(args: EngineArgs, available: int | None = None) -> EngineCore:
+def build(args: EngineArgs, available: int | None = None, engine: int = 0) -> EngineCore:
     """A core over ranks of which the last one is faulty."""
     resolved = resolve(args)
     return build_on(resolved, load_ranks(resolved, loader=LOADER))

@@ -52,6 +52,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "kv_transfer_config": 'the same in vLLM\'s words: JSON such as {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
         '"kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}',
         "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
+        "kv_events_config": 'publish what the prefix cache holds: JSON such as {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
         "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",
     },
     "scheduling": {
@@ -80,7 +81,9 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
-_SERVER_ONLY = frozenset({"served_model_name", "pooler_config", "structured_outputs_config", "kv_cache_metrics_sample"})
+_SERVER_ONLY = frozenset(
+    {"served_model_name", "pooler_config", "structured_outputs_config", "kv_cache_metrics_sample", "kv_events_config"}
+)
 # What `generate` and `chat` have no use for.
 TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode", "weight_transfer_config"}
 BENCH_EXCLUDED = _SERVER_ONLY | {

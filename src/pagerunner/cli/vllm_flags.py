@@ -23,8 +23,7 @@ _REFUSED: dict[str, str] = {
     "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
         lora-extra-vocab-size enable-lora-bias""",
     "speculative decoding": "speculative-config -sc num-lookahead-slots",
-    "offloading of weights, and other transfers": """kv-events-config
-        cpu-offload-gb offload-backend ec-transfer-config kv-sharing-fast-prefill""",
+    "offloading of weights, and other transfers": "cpu-offload-gb offload-backend ec-transfer-config kv-sharing-fast-prefill",
     "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type
         mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains
         skip-mm-profiling enable-mm-embeds video-pruning-rate interleave-mm-strings language-model-only""",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pagerunner.memory.admission import Admission, Awaited
 from pagerunner.memory.books import Books
+from pagerunner.memory.events import BlockLog, LoggedIndex
 from pagerunner.memory.forks import Forks, prompt_key
 from pagerunner.memory.grant import NO_PAGE, Grant, Promises, Refusal
 from pagerunner.memory.growth import Growth
@@ -45,7 +46,7 @@ class KVManager:
 
     Without `enable_prefix_caching` pages are only shared among siblings while one of them runs.
     `list_fresh_pages` puts the fresh pages of every group into the step's zero lists, not only of those that need it.
-    A `sampler` times how long pages stay.
+    A `sampler` times how long pages stay. With `log_events`, `events` has what prompts can find, and what not any more.
     """
 
     def __init__(
@@ -55,10 +56,13 @@ class KVManager:
         enable_prefix_caching: bool = True,
         list_fresh_pages: bool = False,
         sampler: PageSampler | None = None,
+        log_events: bool = False,
     ) -> None:
         self.plan = plan
         self.enable_prefix_caching = enable_prefix_caching
-        self.index = PrefixIndex(len(plan.groups))
+        self.events = events = BlockLog(plan) if log_events else None
+        groups = len(plan.groups)
+        self.index = PrefixIndex(groups) if events is None else LoggedIndex(groups, events)
         self.sampler = sampler
         self.pool = make_pool(plan, self.index, keep_cached=enable_prefix_caching, sampler=sampler)
         self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)
@@ -93,7 +97,8 @@ class KVManager:
 
     def chain(self, cache_salt: str = "", parent_id: str = "") -> PrefixChain:
         """The prefix chain of a new request; requests with equal arguments may share pages."""
-        return PrefixChain(chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id), self._recent)
+        seed = chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id)
+        return PrefixChain(seed, self._recent, cache_salt)
 
     def admit(
         self,
@@ -114,9 +119,12 @@ class KVManager:
         Without `shares` the request neither looks into the index nor publishes. With a `parent_id`, all but the last of the first
         `prompt_len` tokens may come from a sibling (`offer`).
         """
-        return self._admission.admit(
+        grant = self._admission.admit(
             slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len
         )
+        if grant is not None and self.events is not None:
+            self.events.name(chain, tokens, grant.cached_tokens)
+        return grant
 
     def cached_tokens(self, chain: PrefixChain, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` the index has, but for the last one."""
@@ -187,6 +195,8 @@ class KVManager:
         self._holdings.publish(grant, end)
         if grant.saves:
             self._snapshots.publish(grant, current=True)
+        if self.events is not None:
+            self.events.name(grant.chain, tokens, end)
 
     def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
         """Call when a plan has all its rows (grant, start, end) and its table writes. Returns the snapshots that the plan takes.

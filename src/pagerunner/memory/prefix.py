@@ -63,12 +63,16 @@ class RecentPrompts:
 
 
 class PrefixChain:
-    """One request's hashes: `hashes[i]` covers tokens [0, 16 * (i + 1)). Computed once and extended as tokens arrive."""
+    """One request's hashes: `hashes[i]` covers tokens [0, 16 * (i + 1)). Computed once and extended as tokens arrive.
 
-    __slots__ = ("_recent", "hashes", "seed")
+    `salt` is the part of the seed that readers of KV events are told.
+    """
 
-    def __init__(self, seed: bytes, recent: RecentPrompts | None = None) -> None:
+    __slots__ = ("_recent", "hashes", "salt", "seed")
+
+    def __init__(self, seed: bytes, recent: RecentPrompts | None = None, salt: str = "") -> None:
         self.seed = seed
+        self.salt = salt
         self.hashes: list[bytes] = []
         self._recent = recent
 

@@ -139,6 +139,7 @@ async def launch_core(
             addresses=[_address(directory, client) for client in range(clients + 1)],
             factory=factory,
             available=share.available,
+            engine=share.index,
             log_level=level,
             log_name=f"engine {share.index}" if share.count > 1 else "",
             stall_seconds=stall_seconds,

@@ -13,6 +13,7 @@ import msgspec
 from pagerunner.config import one_of
 from pagerunner.engine.core.executors.base import Executor, Pending
 from pagerunner.engine.core.faults import step_fault
+from pagerunner.engine.core.kv_events import Publisher
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.core.updates import WeightUpdates
@@ -47,6 +48,7 @@ class EngineCore:
         enable_sleep_mode: bool,
         host_tier: bool = False,
         startup: StartUp | None = None,
+        publishers: Sequence[Publisher] = (),
     ) -> None:
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
@@ -61,6 +63,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
         self._unreported: list[RequestUpdate] = []
         self._step_log = StepLog()
+        self._publishers = publishers  # one for each team, or none
         self.memory_plan = memory_plan
         self.startup = startup if startup is not None else StartUp()
 
@@ -121,6 +124,7 @@ class EngineCore:
         self._executor.drain_transfers()
         self._in_flight.clear()
         self._scheduler = scheduler
+        self._publish_events()
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +140,9 @@ class EngineCore:
         self.check_alive()
         self.check_awake()
         try:
-            return self._step()
+            updates = self._step()
+            self._publish_events()
+            return updates
         except Exception as error:
             raise self._die(error) from error
 
@@ -170,6 +176,13 @@ class EngineCore:
         """Wait until no transfer is under way."""
         while self._scheduler.num_transfers:
             self._end_transfers(TRANSFER_WAIT_SECONDS)
+
+    def _publish_events(self) -> None:
+        """Tell those who read KV events what prompts can find by now, if anybody may read them."""
+        for number, publisher in enumerate(self._publishers):
+            log = self._of_team(number).manager.events
+            assert log is not None
+            publisher.tell(log)
 
     def _commit_oldest(self) -> list[RequestUpdate]:
         plan, pending, launched = self._in_flight.popleft()
@@ -261,7 +274,9 @@ class EngineCore:
         False when pages of running requests had to stay. No prompt finds those any more either.
         """
         self._scheduler.clear_tiers()
-        return self._scheduler.reset_prefix_cache()
+        done = self._scheduler.reset_prefix_cache()
+        self._publish_events()
+        return done
 
     @property
     def is_sleeping(self) -> bool:
@@ -331,6 +346,7 @@ class EngineCore:
                 self._scheduler.reset_prefix_cache()
             if level > 1:  # the weights are read again, and may be others
                 self._scheduler.clear_tiers()
+            self._publish_events()
             self._executor.sleep(level)
             self._weights.slept(level)
         except Exception:
@@ -370,6 +386,7 @@ class EngineCore:
         self._weights.change(change)
         if isinstance(change, FinishUpdate):
             self.reset_prefix_cache()
+        self._publish_events()
 
     @property
     def weights_fault(self) -> str:

@@ -13,10 +13,10 @@ from pagerunner.engine.startup.build import build_core
 from pagerunner.engine.worker.build import Progress
 
 
-def build_with_progress(args: EngineArgs, available: int | None) -> EngineCore:
+def build_with_progress(args: EngineArgs, available: int | None, engine: int = 0) -> EngineCore:
     """`build_core` with a bar while weights load, when standard error is a terminal and no other engine writes there."""
     with loading_bar(args.engines == 1) as progress:
-        return build_core(args, progress, available)
+        return build_core(args, progress, available, engine)
 
 
 @contextmanager

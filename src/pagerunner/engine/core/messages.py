@@ -71,9 +71,9 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the core process starts. `addresses` are those of its frontends; the first is who starts it. `factory` is `module:function`, called with `args` and `available`, that returns an EngineCore.
+    """How the core process starts. `addresses` are those of its frontends; the first is who starts it. `factory` is `module:function`, called with `args`, `available` and `engine`, that returns an EngineCore.
 
-    `available` is what it may take of the host's memory, where it isn't the only engine. `log_level` is the frontend's, as a number of
+    `available` is what it may take of the host's memory, where it isn't the only engine, and `engine` its number among them. `log_level` is the frontend's, as a number of
     the logging package, and `log_name` the process's name in the log. A step of more than `stall_seconds` is reported.
     """
 
@@ -81,6 +81,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     addresses: list[str]
     factory: str
     available: int | None
+    engine: int
     log_level: int
     log_name: str
     stall_seconds: float

@@ -287,11 +287,11 @@ def _call_error(call: wire.Call, error: Exception) -> wire.WireError:
     return wire.WireError.of(RequestFailedError(f"{name} has failed ({described(error)}); it can be tried again."))
 
 
-def load_factory(path: str) -> Callable[[EngineArgs, int | None], EngineCore]:
+def load_factory(path: str) -> Callable[[EngineArgs, int | None, int], EngineCore]:
     """The function that `module:function` names. Raises ConfigError when there is none."""
     module, _, name = path.partition(":")
     try:
-        factory: Callable[[EngineArgs, int | None], EngineCore] = getattr(importlib.import_module(module), name)
+        factory: Callable[[EngineArgs, int | None, int], EngineCore] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"The engine core {path!r} cannot be imported: {error}.") from error
     return factory
@@ -313,7 +313,7 @@ def _exit_with_parent(parent: int, addresses: list[str]) -> None:
 def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
     encode, socket = msgspec.msgpack.encode, sockets[0]
     try:
-        core = load_factory(launch.factory)(launch.args, launch.available)
+        core = load_factory(launch.factory)(launch.args, launch.available, launch.engine)
         plan = core.memory_plan
         socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it

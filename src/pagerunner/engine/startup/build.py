@@ -10,6 +10,7 @@ On a CPU the memory plan is made first. On a CUDA device the final plan is made 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,15 @@ from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
 from pagerunner.engine.core.executors.process import load_ranks
+from pagerunner.engine.core.kv_events import Publisher
 from pagerunner.engine.startup.measure import final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
 from pagerunner.engine.worker.build import Progress
 from pagerunner.engine.worker.card import Card
 from pagerunner.engine.worker.worker import load_worker
+from pagerunner.errors import ConfigError
+from pagerunner.memory.events import BlockShape
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
@@ -42,34 +46,61 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_core(args: EngineArgs, progress: Progress | None = None, available: int | None = None) -> EngineCore:
+def build_core(
+    args: EngineArgs, progress: Progress | None = None, available: int | None = None, engine: int = 0
+) -> EngineCore:
     """An engine core ready to run. `progress(done_bytes, total_bytes)` is called while weights load.
 
-    `available`: the engine's share of the host's memory, where several engines are behind a server.
+    `available`: the share of the host's memory of this `engine`, where several are behind a server.
 
     Raises:
         ConfigError, CapacityError, CheckpointError: the sentence says what to change.
     """
     if available is not None:
         available //= args.num_ranks
-    return build_from(resolve(args, available=available), progress)
+    return build_from(resolve(args, available=available), progress, engine=engine)
 
 
-def build_from(resolved: Resolved, progress: Progress | None = None, card: Card | None = None) -> EngineCore:
+def build_from(
+    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, engine: int = 0
+) -> EngineCore:
     """An engine core from a resolved configuration. A single rank is in this process, several are in processes of their own.
 
-    `card` is the CUDA device for which it was resolved, if there is one.
+    `card` is the CUDA device for which it was resolved, if there is one. `engine` is its number among those behind a server.
 
     Raises:
         CapacityError, CheckpointError, ConfigError: of several ranks it names the one that can't come up.
         EngineDeadError: another rank has ended, or hangs.
     """
-    if resolved.config.num_ranks > 1:
-        return build_on(resolved, load_ranks(resolved, progress))
-    return build_on(resolved, load_worker(resolved, progress, card))
+    publishers = _publishers(resolved, engine)
+    try:
+        if resolved.config.num_ranks > 1:
+            return build_on(resolved, load_ranks(resolved, progress), publishers)
+        return build_on(resolved, load_worker(resolved, progress, card), publishers)
+    except BaseException:
+        for publisher in publishers:
+            publisher.close()
+        raise
 
 
-def build_on(resolved: Resolved, ranks: LoadedRanks) -> EngineCore:
+def _publishers(resolved: Resolved, engine: int) -> list[Publisher]:
+    """One for each team of ranks, as each has pages of its own; none without `kv_events_config`."""
+    config = resolved.config
+    if config.kv_events is None:
+        return []
+    shape = BlockShape.of(resolved.plan)
+    made: list[Publisher] = []
+    try:
+        for team in range(config.teams):
+            made.append(Publisher(config.kv_events, shape, engine + team))
+    except ConfigError:
+        for publisher in made:
+            publisher.close()
+        raise
+    return made
+
+
+def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publisher] = ()) -> EngineCore:
     """An engine core over ranks that are loaded. One plan is made for all of them.
 
     Raises:
@@ -98,6 +129,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks) -> EngineCore:
         enable_sleep_mode=config.enable_sleep_mode,
         host_tier=config.host_bytes > 0,
         startup=startup,
+        publishers=publishers,
     )
 
 
@@ -128,6 +160,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
         enable_prefix_caching=config.enable_prefix_caching,
         list_fresh_pages=config.poison_fresh_pages,
         sampler=PageSampler(sample) if sample else None,
+        log_events=config.kv_events is not None,
     )
     tiers = None
     if config.host_bytes:

@@ -13,7 +13,16 @@ from typing import Literal
 import msgspec
 
 from pagerunner import limits
-from pagerunner.config import KV_DTYPE_NAMES, Dtype, EngineArgs, EngineConfig, KVDtype, SharedArgs, transfer_backend
+from pagerunner.config import (
+    KV_DTYPE_NAMES,
+    Dtype,
+    EngineArgs,
+    EngineConfig,
+    KVDtype,
+    SharedArgs,
+    kv_events,
+    transfer_backend,
+)
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.kv_transfer import KVTransfer, check_host_memory, read_kv_transfer
 from pagerunner.engine.startup.machine import (
@@ -25,6 +34,7 @@ from pagerunner.engine.startup.machine import (
 from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
+from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import Spec
@@ -207,6 +217,9 @@ def _of_ranks(args: EngineArgs, model: ModelConfig, dtype: Dtype, device: str, p
 
 def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineConfig:
     args = wish.args
+    events = kv_events(args)
+    if events is not None:
+        BlockShape.of(plan)  # it may refuse the model
     return EngineConfig(
         **{name: getattr(args, name) for name in SharedArgs.__struct_fields__},
         model_path=str(args.model),
@@ -223,6 +236,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         host_bytes=wish.kv_transfer.host_bytes,
         offload_prompt_only=wish.kv_transfer.prompts_only,
         kv_load_failure_policy=wish.kv_transfer.load_failure,
+        kv_events=events,
     )
 
 

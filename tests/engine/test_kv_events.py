@@ -1,0 +1,400 @@
+"""KV events, read by a decoder made from vLLM's documents and not from our structs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from helpers.patience import patient, until
+from helpers.plans import mixed, one_group
+from pagerunner import LLM, SamplingParams
+from pagerunner.config import KVEventsConfig, engine_args, kv_events
+from pagerunner.engine.core import kv_events as module
+from pagerunner.engine.core.kv_events import Publisher, offset
+from pagerunner.errors import ConfigError
+from pagerunner.memory.events import Block, BlockLog, BlockShape, Change
+
+ANY_PORT = "tcp://127.0.0.1:*"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+# What a reader expects, by vLLM's documents. Each event is a map with its name under "type".
+class Stored(msgspec.Struct, tag="BlockStored", tag_field="type", forbid_unknown_fields=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", tag_field="type", forbid_unknown_fields=True):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+BATCH = msgspec.msgpack.Decoder(tuple[float, list[Stored | Removed | Cleared], int])
+
+
+class Router:
+    """A reader of one engine's events, as routers are: which blocks can be found, by hash, and what they begin with."""
+
+    def __init__(self, endpoint: str, replay: str = "", topic: bytes = b"") -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.events = self.context.socket(zmq.SUB)
+        self.events.subscribe(topic)
+        self.events.connect(endpoint)
+        self.topic, self.replay = topic, replay
+        self.next = 0
+        self.gaps = 0
+        self.rank = -1
+        self.beginnings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.stored: set[int] = set()
+        self.kinds: list[str] = []
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def read(self, seconds: float = 0.0) -> bool:
+        """Take a batch, if one comes within so many seconds."""
+        if not self.events.poll(int(1000 * seconds)):
+            return False
+        topic, number, payload = self.events.recv_multipart()
+        assert topic == self.topic and len(number) == 8
+        found = int.from_bytes(number, "big")
+        if found != self.next:
+            self.gaps += 1
+            assert found > self.next
+            if self.replay:
+                self.ask()
+        if found >= self.next:
+            self.take(found, payload)
+        return True
+
+    def ask(self) -> None:
+        """Ask for everything that was missed."""
+        asking = self.context.socket(zmq.DEALER)
+        asking.connect(self.replay)
+        asking.send_multipart([b"", self.next.to_bytes(8, "big")])
+        while True:
+            assert asking.poll(int(1000 * patient(10)))
+            empty, number, payload = asking.recv_multipart()
+            assert empty == b""
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                asking.close()
+                return
+            self.take(int.from_bytes(number, "big"), payload)
+
+    def take(self, number: int, payload: bytes) -> None:
+        when, events, self.rank = BATCH.decode(payload)
+        assert abs(time.time() - when) < 600
+        self.next = number + 1
+        for event in events:
+            self.kinds.append(type(event).__name__)
+            if isinstance(event, Cleared):
+                self.stored.clear()
+            elif isinstance(event, Removed):
+                assert event.medium == "GPU" and event.group_idx == 0
+                self.stored -= set(event.block_hashes)
+            else:
+                self.store(event)
+
+    def store(self, event: Stored) -> None:
+        size = event.block_size
+        assert event.medium == "GPU" and event.group_idx == 0 and event.lora_id is event.lora_name is None
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        parent: tuple[str, tuple[int, ...]] = ("", ())
+        if event.parent_block_hash is not None:
+            parent = self.beginnings[event.parent_block_hash]  # a router passes over blocks behind unknown ones
+        for number, block in enumerate(event.block_hashes):
+            keys = event.extra_keys[number] if event.extra_keys else None
+            salt = keys[0] if keys else parent[0]
+            parent = salt, (*parent[1], *event.token_ids[number * size : (number + 1) * size])
+            assert self.beginnings.setdefault(block, parent) == parent, "two beginnings with one hash"
+            self.stored.add(block)
+
+    def finds(self, prompt: Sequence[int], salt: str = "") -> int:
+        """How many leading tokens of a prompt are cached, as far as the reader knows."""
+        known = {self.beginnings[block] for block in self.stored}
+        hits = [len(tokens) for of, tokens in known if of == salt and tuple(prompt[: len(tokens)]) == tokens]
+        return max(hits, default=0)
+
+
+@contextlib.contextmanager
+def router(publisher: Publisher, **options: Any) -> Iterator[Router]:
+    reader = Router(publisher.endpoint, publisher.replay_endpoint, **options)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def changes(count: int, size: int = 16, start: int = 0) -> list[Change | None]:
+    """Blocks of one prompt that come."""
+    found: list[Change | None] = []
+    parent: Block | None = None
+    for number in range(start, start + count):
+        tokens = array("I", range(number * size, (number + 1) * size))
+        parent = Block(number.to_bytes(32, "big"), [], parent, tokens, "")
+        found.append(Change("GPU", parent, True))
+    return found
+
+
+def log_of(*given: Change | None) -> BlockLog:
+    log = BlockLog(one_group(4))
+    log.changes = list(given)
+    return log
+
+
+def publisher(**options: Any) -> Publisher:
+    config = KVEventsConfig(**{"endpoint": ANY_PORT, **options})
+    return Publisher(config, BlockShape.of(one_group(4)))
+
+
+def connect(one: Publisher, reader: Router) -> None:
+    """Publish until the reader hears it: those who connect get what comes later."""
+    deadline = time.monotonic() + patient(20)
+    while not reader.read(0.05):
+        assert time.monotonic() < deadline
+        one.tell(log_of(None))
+    while reader.read(0.2):
+        pass
+
+
+def test_a_reader_gets_three_frames_and_what_it_missed_by_replay() -> None:
+    one = publisher(replay_endpoint=ANY_PORT, topic="kv@me@m")
+    with router(one, topic=b"kv@me@m") as reader:
+        connect(one, reader)
+        blocks = changes(3)
+        for change in blocks:
+            one.tell(log_of(change))
+        last = blocks[2]
+        assert last is not None
+        one.tell(log_of(Change("GPU", last.block, False)))
+        until(lambda: reader.read() and reader.kinds[-1] == "Removed")
+        assert reader.finds(range(48)) == 32 and reader.rank == 0 and not reader.gaps
+        # a second reader comes late, and asks for the rest when it sees that it has missed something
+        with router(one, topic=b"kv@me@m") as late:
+            connect(one, late)
+            assert late.gaps == 1 and late.next == one._next
+            assert late.kinds.count("Stored") == 3
+    one.close()
+
+
+def test_a_slow_reader_sees_a_gap_and_is_told_everything_again() -> None:
+    one = publisher(max_queue_size=2)
+    log = BlockLog(one_group(40))
+    with router(one) as reader:
+        connect(one, reader)
+        [gone] = changes(1)
+        assert gone is not None
+        log.changes = [Change("GPU", gone.block, False)] * 100_000  # takes the thread longer than the calls below
+        one.tell(log)
+        for _ in range(20):
+            log.changes = [None]
+            one.tell(log)
+        assert one.dropped and one.dropped < 20
+
+        def caught_up() -> bool:
+            one.tell(log)
+            while reader.read(0.05):
+                pass
+            return reader.gaps > 0 and reader.next == one._next
+
+        until(caught_up)
+        assert reader.kinds[-1] == "Cleared"
+    one.close()
+
+
+def test_nobody_reads_and_nothing_waits() -> None:
+    one = publisher(hwm=1, buffer_steps=3)
+    started = time.process_time()
+    for change in changes(2000):
+        one.tell(log_of(change))
+    one.close()
+    assert not one.dropped and not one._queue.qsize()
+    assert time.process_time() - started < 5
+
+
+def test_a_publisher_ends_with_its_engine() -> None:
+    one = publisher()
+    endpoint = one.endpoint
+    del one
+    gc.collect()
+    again = publisher(endpoint=endpoint)  # the port is free
+    again.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-events"]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_an_endpoint_in_use_is_an_error_with_its_name(scheme: str, tmp_path: Path) -> None:
+    first = publisher(endpoint=ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/kv")
+    with pytest.raises(
+        ConfigError, match=rf"kv_events_config: endpoint '{scheme}://.*' can't be opened: Address already in use"
+    ):
+        publisher(endpoint=first.endpoint)
+    with pytest.raises(ConfigError, match="replay_endpoint .* can't be opened: Address already in use"):
+        publisher(replay_endpoint=first.endpoint)
+    first.close()
+
+
+def test_a_router_elsewhere_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does: routers that many engines report to bind their end."""
+    monkeypatch.setattr(module, "_BINDS", ("*",))  # this host stands for another one
+    context: zmq.Context[Any] = zmq.Context()
+    reader = context.socket(zmq.SUB)
+    try:
+        reader.subscribe("")
+        reader.bind(ANY_PORT)
+        one = publisher(endpoint=reader.getsockopt_string(zmq.LAST_ENDPOINT))
+        deadline = time.monotonic() + patient(20)
+        while not reader.poll(50):
+            assert time.monotonic() < deadline
+            one.tell(log_of(None))
+        one.close()
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_wrong_replay_request_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    one = publisher(replay_endpoint=ANY_PORT)
+    with router(one) as reader, caplog.at_level(logging.WARNING):
+        asking = reader.context.socket(zmq.DEALER)
+        asking.connect(one.replay_endpoint)
+        asking.send_multipart([b"", b"7"])
+        asking.send_multipart([b"what"])
+        until(lambda: len(caplog.records) == 2)
+        assert "an empty frame and 8 bytes; 2 frames came" in caplog.text
+        connect(one, reader)
+        reader.next = 0
+        reader.ask()  # the thread goes on
+        assert reader.next == one._next
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "second"),
+    [
+        ("tcp://*:5557", "tcp://*:5558"),
+        ("ipc:///tmp/kv", "ipc:///tmp/kv_dp1"),
+        ("tcp://[::1]:5557", "tcp://[::1]:5558"),
+        (ANY_PORT, ANY_PORT),
+    ],
+)
+def test_each_engine_has_an_endpoint_of_its_own(endpoint: str, second: str) -> None:
+    assert offset(endpoint, 0) == endpoint and offset(endpoint, 1) == second
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            '{"enable_kv_cache_event": true}',
+            "kv_events_config must be JSON such as .*unknown field `enable_kv_cache_event`",
+        ),
+        ({"publisher": "kafka"}, "kafka"),
+        ({"buffer_steps": 0}, ">= 1"),
+        ({"endpoint": "inproc://x"}, "endpoint must begin with tcp:// or ipc://, got 'inproc://x'"),
+        ({"endpoint": "localhost:5557"}, "endpoint must begin with"),
+        ('{"enable_kv_cache_events": true, "replay_endpoint": "5558"}', "replay_endpoint must begin with"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kv_events(engine_args(model="demo", kv_events_config=config))
+
+
+def test_events_need_the_prefix_cache_and_layers_that_keep_tokens() -> None:
+    with pytest.raises(ConfigError, match="enable_prefix_caching is false"):
+        kv_events(
+            engine_args(model="demo", kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+        )
+    for off in (None, {}, {"enable_kv_cache_events": False}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        assert kv_events(engine_args(model="demo", kv_events_config=off)) is None
+    with pytest.raises(ConfigError, match=r"This model's layers keep others \(recurrent"):
+        BlockShape.of(mixed({"recurrent": (16, 1)}, 1 << 20))
+    with pytest.raises(ConfigError, match=r"\(window-5, window-40\)"):
+        BlockShape.of(mixed({"window-5": (16, 1), "window-40": (16, 1)}, 1 << 20))
+    window = BlockShape.of(mixed({"window-40": (16, 1)}, 1 << 20))
+    assert (window.kind, window.window) == ("sliding_window", 40)
+    assert BlockShape.of(mixed({"latent-4": (16, 1), "window-40": (16, 1)}, 1 << 20)).kind == "mla_attention"
+
+
+# -- whole engines
+
+
+def engine(model: str, **options: Any) -> LLM:
+    config = {"enable_kv_cache_events": True, "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT}
+    return LLM(model, max_model_len=256, max_num_seqs=4, use_tqdm=False, kv_events_config=config, **options)
+
+
+def prompt(number: int, tokens: int = 100) -> dict[str, Any]:
+    return {"prompt_token_ids": [5 + (number * 31 + index) % 300 for index in range(tokens)]}
+
+
+def up_to_date(llm: LLM, reader: Router) -> None:
+    """Read until nothing is left. Readers get every batch, because the first one is asked for again."""
+    one = llm._core._publishers[0]
+    deadline = time.monotonic() + patient(20)
+    while reader.next < one._next:
+        reader.read(0.05)
+        if reader.next < one._next:
+            reader.ask()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+def test_a_router_knows_what_an_engine_has_cached(model: str) -> None:
+    """Its count of a prompt's cached tokens is what the engine finds, for prompts that end where others did."""
+    llm = engine(model, num_gpu_blocks_override=24, enable_sleep_mode=True)
+    with router(llm._core._publishers[0]) as reader:
+        up_to_date(llm, reader)
+        assert reader.kinds == []
+        for number in (0, 1, 0, 2, 3, 1, 4, 0, 5):
+            up_to_date(llm, reader)
+            one = prompt(number)
+            expected = reader.finds(one["prompt_token_ids"][:-1])
+            [output] = llm.generate([one], GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == expected
+        up_to_date(llm, reader)
+        assert {"Stored", "Removed"} <= set(reader.kinds), "nothing was evicted"
+        llm.generate([{**prompt(7), "cache_salt": "mine"}], GREEDY, use_tqdm=False)
+        up_to_date(llm, reader)
+        tokens = prompt(7)["prompt_token_ids"][:-1]
+        assert reader.finds(tokens, "mine") == 96 and reader.finds(tokens) == 0
+        for lose in (llm.reset_prefix_cache, lambda: llm.sleep(1)):
+            llm.generate([prompt(8)], GREEDY, use_tqdm=False)
+            up_to_date(llm, reader)
+            assert reader.stored and reader.kinds[-1] != "Cleared"
+            lose()
+            up_to_date(llm, reader)
+            assert not reader.stored and reader.kinds[-1] == "Cleared"
+        llm.wake_up()
+        llm.generate([prompt(8)], GREEDY, use_tqdm=False)
+        up_to_date(llm, reader)
+        assert reader.finds(prompt(8)["prompt_token_ids"]) == 96
+        llm._core.recover([])
+        up_to_date(llm, reader)
+        assert not reader.stored and reader.kinds[-1] == "Cleared"

@@ -1,0 +1,147 @@
+"""What readers of KV events believe to be cached is what the prefix index has, whatever the traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+
+from helpers.effort import effort
+from helpers.traffic import QUICK, Traffic, mixes
+from pagerunner.memory import growth, rules
+from pagerunner.memory.events import BlockShape, Change
+from pagerunner.memory.manager import KVManager
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.prefix import PrefixChain
+
+KINDS = ["full", "latent-1", "latent-4", "window-5", "window-40", "chunked-32", "recurrent"]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> MemoryPlan:
+    """Pools with a group that keeps every token, and any others; or with a window alone."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(mixes(("window-40",)))
+    first = draw(st.sampled_from(["full", "latent-1", "latent-4"]))
+    others = draw(st.lists(st.sampled_from(KINDS), max_size=2))
+    return draw(mixes(tuple(dict.fromkeys((first, *others)))))
+
+
+class Reader:
+    """What a reader makes of changes: for each medium, the beginnings of prompts that it has, block by block."""
+
+    def __init__(self) -> None:
+        self.cached: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+
+    def take(self, changes: Sequence[Change | None]) -> None:
+        for change in changes:
+            if change is None:
+                self.cached.clear()
+                continue
+            held, beginning = self.cached.setdefault(change.medium, set()), text(change.block)
+            assert (beginning in held) is not change.here, "told twice"
+            if change.here:
+                held.add(beginning)
+            else:
+                held.remove(beginning)
+
+
+def text(block: Any) -> tuple[str, tuple[int, ...]]:
+    """A block's salt, and all tokens up to its end."""
+    parts: list[Any] = [block]
+    while parts[-1].parent is not None:
+        parts.append(parts[-1].parent)
+    return parts[-1].salt, tuple(token for part in reversed(parts) for token in part.tokens)
+
+
+class LoggedManager(KVManager):
+    def __init__(self, plan: MemoryPlan, **options: Any) -> None:
+        super().__init__(plan, **options, log_events=True)
+
+
+class LoggedTraffic(Traffic):
+    """Each request's tokens are kept, so that all that the index can have is known."""
+
+    manager_class: type[KVManager] = LoggedManager
+    pools = plans()
+    cachings = st.just(True)
+    told: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+
+    def listen(self) -> None:
+        events = self.manager.events
+        assert events is not None
+        self.reader.take(events.take())
+        type(self).told += bool(self.reader.cached.get("GPU"))
+
+    reset_prefix_cache = sleep = None  # type: ignore[assignment]  # so often, the cache would mostly be empty
+
+    @rule(choice=st.integers(0, 11))
+    def go_on(self, choice: int) -> None:
+        """Mostly steps. Seldom everything is forgotten, or some changes don't reach the reader, which is told everything again."""
+        if choice == 0:
+            self.scheduler.reset_prefix_cache()
+        elif choice == 1:
+            Traffic.sleep(self)
+        elif choice == 2 and self.manager.events is not None:
+            self.manager.events.take()
+            self.manager.events.retell()
+        else:
+            for _ in range(10 * choice):
+                self.step()
+
+    @invariant()
+    def the_reader_knows_what_the_index_has(self) -> None:
+        if hasattr(self, "manager"):
+            self.listen()
+            known, there = self.reader.cached.get("GPU", set()), self.in_index()
+            assert known == there, f"told but not there: {known - there}; there but not told: {there - known}"
+
+    def in_index(self) -> set[tuple[str, tuple[int, ...]]]:
+        """Beginnings of all prompts and outputs so far that can be found, by the index's own books."""
+        found: set[tuple[str, tuple[int, ...]]] = set()
+        shape = BlockShape.of(self.plan)
+        chains = {
+            (request.cache_salt, (*request.prompt_token_ids, *self.outputs[name]))
+            for name, request in self.requests.items()
+        }
+        chains |= {(salt, tuple(words[:-1])) for salt, words in list(chains)}  # its last token may not be computed
+        for salt, words in chains:
+            chain = self.manager.chain(salt)
+            chain.cover(words, len(words))
+            behind = False
+            for number in reversed(range(len(words) // shape.tokens)):
+                there = all(key in self.manager.index.pages[group] for group, key in self.pages(chain, number, shape))
+                state = chain.hashes[(number + 1) * shape.tokens // 16 - 1]
+                behind = there and (shape.state < 0 or behind or state in self.manager.index.pages[shape.state])
+                if behind:
+                    found.add((salt, words[: (number + 1) * shape.tokens]))
+        return found
+
+    def pages(self, chain: PrefixChain, number: int, shape: BlockShape) -> Iterator[tuple[int, bytes]]:
+        for group in shape.groups:
+            rule_, size = self.plan.groups[group].rule, self.plan.groups[group].page_tokens
+            for page in range(number * shape.tokens // size, (number + 1) * shape.tokens // size):
+                yield group, rule_.key(chain, page)
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rules, growth):
+        monkeypatch.setattr(module, "SHORT_CHUNK", 24)
+
+
+def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
+    LoggedTraffic.told = 0
+    run_state_machine_as_test(
+        LoggedTraffic,
+        settings=settings(QUICK, max_examples=effort(40, 600), stateful_step_count=30, phases=[Phase.generate]),
+    )
+    assert LoggedTraffic.told > 100, "the cache was mostly empty"
