@@ -4,7 +4,7 @@ The host memory is one range of addresses per rank. A place is a byte offset in 
 contiguous range. Pages that are adjacent in both memories are one copy.
 
 On a CUDA device loads and stores have a stream each. A plan's loads begin when the step has copied and zeroed pages, its stores when its
-forward has run; both run beside later steps. Host memory must be page-locked for that. Locking takes a third of a second a GiB, so a thread does
+forward has run; both run beside later steps. Host memory must be page-locked for that. Locking takes a tenth of a second a GiB, so a thread does
 it from the start on, piece by piece, and only what is locked is used. On a CPU the same copies are made at once.
 """
 
@@ -21,6 +21,7 @@ import torch
 
 from pagerunner.errors import CapacityError
 from pagerunner.memory.units import human_bytes
+from pagerunner.runner.cuda_driver import BatchedCopies
 from pagerunner.runner.host_copy import HostMemory, halt, host_buffer, unlock
 from pagerunner.types import PageTransfer, TransferEnd
 
@@ -91,7 +92,7 @@ class HostPages:
                 logger.warning(
                     "Pages go to %s of host memory and no more, as the next piece can't be page-locked: %s",
                     human_bytes(self.ready_bytes),
-                    error,
+                    str(error),
                 )
                 return
             pinned.append(piece)
@@ -109,10 +110,11 @@ class _Copies(Protocol):
 class _HostCopies:
     """Of a CPU: they are done when they are begun."""
 
-    def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, device: torch.Tensor, host: torch.Tensor, copies: Iterable[Run], *, loads: bool) -> None:
         began = time.perf_counter()
-        for target, source in copies:
-            target.copy_(source)
+        for offset, place, size in copies:
+            there, here = device[offset : offset + size], host[place : place + size]
+            (there if loads else here).copy_(here if loads else there)
         self._seconds = time.perf_counter() - began
 
     def done(self) -> bool:
@@ -125,15 +127,16 @@ class _HostCopies:
 class _DeviceCopies:
     """On a stream of their own, behind what the engine has launched so far."""
 
-    def __init__(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, copies: Sequence[tuple[int, int, int]], batched: BatchedCopies, stream: torch.cuda.Stream
+    ) -> None:
         launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         launched.record()
         stream.wait_event(launched)
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._first.record()
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            batched(copies, stream.cuda_stream)
             self._last.record()
 
     def done(self) -> bool:
@@ -149,8 +152,10 @@ class Transfers:
     def __init__(self, kv_bytes: torch.Tensor, page_bytes: Sequence[int], host: HostPages) -> None:
         self.host = host
         self._bytes, self._page_bytes = kv_bytes, page_bytes
-        self._streams = (
-            [torch.cuda.Stream(kv_bytes.device) for _ in range(2)] if kv_bytes.device.type == "cuda" else None
+        self._cuda = (
+            (BatchedCopies(), [torch.cuda.Stream(kv_bytes.device) for _ in range(2)])
+            if kv_bytes.device.type == "cuda"
+            else None
         )
         self._under_way: dict[int, _Copies] = {}
         self._changed = threading.Condition()
@@ -168,17 +173,22 @@ class Transfers:
                 self._begin(transfer)
 
     def _begin(self, transfer: PageTransfer) -> None:
-        copies = self._copies(transfer)
-        begun = _HostCopies(copies) if self._streams is None else _DeviceCopies(copies, self._streams[transfer.loads])
+        device, host, loads = self._bytes, self.host.bytes, transfer.loads
+        found = runs(transfer, self._page_bytes, self.host.piece_bytes)
+        begun: _Copies
+        if self._cuda is None:
+            begun = _HostCopies(device, host, found, loads=loads)
+        else:
+            batched, streams = self._cuda
+            there, here = device.data_ptr(), host.data_ptr()
+            copies = [
+                (there + offset, here + place, size) if loads else (here + place, there + offset, size)
+                for offset, place, size in found
+            ]
+            begun = _DeviceCopies(copies, batched, streams[loads])
         with self._changed:
             self._under_way[transfer.number] = begun
             self._changed.notify_all()
-
-    def _copies(self, transfer: PageTransfer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) of each copy."""
-        for offset, place, size in runs(transfer, self._page_bytes, self.host.piece_bytes):
-            there, here = self._bytes[offset : offset + size], self.host.bytes[place : place + size]
-            yield (there, here) if transfer.loads else (here, there)
 
     def ended(self, seconds: float = 0.0) -> list[TransferEnd]:
         """Transfers that have ended since the last call. With none, wait for one under way, or for one to begin, for up to so many seconds."""
@@ -198,7 +208,7 @@ class Transfers:
 
     def drain(self) -> None:
         """Wait until nothing is under way, and forget what has ended."""
-        for stream in self._streams or ():
+        for stream in self._cuda[1] if self._cuda is not None else ():
             stream.synchronize()
         with self._changed:
             self._under_way.clear()
