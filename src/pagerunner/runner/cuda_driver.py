@@ -229,4 +229,6 @@ class BatchedCopies:
             for target, source, count in copies:
                 status = self._single(pointer(target), pointer(source), size(count), pointer(stream))
                 if status:
-                    raise DriverError(f"cuMemcpyAsync of {count:,} bytes between device and host failed: error {status}")
+                    raise DriverError(
+                        f"cuMemcpyAsync of {count:,} bytes between device and host failed: error {status}"
+                    )
