@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -345,6 +349,40 @@ def test_a_first_signal_lets_requests_end_and_a_second_ends_them() -> None:
         proxy.stop()
         readers[1].join(patient(10))
         assert "The proxy is shutting down, and the request has not ended." in texts[False]
+
+
+@contextmanager
+def program(*words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "pagerunner", "proxy", "--port", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_command_line() -> None:
+    with (
+        upstreams(None) as (one,),
+        program("--worker-urls", one.url, "http://127.0.0.1:9", "--policy=round_robin") as process,
+    ):
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "1 of 2 servers take requests.\n"
+        url = process.stdout.readline().split()[-1]
+        assert [httpx.post(f"{url}/v1/completions", json={}).status_code for _ in range(2)] == [200, 200]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(patient(20)) == 0
+        log = process.stderr.read()
+        assert (
+            "The server 1 (http://127.0.0.1:9) can't be reached" in log and '"POST /v1/completions HTTP/1.1" 200' in log
+        )
+    for words, told in (
+        ((), "either --worker-urls"),
+        (("--worker-urls", "a:1"), "must be like http://127.0.0.1:8000, got 'a:1'"),
+    ):
+        with program(*words) as process:
+            assert told in process.communicate()[1] and process.returncode == 2
 
 
 @pytest.mark.parametrize(

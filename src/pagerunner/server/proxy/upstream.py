@@ -63,11 +63,10 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes] = _HOP) -> Headers:
 class Link(asyncio.BufferedProtocol):
     """A connection, with one request at a time: its answer's `status` and `headers`. `close` must be called after `ask`."""
 
-    _BUFFER = memoryview(bytearray(1 << 16))  # of all connections: bytes are taken out at once
-
-    def __init__(self, idle: dict[Link, None]) -> None:
+    def __init__(self, idle: dict[Link, None], buffer: memoryview) -> None:
+        """`idle` are the server's connections that wait. All share the `buffer`, as bytes are taken out of it at once."""
         self.conn = h11.Connection(h11.CLIENT, limits.MAX_HEADER_BYTES)
-        self._idle = idle
+        self._idle, self._buffer = idle, buffer
         self._waiter: asyncio.Future[None] | None = None
         self._unread, self._paused = 0, False
         self._heard = self._ended = self._lost = self._kept = False
@@ -84,14 +83,14 @@ class Link(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return self._BUFFER
+        return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes have come; of too many that nobody has taken, no more are read."""
         if self in self._idle:  # nobody has asked
             return self.abort()
         self._heard = True
-        self.conn.receive_data(bytes(self._BUFFER[:nbytes]))
+        self.conn.receive_data(bytes(self._buffer[:nbytes]))
         self._unread += nbytes
         if self._unread > _MOST_UNREAD and not self._paused:
             self._paused = True
@@ -219,6 +218,7 @@ class Upstream:
         self._port = port if found[3] or not self._tls else 443
         self._netloc, self._base = (found[2] + (found[3] or "")).encode(), (found[4] or "").rstrip("/").encode()
         self._idle: dict[Link, None] = {}  # the one used last is last
+        self._buffer = memoryview(bytearray(1 << 16))
 
     async def ask(self, call: Call) -> Link:
         """Send a request; its answer has begun when this returns.
@@ -242,7 +242,7 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, link = await loop.create_connection(
-                    lambda: Link(self._idle), self._host, self._port, ssl=self._tls or None
+                    lambda: Link(self._idle, self._buffer), self._host, self._port, ssl=self._tls or None
                 )
         except TimeoutError:
             raise UpstreamError(f"has accepted no connection in {CONNECT_SECONDS:g} seconds", sent=False) from None
