@@ -308,6 +308,20 @@ def kv_events(args: EngineArgs) -> KVEventsConfig | None:
     return config
 
 
+class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an engine `lends` and `pulls` pages, where it listens for other engines, and which ones it knows. A loan lasts so many `seconds`."""
+
+    lends: bool
+    pulls: bool
+    engine_id: str
+    host: str
+    port: int
+    peers: tuple[str, ...]
+    secret_file: str | None
+    seconds: float
+    num_threads: int
+
+
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made.
 
@@ -329,6 +343,7 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     offload_prompt_only: bool = True
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_events: KVEventsConfig | None = None
+    exchange: ExchangeConfig | None = None
 
 
 def engine_args(**values: object) -> EngineArgs:

@@ -50,7 +50,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "kv_offloading_size": "GiB of host memory, of all ranks together, for pages of prompts that leave the device",
         "kv_offloading_backend": "what takes pages to host memory: native",
         "kv_transfer_config": 'the same in vLLM\'s words: JSON such as {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
-        '"kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}',
+        '"kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}; PeerConnector lends pages to other engines and pulls theirs',
         "kv_cache_metrics_sample": "share of pages of which /metrics says how long they stay; --kv-cache-metrics is 0.01",
         "kv_events_config": 'publish what the prefix cache holds: JSON such as {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
         "poison_fresh_pages": "fill fresh pages with NaN, to prove that nothing reads them before it writes",

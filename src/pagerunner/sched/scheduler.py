@@ -82,12 +82,8 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequestError: it can never run (the message has the numbers), or its id is taken.
-        """
+    def check(self, request: EngineRequest) -> None:
+        """Raise what `add` raises."""
         prompt_len = len(request.prompt_token_ids)
         if prompt_len == 0:
             raise InvalidRequestError("The prompt has no tokens; at least 1 is needed.", param="prompt")
@@ -102,6 +98,14 @@ class Scheduler:
         refusal = self.manager.refusal(min(prompt_len + request.max_tokens, self.max_model_len))
         if refusal is not None:
             raise InvalidRequestError(f"The request {refusal}", param="max_tokens")
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run (the message has the numbers), or its id is taken.
+        """
+        self.check(request)
         manager = self.manager
         sequence = Sequence(
             request,
@@ -212,6 +216,11 @@ class Scheduler:
         """A transfer has ended, on all ranks."""
         assert self.tiers is not None
         self.tiers.end(end)
+
+    def needs_pages(self, request_id: str) -> bool:
+        """Whether a request waits that hasn't looked into other memories yet."""
+        sequence = self._state.sequences.get(request_id)
+        return sequence is not None and not sequence.looked_up
 
     def host_ready(self, num_bytes: int) -> None:
         """So many bytes of host memory can be used by now."""

@@ -8,7 +8,7 @@ import msgspec
 
 from pagerunner.memory.stats import MemoryStats
 from pagerunner.sched.live import Wait
-from pagerunner.tiers.stats import TierStats
+from pagerunner.tiers.stats import ExchangeStats, TierStats
 
 STEP_PLACES = 16
 
@@ -29,7 +29,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     """Counts at one moment, as `LLM.stats()` returns them and the server's metrics read them.
 
     `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
-    `teams` has each team's counts. `tier`: of the host's memory, if pages go there.
+    `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines.
     """
 
     running: int = 0
@@ -43,6 +43,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     step_sizes: StepSizes = msgspec.field(default_factory=StepSizes)
     tier: TierStats | None = None
+    exchange: ExchangeStats | None = None
     teams: list[SchedulerStats] = []
 
 

@@ -84,6 +84,18 @@ _TIER_MOMENTS = {
         "Device memory that loads which were given up may still write.",
     ),
 }
+_EXCHANGE_MOMENTS = {
+    "loans": ("pagerunner:kv_peer_loans", "Prompts whose pages other engines may read now."),
+    "pulls": ("pagerunner:kv_peer_pulls", "Prompts whose pages are being pulled from other engines."),
+    "bytes_per_second": ("pagerunner:kv_peer_bytes_per_second", "The rate at which pages come from other engines."),
+}
+_EXCHANGE_TOTALS = {
+    "lent_total": ("pagerunner:kv_peer_lent", "Prompts whose pages were lent to other engines."),
+    "expired_total": ("vllm:nixl_num_kv_expired_reqs", "Prompts whose pages no other engine has asked for in time."),
+    "pulled_total": ("pagerunner:kv_peer_pulled", "Prompts whose pages have come from other engines."),
+    "failed_total": ("vllm:nixl_num_failed_transfers", "Prompts whose pages have not come, or not all of them."),
+    "pulled_bytes_total": ("pagerunner:kv_peer_pulled_bytes", "Bytes of pages that have come from other engines."),
+}
 _TIER_TOTALS = {
     "queries_total": (
         "vllm:external_prefix_cache_queries",
@@ -367,6 +379,11 @@ class Metrics(EngineObserver):
             self._set_residency(stats.residency)
         if stats.tier is not None:
             self._show_tier(stats.tier)
+        if stats.exchange is not None:
+            for field, (name, text) in _EXCHANGE_MOMENTS.items():
+                figures.set(name, text, self._values, getattr(stats.exchange, field))
+            for field, (name, text) in _EXCHANGE_TOTALS.items():
+                figures.raise_to(name, text, self._values, getattr(stats.exchange, field))
         text = "Tokens per engine step."
         self._shared.histograms.set("vllm:iteration_tokens_total", text, _STEP_TOKENS, self.engine, stats.step_sizes)
 

@@ -26,6 +26,7 @@ from pagerunner.server.http import EventStream
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
+from pagerunner.types.kv_transfer import KVTransferParams
 
 logger = logging.getLogger(__name__)
 
@@ -133,15 +134,20 @@ class Service:
         request: Queued,
         pooling: Pooling | None = None,
         names: Mapping[str, str] | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> AsyncGenerator[Indexed, None]:
         """Start when iterated, and read every prompt's outputs as one stream.
 
-        `names` are the client's own fields, for `blaming`.
+        `names` are the client's own fields, for `blaming`. `kv_transfer` goes with a single prompt.
 
         Raises:
             InvalidRequestError: the call is larger than the engine's queue: it would be refused whenever it comes.
         """
         names = names if names is not None else {}
+        if kv_transfer and len(prompts) > 1:
+            raise InvalidRequestError(
+                f"kv_transfer_params goes with one prompt, and the call has {len(prompts)}.", "kv_transfer_params"
+            )
         with blaming(names):  # texts are counted when they have been tokenised
             check_queueable(params.n, len(prompts), sum(len(one.get("prompt_token_ids", "")) for one in prompts))
         outputs = merged(
@@ -154,6 +160,7 @@ class Service:
                     cache_salt=request.cache_salt or "",
                     pooling=pooling,
                     data_parallel_rank=call.rank,
+                    kv_transfer=kv_transfer,
                 )
                 for index, prompt in enumerate(prompts)
             ]

@@ -53,7 +53,7 @@ class Loans:
         self._lock = threading.Lock()
         self._loans: dict[bytes, Loan] = {}
         self._times: list[tuple[float, bytes]] = []
-        self.num_expired = 0
+        self.num_lent = self.num_expired = 0
 
     def __len__(self) -> int:
         """Those whose pages haven't been given back yet."""
@@ -65,6 +65,7 @@ class Loans:
         with self._lock:
             loan = self._loans[token] = Loan(token, pages, seconds, self._clock(), self.MOST * seconds)
             heapq.heappush(self._times, (loan.until, token))
+            self.num_lent += 1
         return token
 
     def renew(self, token: bytes) -> bool:

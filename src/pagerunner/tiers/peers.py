@@ -28,7 +28,6 @@ from pagerunner.tiers.stores import Page
 from pagerunner.tiers.wire import Line, Name, WireError
 
 log = logging.getLogger(__name__)
-_refusals = SparingLog(log, most=5)
 
 Address = tuple[str, int]
 GRACE_SECONDS, MIN_RATE = 5.0, 20e6
@@ -74,8 +73,9 @@ class PeerStore:
         on_end: Callable[[], None],
         num_threads: int = 2,
     ) -> None:
-        self._secret, self._fields, self._on_end = secret, dict(fields), on_end
+        self._secret, self.fields, self._on_end = secret, fields, on_end
         self.num_threads = num_threads
+        self.refusals = SparingLog(log, most=5)
         self._allowed = [wire.place(entry) for entry in allowed]
         self._peers: dict[Address, _Peer] = {}
         self._visits: dict[int, Visit] = {}
@@ -84,9 +84,8 @@ class PeerStore:
         self._ended: list[tuple[int, list[bool]]] = []
         self._news: list[Visit] = []
         self._waiting_bytes = 0
-        self._rate = 1e9  # bytes a second, measured with each pull
+        self.bytes_per_second = 1e9  # bytes a second, measured with each pull
         self.bytes_read = 0
-        self.num_failed = 0
 
     # -- visits
 
@@ -173,7 +172,7 @@ class PeerStore:
 
     def seconds(self, nbytes: int) -> float:
         """See PageStore."""
-        return (self._waiting_bytes + nbytes) / self._rate
+        return (self._waiting_bytes + nbytes) / self.bytes_per_second
 
     def close(self) -> None:
         """End all visits and connections. No place is written to any more when it returns."""
@@ -194,7 +193,7 @@ class PeerStore:
         except OSError as error:
             raise WireError(f"can't be reached ({error})", late=True) from None
         try:
-            return line, wire.greet(line, self._secret, self._fields, deadline)
+            return line, wire.greet(line, self._secret, self.fields, deadline)
         except BaseException:
             line.close()
             raise
@@ -203,7 +202,6 @@ class PeerStore:
         """A visit has news."""
         with self._lock:
             self._news.append(visit)
-            self.num_failed += bool(visit.failed)
         self._on_end()
 
     def part_ended(self, reading: _Read, nbytes: int, right: int = 0, seconds: float = 0.0) -> None:
@@ -212,7 +210,7 @@ class PeerStore:
             self._waiting_bytes -= nbytes
             self.bytes_read += right
             if right >= 1 << 20:  # less than that measures the way back and forth
-                self._rate += (right / seconds - self._rate) / 4
+                self.bytes_per_second += (right / seconds - self.bytes_per_second) / 4
             reading.parts -= 1
             if done := not reading.parts:
                 self._ended.append((reading.number, reading.well))
@@ -277,7 +275,7 @@ class _Peer:
             for visit in failed:
                 visit.failed = reason
         if failed:
-            _refusals.warn(
+            self.store.refusals.warn(
                 "Peer %s:%d %s. Prompts whose pages it lent are recomputed (%d).", *self.address, reason, len(failed)
             )
         for visit in failed:

@@ -128,6 +128,19 @@ class Tiering:
         else:
             self._wishes[chain.hashes[units - 1]] = (chain, tokens)
 
+    def storing(self, chain: PrefixChain, tokens: int) -> bool:
+        """Whether what the device has of a chain's first `tokens` tokens waits to be stored, or is on its way."""
+        units = min(tokens // UNIT_TOKENS, len(chain.hashes))
+        if units and chain.hashes[units - 1] in self._wishes:
+            return True
+        stores = [transfer.fresh for transfer in self._under_way.values() if not transfer.loads]
+        hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens) if stores else 0
+        return any(
+            not fresh[group].keys().isdisjoint(rule.keys(chain, *rule.hit_span(hit)))
+            for group, rule in enumerate(self._rules)
+            for fresh in stores
+        )
+
     def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool) -> None:
         """Begin what can be begun with the plan in the making. `waiting` are in the order of their turns; `arrivals` counts those that ever came.
 

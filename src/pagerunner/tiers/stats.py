@@ -38,6 +38,19 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.used_bytes / self.num_bytes if self.num_bytes else 0.0
 
 
+class ExchangeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of pages lent to other engines and pulled from them; those named `_total` only grow. `loans` last, and `pulls` are under way."""
+
+    loans: int = 0
+    pulls: int = 0
+    lent_total: int = 0
+    expired_total: int = 0
+    pulled_total: int = 0
+    failed_total: int = 0
+    pulled_bytes_total: int = 0
+    bytes_per_second: float = 0.0
+
+
 @dataclass(slots=True)
 class TierCounts:
     """What has been counted since the beginning."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pagerunner.types.kv_transfer import KVTransferParams
+
 
 class Logprob(msgspec.Struct, frozen=True):
     """Log-probability of one token, its rank in the vocabulary (1 is the most likely) and its text."""
@@ -53,3 +55,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: list[float] | None = None
+    kv_transfer_params: KVTransferParams | None = None

@@ -11,6 +11,7 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.types.checks import at_most, extremes, is_int, require, show
+from pagerunner.types.kv_transfer import KVTransferParams
 from pagerunner.types.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -38,7 +39,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
     resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
     but `pooled`. `grammar` is `params.structured_outputs`, checked and rewritten. `data_parallel_rank`: the team of ranks that is to run it, where
-    there are several; None leaves that to the engine.
+    there are several; None leaves that to the engine. `kv_transfer`: where its prompt's pages are to come from, or that they are to be lent.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     data_parallel_rank: int | None = None
+    kv_transfer: KVTransferParams | None = None
 
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
@@ -114,6 +116,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
 
     `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens. `param` names the
     parameter that is to blame for `error`; None where the request isn't. `num_preemptions` counts those of the sequence so far.
+    `kv_transfer_params`, in the last update, say where the prompt's pages are lent.
     """
 
     request_id: str
@@ -128,3 +131,4 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     error: str | None = None
     param: str | None = None
     pooled: list[float] | None = None
+    kv_transfer_params: KVTransferParams | None = None

@@ -17,7 +17,7 @@ from pagerunner.engine.core.kv_events import Publisher
 from pagerunner.engine.core.live import LiveState, StepLog
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.core.updates import WeightUpdates
-from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, PagerunnerError
+from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError, InvalidRequestError, PagerunnerError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.ops.device_errors import device_failure, never_free
@@ -25,6 +25,7 @@ from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.teams import TeamsScheduler
+from pagerunner.tiers.exchange import Exchange
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 from pagerunner.types.checks import check_rank, in_vocabulary
 from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
@@ -47,6 +48,7 @@ class EngineCore:
         max_in_flight: int,
         enable_sleep_mode: bool,
         host_tier: bool = False,
+        make_exchange: Callable[[Scheduler], Exchange] | None = None,
         startup: StartUp | None = None,
         publishers: Sequence[Publisher] = (),
     ) -> None:
@@ -60,6 +62,7 @@ class EngineCore:
         self._host_tier, self._committed = host_tier, 0.0
         self._death: str | None = None
         self._checked_ids: tuple[object, object, object] = (None, None, None)  # of the last request
+        self._exchange = make_exchange(self._one_scheduler()) if make_exchange is not None else None
         self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
         self._unreported: list[RequestUpdate] = []
         self._step_log = StepLog()
@@ -79,6 +82,16 @@ class EngineCore:
         if self.sleep_level != 0 or self.weights_fault:
             self.check_awake()
         self._check_ids(request)
+        if request.kv_transfer:
+            if self._exchange is None:
+                raise InvalidRequestError(
+                    'kv_transfer_params: this engine neither lends nor pulls pages; start it with a kv_transfer_config such as {"kv_connector": '
+                    '"PeerConnector", "kv_role": "kv_both"}.',
+                    "kv_transfer_params",
+                )
+            self._one_scheduler().check(request)
+            if self._exchange.take(request):
+                return
         self._scheduler.add(request)
 
     def _check_ids(self, request: EngineRequest) -> None:
@@ -103,7 +116,8 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """End requests now, wherever they are; returns their last updates. Unknown ids are ignored."""
-        return self._scheduler.abort(list(request_ids))
+        ids = list(request_ids)
+        return self._scheduler.abort(ids) + (self._exchange.abort(ids) if self._exchange is not None else [])
 
     def recover(self, running: Iterable[tuple[EngineRequest, list[int]]]) -> None:
         """Start again after an interrupt that left a call halfway: KeyboardInterrupt, or another one that isn't an Exception.
@@ -124,12 +138,19 @@ class EngineCore:
         self._executor.drain_transfers()
         self._in_flight.clear()
         self._scheduler = scheduler
+        if self._exchange is not None:
+            self._exchange.stop("started again")
+            self._exchange.use(self._one_scheduler())
+            self._exchange.open()
         self._publish_events()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._death is None and not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work)
+        held = self._exchange is not None and self._exchange.busy
+        return (
+            self._death is None and not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work or held)
+        )
 
     def step(self) -> list[RequestUpdate]:
         """Launch what may be launched, then commit the oldest step in flight.
@@ -147,6 +168,32 @@ class EngineCore:
             raise self._die(error) from error
 
     def _step(self) -> list[RequestUpdate]:
+        if (exchange := self._exchange) is None:
+            return self._run_step()
+        self._end_transfers(0.0)
+        updates, arrived = exchange.poll(self._one_scheduler().needs_pages)
+        for request in arrived:
+            self._scheduler.add(request)
+        if self._in_flight or self._scheduler.has_work:
+            return updates + exchange.hold(self._run_step())
+        if not updates:
+            exchange.wait(TRANSFER_WAIT_SECONDS)
+        return updates
+
+    def _one_scheduler(self) -> Scheduler:
+        assert isinstance(self._scheduler, Scheduler)  # teams don't exchange pages
+        return self._scheduler
+
+    def _stop_exchange(self, why: str) -> list[RequestUpdate]:
+        """Lend and pull nothing any more. Requests that wait for pages of other engines are queued."""
+        if self._exchange is None:
+            return []
+        updates, requests = self._exchange.stop(why)
+        for request in requests:
+            self._scheduler.add(request)
+        return updates
+
+    def _run_step(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
         self._end_transfers(0.0)
         while len(self._in_flight) < self._max_in_flight:
@@ -161,7 +208,7 @@ class EngineCore:
             return updates + self._commit_oldest()
         if self._scheduler.num_transfers:
             self._end_transfers(0.0 if updates else TRANSFER_WAIT_SECONDS)
-        elif self.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
+        elif self._scheduler.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
         return updates
 
@@ -203,7 +250,7 @@ class EngineCore:
                 updates += self._commit_oldest()
         except Exception as error:
             raise self._die(error) from error
-        return updates
+        return updates if self._exchange is None else self._exchange.hold(updates)
 
     def _die(self, error: Exception) -> EngineDeadError:
         # ranks in processes of their own have the devices, and to ask one here would take memory of it
@@ -233,6 +280,14 @@ class EngineCore:
         """Counters and gauges of the scheduler, the memory manager and the device."""
         stats, busy = self._scheduler.stats(paused=self.is_sleeping), self._executor.busy_seconds
         teams = [msgspec.structs.replace(one, busy_seconds=busy) for one in stats.teams]
+        if (exchange := self._exchange) is not None:
+            held = exchange.stats()
+            stats = msgspec.structs.replace(
+                stats,
+                exchange=held,
+                waiting=stats.waiting + held.pulls,
+                waiting_for=stats.waiting_for or ("transfer" if held.pulls else ""),
+            )
         return msgspec.structs.replace(stats, busy_seconds=busy, teams=teams)
 
     def memory_state(self, team: int = 0) -> MemoryState:
@@ -339,8 +394,10 @@ class EngineCore:
                     updates += self.step()
             updates += self.drain()
             if mode == "abort":
-                updates += self._scheduler.abort(self._scheduler.request_ids)
+                held = self._exchange.request_ids if self._exchange is not None else []
+                updates += self.abort(self._scheduler.request_ids + held)
             if level > 0:
+                updates += self._stop_exchange("sleep")
                 self._drain_transfers()
                 self._scheduler.preempt_all()
                 self._scheduler.reset_prefix_cache()
@@ -371,6 +428,8 @@ class EngineCore:
         self._weights.check_wake(tags)
         self._executor.wake_up(tags)
         self._weights.check_whole()
+        if self._exchange is not None and self.sleep_level is None:
+            self._exchange.open()
 
     def change_weights(self, change: WeightChange) -> None:
         """Do a part of an update of the weights; see `types/weights.py`.
@@ -386,6 +445,10 @@ class EngineCore:
         self._weights.change(change)
         if isinstance(change, FinishUpdate):
             self.reset_prefix_cache()
+            if self._exchange is not None:
+                self._unreported += self._stop_exchange("new weights")
+                self._exchange.epoch += 1
+                self._exchange.open()
         self._publish_events()
 
     @property

@@ -33,6 +33,7 @@ from pagerunner.text.template_pool import TemplateRenderer
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
 from pagerunner.types.checks import check_rank
+from pagerunner.types.kv_transfer import KVTransferParams
 from pagerunner.types.weights import AbortUpdate, InitTransfer, WeightChange
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,7 @@ class AsyncEngine:
         cache_salt: str = "",
         pooling: Pooling | None = None,
         data_parallel_rank: int | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> OutputStream:
         """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
 
@@ -247,6 +249,8 @@ class AsyncEngine:
         if data_parallel_rank is not None:
             team = self.places[data_parallel_rank][1]
             requests[0] = msgspec.structs.replace(requests[0], data_parallel_rank=team)
+        if kv_transfer:
+            requests[0] = msgspec.structs.replace(requests[0], kv_transfer=kv_transfer)
         return replica.submit(request_id, text if isinstance(text, str) else None, requests, arrival, hashes)
 
     async def generate(
@@ -258,6 +262,7 @@ class AsyncEngine:
         cache_salt: str = "",
         pooling: Pooling | None = None,
         data_parallel_rank: int | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
@@ -272,6 +277,7 @@ class AsyncEngine:
             cache_salt: only requests with the same salt share cached pages.
             pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
             data_parallel_rank: the number of the core, or team of ranks, that is to run it, of several.
+            kv_transfer: where the prompt's pages are to come from, or that they are to be lent to another engine.
 
         Raises:
             InvalidRequestError: this request can never run.
@@ -279,7 +285,9 @@ class AsyncEngine:
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever, or the engine hangs. While the engine is only paused, requests wait.
         """
-        stream = await self.add_request(request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank)
+        stream = await self.add_request(
+            request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank, kv_transfer
+        )
         try:
             while True:
                 self._home.check()

@@ -21,6 +21,7 @@ from pagerunner.types import (
     RequestUpdate,
     TokenLogprobs,
 )
+from pagerunner.types.kv_transfer import KVTransferParams
 
 
 class OutputProcessor:
@@ -137,6 +138,7 @@ class ClientRequest:
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: list[float] | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     def absorb(self, sequence: _SequenceOutput, update: RequestUpdate, now: float) -> None:
         """Take what an update says about the request as a whole."""
@@ -146,6 +148,8 @@ class ClientRequest:
             self.error = update.error
         if update.pooled is not None:
             self.pooled = update.pooled
+        if update.kv_transfer_params is not None:
+            self.kv_transfer_params = update.kv_transfer_params
         if sequence.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
             if update.prompt_logprobs is not None:
@@ -177,6 +181,7 @@ class ClientRequest:
             ),
             error=self.error,
             pooled=self.pooled,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
 

@@ -21,6 +21,7 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.core.kv_events import Publisher
+from pagerunner.engine.startup.exchange import make_exchange
 from pagerunner.engine.startup.measure import final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
@@ -128,6 +129,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         max_in_flight=config.max_in_flight,
         enable_sleep_mode=config.enable_sleep_mode,
         host_tier=config.host_bytes > 0,
+        make_exchange=make_exchange(resolved, plan, executor),
         startup=startup,
         publishers=publishers,
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import msgspec
 
-from pagerunner.config import EngineArgs, one_of, read_option
+from pagerunner.config import EngineArgs, ExchangeConfig, one_of, read_option
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.units import human_bytes
+from pagerunner.tiers.wire import LOOPBACK, place
 
 FailurePolicy = Literal["recompute", "fail"]
-CONNECTORS = ("OffloadingConnector",)
+CONNECTORS = ("OffloadingConnector", "PeerConnector")
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}'
 _SPARE_BYTES = 2 * 2**30
 """Host memory that pages leave to the rest of the machine."""
@@ -48,6 +52,15 @@ class OffloadingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec_name: str = "CPUOffloadingSpec"
 
 
+class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
+    """kv_connector_extra_config of PeerConnector, which has the host memory of OffloadingConnector. `peers`: other engines' addresses."""
+
+    peers: list[str] | None = None
+    secret_file: str | None = None
+    kv_lease_duration: float = 30.0
+    num_threads: int = 2
+
+
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """What was asked for. `host_bytes` are those of each rank, 0 for no host memory."""
@@ -55,6 +68,7 @@ class KVTransfer:
     host_bytes: int = 0
     prompts_only: bool = True
     load_failure: FailurePolicy = "recompute"
+    exchange: ExchangeConfig | None = None
 
 
 def read_kv_transfer(args: EngineArgs) -> KVTransfer:
@@ -78,19 +92,22 @@ def read_kv_transfer(args: EngineArgs) -> KVTransfer:
     total = int(size * 2**30) if size is not None else asked or 0
     if config.kv_connector is not None and not total:
         raise ConfigError(
-            "OffloadingConnector takes pages to host memory, and kv_connector_extra_config doesn't say how much of it: give "
+            f"{config.kv_connector} takes pages to host memory, and kv_connector_extra_config doesn't say how much of it: give "
             "cpu_bytes_to_use (bytes of all ranks together), or kv_offloading_size (GiB)."
         )
     if total and not args.enable_prefix_caching:
         raise ConfigError(
             "Pages in host memory are found by their prefixes: kv_offloading_size needs enable_prefix_caching=True."
         )
-    return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, failure)
+    exchange = _exchange(config, extra, args) if isinstance(extra, PeerConfig) else None
+    return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, failure, exchange)
 
 
 def _check(config: KVTransferConfig) -> None:
     one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
-    one_of("kv_role of OffloadingConnector, which stores and loads,", config.kv_role, ("kv_both",))
+    exchanges = config.kv_connector == "PeerConnector"
+    roles = ROLES if exchanges else ("kv_both",)
+    one_of(f"kv_role of {config.kv_connector}", config.kv_role, roles)
     one_of("kv_load_failure_policy", config.kv_load_failure_policy, ("recompute", "fail"))
     if config.kv_connector_module_path is not None:
         raise ConfigError(
@@ -105,6 +122,8 @@ def _check(config: KVTransferConfig) -> None:
         "kv_ip",
         "kv_port",
     ):
+        if exchanges and name in ("kv_ip", "kv_port"):
+            continue
         default = next(field.default for field in msgspec.structs.fields(config) if field.name == name)
         if (value := getattr(config, name)) not in (default, "cuda" if name == "kv_buffer_device" else default):
             raise ConfigError(
@@ -113,11 +132,12 @@ def _check(config: KVTransferConfig) -> None:
 
 
 def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
+    kind = PeerConfig if config.kv_connector == "PeerConnector" else OffloadingConfig
     try:
-        extra = msgspec.convert(config.kv_connector_extra_config, type=OffloadingConfig)
+        extra = msgspec.convert(config.kv_connector_extra_config, type=kind)
     except msgspec.ValidationError as error:
-        known = ", ".join(OffloadingConfig.__struct_fields__)
-        raise ConfigError(f"kv_connector_extra_config: {error}. OffloadingConnector knows {known}.") from None
+        known = ", ".join(kind.__struct_fields__)
+        raise ConfigError(f"kv_connector_extra_config: {error}. {config.kv_connector} knows {known}.") from None
     one_of("eviction_policy", extra.eviction_policy, ("lru",))
     one_of("spec_name", extra.spec_name, ("CPUOffloadingSpec",))
     if extra.block_size not in (None, args.block_size) or extra.blocks_per_chunk != 1:
@@ -134,6 +154,40 @@ def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
             "first time. Leave it out."
         )
     return extra
+
+
+def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> ExchangeConfig:
+    if args.num_ranks > 1 or args.data_parallel_size > 1:
+        raise ConfigError(
+            "PeerConnector is for engines of one rank so far: tensor_parallel_size, pipeline_parallel_size and data_parallel_size must be 1. "
+            "For several engines start several servers, and pagerunner proxy before them."
+        )
+    for name, value, least, most in (
+        ("kv_port", config.kv_port, 1, 65_535),
+        ("kv_lease_duration", extra.kv_lease_duration, 1, 3_600),
+        ("num_threads", extra.num_threads, 1, 64),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(f"{name} in kv_transfer_config must be in [{least}, {most}], got {value:g}.")
+    peers = tuple(LOOPBACK if extra.peers is None else extra.peers)
+    for entry in (config.kv_ip, *peers):
+        place(entry)
+    if not ip_address(config.kv_ip).is_loopback and extra.secret_file is None:
+        raise ConfigError(
+            f"kv_ip={config.kv_ip!r} is open to other machines: give secret_file in kv_connector_extra_config, a file of at least 32 random "
+            "bytes that all engines have and only their user can read."
+        )
+    return ExchangeConfig(
+        lends=config.kv_role != "kv_consumer",
+        pulls=config.kv_role != "kv_producer",
+        engine_id=config.engine_id or uuid.uuid4().hex,
+        host=config.kv_ip,
+        port=config.kv_port,
+        peers=peers,
+        secret_file=extra.secret_file,
+        seconds=extra.kv_lease_duration,
+        num_threads=extra.num_threads,
+    )
 
 
 def check_host_memory(asked: KVTransfer, args: EngineArgs, available: int) -> None:

@@ -237,6 +237,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         offload_prompt_only=wish.kv_transfer.prompts_only,
         kv_load_failure_policy=wish.kv_transfer.load_failure,
         kv_events=events,
+        exchange=wish.kv_transfer.exchange,
     )
 
 

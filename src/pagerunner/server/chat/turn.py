@@ -17,6 +17,7 @@ from pagerunner.server.params import check_template_kwargs, truncation
 from pagerunner.server.protocol.tools import Tool
 from pagerunner.server.service import Call, Service, blaming
 from pagerunner.types import SamplingParams
+from pagerunner.types.kv_transfer import KVTransferParams
 
 ToolMode = Literal["none", "auto", "required", "named"]
 _INSTRUCTIONS = ("system", "developer")
@@ -41,7 +42,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
         truncate_prompt_tokens: keep so many of the prompt's tokens; -1 as many as fit. See params.truncation.
         truncation_side: "left" drops the first ones, "right" the last ones.
         drop_oldest: leave out the oldest messages of a conversation that is too long.
-        priority, cache_salt: see AsyncEngine.generate.
+        priority, cache_salt, kv_transfer_params: see AsyncEngine.generate.
     """
 
     messages: list[dict[str, Any]]
@@ -64,6 +65,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     drop_oldest: bool = False
     priority: int | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class ChatRun(NamedTuple):
@@ -90,7 +92,9 @@ async def run_chat(service: Service, call: Call, turn: ChatTurn) -> ChatRun:
     await plan.see_prompt(service.engine.decode, prompt)
     params = plan.adjust(turn.params)
     names = {"prompt": turn.prompt_field, "structured_outputs": plan.format_field}
-    outputs = service.run(call, [{"prompt_token_ids": prompt}], params, turn, names=names)
+    outputs = service.run(
+        call, [{"prompt_token_ids": prompt}], params, turn, names=names, kv_transfer=turn.kv_transfer_params
+    )
     return ChatRun(plan, params, prompt, outputs)
 
 

@@ -74,6 +74,7 @@ def chat_turn(request: ChatRequest, params: SamplingParams) -> ChatTurn:
         truncation_side=request.truncation_side,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        kv_transfer_params=request.kv_transfer_params,
     )
 
 
@@ -110,6 +111,7 @@ class _Shape:
             usage=self.detailed(counter.usage()),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
             prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
+            kv_transfer_params=result.kv_transfer_params or UNSET,
         )
 
     def keep(self, output: CompletionOutput) -> None:

@@ -35,7 +35,9 @@ class CompletionsEndpoint(Endpoint):
         prompts = await self._prompts(request, params)
         echoes = await self._echoes(request, prompts)
         field = "response_format" if request.response_format is not None else "structured_outputs"
-        outputs = self._service.run(call, prompts, params, request, names={"structured_outputs": field})
+        outputs = self._service.run(
+            call, prompts, params, request, names={"structured_outputs": field}, kv_transfer=request.kv_transfer_params
+        )
         if scores_only(request):
             outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)
@@ -125,7 +127,14 @@ def _answer(call: Call, shape: _Shape, results: list[RequestOutput]) -> Completi
     for prompt, result in enumerate(results):
         counter.add(prompt, result)
         choices += [shape.choice(prompt, result, output) for output in result.outputs]
-    return Completion(id=call.id, created=call.created, model=call.model, choices=choices, usage=counter.usage())
+    return Completion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=choices,
+        usage=counter.usage(),
+        kv_transfer_params=results[0].kv_transfer_params or UNSET,
+    )
 
 
 def _tells(choice: CompletionChoice) -> bool:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagerunner.server.protocol.tools import ToolCall, ToolCallDelta
+from pagerunner.types.kv_transfer import KVTransferParams
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -63,6 +64,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -132,6 +134,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):

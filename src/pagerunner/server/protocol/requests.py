@@ -12,6 +12,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import Ignored, Neutral, Priority, Salt, Unsupported
 from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
 from pagerunner.types import StructuredOutputsParams, show
+from pagerunner.types.kv_transfer import KVTransferParams
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -92,6 +93,7 @@ class _Request(SampledRequest, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
+    kv_transfer_params: KVTransferParams | None = None
     # accepted: they don't change the answer, and are not even decoded
     metadata: Ignored = msgspec.field(default_factory=msgspec.Raw)
     prompt_cache_key: Ignored = msgspec.field(default_factory=msgspec.Raw)
@@ -103,7 +105,6 @@ class _Request(SampledRequest, kw_only=True):
     # refused unless neutral
     best_of: Unsupported = None
     ec_transfer_params: Annotated[Any, Neutral({})] = None
-    kv_transfer_params: Annotated[Any, Neutral({})] = None
     length_penalty: Annotated[Any, Neutral(1)] = None
     logits_processors: Annotated[Any, Neutral([])] = None
     logprob_token_ids: Unsupported = None

@@ -1,0 +1,73 @@
+"""What an engine's pages look like to others, and its exchange with them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from pagerunner.engine.core.executors.base import Executor
+from pagerunner.engine.startup.resolve import Resolved
+from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.tiers.exchange import Books, Exchange
+from pagerunner.tiers.fingerprint import fingerprint, weights_digest
+from pagerunner.tiers.secret import read_secret
+
+_NOT_OF_PAGES = frozenset(("path", "bos_token_id", "eos_token_ids", "sampling_defaults", "max_position_embeddings"))
+_SHORT = 80
+
+
+def page_fields(resolved: Resolved, plan: MemoryPlan) -> dict[str, str]:
+    """What must be equal for a page's key to mean equal bytes, by name. What is long is a digest.
+
+    Raises:
+        ConfigError, OSError: a weights file can't be read.
+    """
+    config, model = resolved.config, resolved.model
+    found: dict[str, object] = {
+        "page format": 1,
+        "byte order": sys.byteorder,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "weights": _weights(resolved),
+        "activation_quantization": resolved.args.activation_quantization,
+        "quantization": resolved.args.quantization,
+        "kv scales": resolved.kv_scales,
+        "number of page groups": len(plan.groups),
+    }
+    for one in fields(model):
+        if one.name not in _NOT_OF_PAGES:
+            found[f"model {one.name}"] = getattr(model, one.name)
+    for number, group in enumerate(plan.groups):
+        found[f"group {number} tokens of a page"] = group.page_tokens
+        found[f"group {number} bytes of a page"] = group.page_bytes
+        found[f"group {number} layers"] = [(part.layer, part.offset, repr(part.spec)) for part in group.layers]
+        found[f"group {number} rule"] = repr(group.rule)
+    return {name: _text(value) for name, value in found.items()}
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return (
+        text
+        if isinstance(value, str | int | float | None) and len(text) <= _SHORT
+        else fingerprint({"": value}).hex()[:32]
+    )
+
+
+def _weights(resolved: Resolved) -> str:
+    if resolved.config.load_format == "dummy":
+        return f"dummy weights of seed {resolved.config.seed}"
+    return weights_digest(Path(resolved.config.model_path).glob("*.safetensors"))
+
+
+def make_exchange(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> Callable[[Books], Exchange] | None:
+    """The maker of the engine's exchange with others, if it has one. Raises ConfigError for a secret that can't be read."""
+    config = resolved.config.exchange
+    if config is None:
+        return None
+    secret = read_secret(config.secret_file)
+    host_bytes = executor.host_view
+    assert host_bytes is not None
+    return lambda scheduler: Exchange(config, secret, scheduler, host_bytes, lambda: page_fields(resolved, plan))

@@ -1,0 +1,362 @@
+"""Prefill on one engine, decode on another: prompts' pages are lent from host memory, and pulled into it.
+
+The engine that prefills keeps a request's last update back until the prompt's pages lie in host memory. Then it lends them, and the update
+says where. The engine that decodes keeps a request back until it has pulled these pages into its own host memory. Then the request is queued
+as ever, and finds them there. What doesn't come is computed: tokens are the same, whatever fails.
+
+Example: a prompt of 8,200 tokens with pages of 16. 512 pages come, and the last 8 tokens are computed where they are decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from pagerunner.config import ExchangeConfig
+from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.manager import KVManager
+from pagerunner.memory.prefix import PageKey, PrefixChain
+from pagerunner.memory.rules import joint_hit
+from pagerunner.tiers.loans import Loans
+from pagerunner.tiers.page_server import PageServer
+from pagerunner.tiers.peers import PeerStore
+from pagerunner.tiers.policy import Tiering
+from pagerunner.tiers.stats import ExchangeStats
+from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types.kv_transfer import KVTransferParams
+
+STORE_SECONDS = 10.0
+"""How long an answer waits for its prompt to lie in host memory. After that it says nothing of pages."""
+PATIENCE, LEAST_PATIENCE = 10.0, 2.0
+"""A pull that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """A last update that waits for its prompt's pages."""
+
+    update: RequestUpdate
+    chain: PrefixChain
+    tokens: int
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A loan's pages that some requests wait for. `given_up`: nobody waits for them any more, and what comes is of no use."""
+
+    token: bytes
+    requests: list[EngineRequest]
+    until: float
+    names: list[tuple[int, PageKey]] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    given_up: bool = False
+
+
+class Books(Protocol):
+    """Whose pages are exchanged: a scheduler."""
+
+    manager: KVManager
+    tiers: Tiering | None
+
+
+class Exchange:
+    """Decides what is lent and pulled. One thread calls it; `wait` lets that thread wait for others' threads."""
+
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        secret: bytes,
+        scheduler: Books,
+        host_bytes: memoryview,
+        fields: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`host_bytes`: the memory whose places `scheduler.tiers` knows. `fields()`: what pages look like; see `wire.Open`."""
+        self._config, self._fields, self._bytes = config, fields, host_bytes
+        self.epoch = 0
+        self._news = threading.Event()
+        self._given_back: deque[bytes] = deque()
+        self.loans = Loans(self._on_loan_end)
+        self._server = PageServer(self.loans, secret, config.host, config.port, config.peers) if config.lends else None
+        self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads)
+        self._is_open = False
+        self._to_lend: dict[str, EngineRequest] = {}
+        self._answers: list[_Answer] = []
+        self._lent: dict[bytes, list[list[int]]] = {}
+        self._pulls: dict[int, _Pull] = {}
+        self._reading: dict[int, _Pull] = {}
+        self._arrived: list[tuple[list[str], list[list[int]]]] = []
+        self._made = self._pulled = self._failed = 0
+        self.use(scheduler)
+        self.open()
+
+    def use(self, scheduler: Books) -> None:
+        """Go on with other books of the same memory. No page is lent or pulled."""
+        assert scheduler.tiers is not None
+        self._tiers, self._manager = scheduler.tiers, (manager := scheduler.manager)
+        self._arrived.clear()
+        self._rules = tuple(group.rule for group in manager.plan.groups)
+        self._page_bytes = [group.page_bytes for group in manager.plan.groups]
+
+    def open(self) -> None:
+        """Lend and pull, unless that is so. Weights that were replaced `epoch` times are others. Raises ConfigError for an address that can't be had."""
+        if not self._is_open:
+            self._peers.fields = {**self._fields(), "replaced weights": str(self.epoch)}
+            if self._server is not None:
+                self._server.open(self._peers.fields)
+            self._is_open = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for pages to be lent or pulled, or pulled pages wait to be looked up."""
+        return bool(self._answers or self._pulls or self._reading or self._arrived)
+
+    def stats(self) -> ExchangeStats:
+        """Counts for the metrics."""
+        return ExchangeStats(
+            loans=len(self.loans),
+            pulls=len(self._pulls),
+            lent_total=self.loans.num_lent,
+            expired_total=self.loans.num_expired,
+            pulled_total=self._pulled,
+            failed_total=self._failed,
+            pulled_bytes_total=self._peers.bytes_read,
+            bytes_per_second=self._peers.bytes_per_second,
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Wait for news of another thread, for up to so many seconds."""
+        self._news.wait(seconds)
+
+    # -- requests and updates
+
+    def take(self, request: EngineRequest) -> bool:
+        """Whether a request is kept back, as its pages are to be pulled first. Raises InvalidRequestError for an engine that isn't allowed."""
+        params, config = request.kv_transfer, self._config
+        if params is None or request.pooling is not None:
+            return False
+        for asked, may, what in (
+            (
+                params.do_remote_decode,
+                config.lends,
+                "do_remote_decode, and this engine lends no pages: its kv_role is kv_consumer",
+            ),
+            (
+                params.do_remote_prefill,
+                config.pulls,
+                "do_remote_prefill, and this engine pulls no pages: its kv_role is kv_producer",
+            ),
+        ):
+            if asked and not may:
+                raise InvalidRequestError(f"kv_transfer_params has {what}.", "kv_transfer_params")
+        if params.do_remote_decode and request.parent_id in ("", request.request_id):
+            self._to_lend[request.request_id] = request
+        if not params.do_remote_prefill or request.params.prompt_logprobs is not None:
+            return False
+        assert params.remote_host is not None and params.remote_port is not None
+        token, boot = bytes.fromhex(params.remote_lease or ""), bytes.fromhex(params.remote_boot_id or "")
+        if (pull := next((one for one in self._pulls.values() if one.token == token), None)) is not None:
+            pull.requests.append(request)  # a sibling
+            return True
+        self._made += 1
+        self._peers.visit(self._made, (params.remote_host, params.remote_port), token, boot)
+        self._pulls[self._made] = _Pull(token, [request], time.monotonic() + STORE_SECONDS)
+        return True
+
+    def hold(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        """Keep back the last updates of requests whose pages are to be lent."""
+        if not self._to_lend:
+            return updates
+        passed = []
+        for update in updates:
+            request = self._to_lend.pop(update.request_id, None) if update.finish_reason else None
+            if request is None or update.finish_reason not in ("stop", "length"):
+                passed.append(update)
+                continue
+            prompt = request.prompt_token_ids
+            chain = self._chain(request)
+            self._answers.append(_Answer(update, chain, len(prompt), time.monotonic() + STORE_SECONDS))
+        return passed
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestUpdate]:
+        """End requests that are kept back. Returns their last updates."""
+        gone, updates = set(request_ids), []
+        for request_id in gone:
+            self._to_lend.pop(request_id, None)
+        for answer in self._answers:
+            if answer.update.request_id in gone:
+                updates.append(msgspec.structs.replace(answer.update, finish_reason="abort"))
+        self._answers = [answer for answer in self._answers if answer.update.request_id not in gone]
+        for number, pull in list(self._pulls.items()):
+            mine = [request for request in pull.requests if request.request_id in gone]
+            pull.requests = [request for request in pull.requests if request.request_id not in gone]
+            updates += [
+                RequestUpdate(request_id=request.request_id, new_token_ids=[], finish_reason="abort")
+                for request in mine
+            ]
+            if not pull.requests:
+                self._leave(number)
+        return updates
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Those that are kept back."""
+        held = [request.request_id for pull in self._pulls.values() for request in pull.requests]
+        return held + [answer.update.request_id for answer in self._answers]
+
+    # -- what goes on
+
+    def poll(self, needs_pages: Callable[[str], bool]) -> tuple[list[RequestUpdate], list[EngineRequest]]:
+        """Go on. Returns updates and requests that needn't be kept back any more.
+
+        `needs_pages(request_id)`: whether a request that was queued hasn't looked for its pages yet.
+        """
+        self._news.clear()
+        while self._given_back:
+            self._tiers.host.release(self._lent.pop(self._given_back.popleft()))
+        ready: list[EngineRequest] = []
+        for number, failed in self._peers.visited():
+            if number in self._pulls and number not in self._reading and (failed or not self._begin(number)):
+                self._failed += bool(failed)
+                ready += self._leave(number)
+        for number, well in self._peers.ended():
+            self._end(self._reading.pop(number), well)
+            ready += self._leave(number)
+        now = time.monotonic()
+        late = [number for number, pull in self._pulls.items() if now > pull.until]
+        for number in late:
+            ready += self._leave(number)
+        for ids, pages in self._arrived[:]:
+            if not any(map(needs_pages, ids)) and not any(request.request_id in ids for request in ready):
+                self._arrived.remove((ids, pages))
+                self._tiers.host.release(pages)
+        return self._answered(now), ready
+
+    def stop(self, why: str) -> tuple[list[RequestUpdate], list[EngineRequest]]:
+        """Lend and pull nothing any more, until `open`. Returns what was kept back. No page of host memory is read or written afterwards."""
+        self._is_open = False
+        if self._server is not None:
+            self._server.close(why)
+        ready = [request for number in list(self._pulls) for request in self._leave(number)]
+        self._peers.close()
+        updates, ids = self._answered(float("inf")), {request.request_id for request in ready}
+        more, rest = self.poll(lambda request_id: request_id in ids)
+        return updates + more, ready + rest
+
+    # -- lending
+
+    def _answered(self, now: float) -> list[RequestUpdate]:
+        """Updates whose prompts lie in host memory, or never will."""
+        updates, waiting = [], []
+        for answer in self._answers:
+            if now < answer.until and self._tiers.storing(answer.chain, answer.tokens):
+                waiting.append(answer)
+            else:
+                params = self._lend(answer) if now < float("inf") and self._server is not None else None
+                updates.append(msgspec.structs.replace(answer.update, kv_transfer_params=params))
+        self._answers = waiting
+        return updates
+
+    def _lend(self, answer: _Answer) -> KVTransferParams | None:
+        host, chain, config = self._tiers.host, answer.chain, self._config
+        hit = joint_hit(self._rules, host.index.pages, chain, answer.tokens - 1)  # the last token is computed anyway
+        if not hit or self._server is None:
+            return None
+        keys = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
+        pages = [host.share(group, some) for group, some in enumerate(keys)]
+        views = {
+            (group, key): self._view(group, page)
+            for group, some in enumerate(keys)
+            for key, page in zip(some, pages[group], strict=True)
+        }
+        token = self.loans.lend(views, config.seconds)
+        self._lent[token] = pages
+        listens, port = self._server.address
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=config.engine_id,
+            remote_request_id=answer.update.request_id,
+            remote_host=listens,
+            remote_port=port,
+            remote_block_ids=[],
+            remote_num_tokens=hit,
+            remote_blocks_expiry_time=time.time() + config.seconds,
+            tp_size=1,
+            remote_lease=token.hex(),
+            remote_boot_id=self._server.boot.hex(),
+        )
+
+    def _on_loan_end(self, token: bytes, why: str) -> None:
+        self._given_back.append(token)  # by another thread
+        self._news.set()
+
+    # -- pulling
+
+    def _begin(self, number: int) -> bool:
+        """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, or no room."""
+        pull, host = self._pulls[number], self._tiers.host
+        request = pull.requests[0]
+        chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
+        lent: list[dict[PageKey, Any]] = [{} for _ in self._rules]
+        for group, key in self._peers.names(number):
+            if group < len(lent):
+                lent[group][key] = 0
+        near = [ChainMap(there, held) for there, held in zip(self._manager.index.pages, host.index.pages, strict=True)]
+        far = [ChainMap(*held.maps, more) for held, more in zip(near, lent, strict=True)]
+        have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
+        if could <= have:
+            return False
+        wanted = [rule.keys(chain, *rule.hit_span(could)) for rule in self._rules]
+        missing = [[key for key in keys if key not in held] for keys, held in zip(wanted, near, strict=True)]
+        known = [[key for key in keys if key in held] for keys, held in zip(wanted, host.index.pages, strict=True)]
+        held = [host.share(group, keys) for group, keys in enumerate(known)]
+        fresh = host.take([len(keys) for keys in missing])
+        if fresh is None:
+            host.release(held)
+            return False
+        pull.names = [(group, key) for group, keys in enumerate(missing) for key in keys]
+        pull.fresh = [page for pages in fresh for page in pages]
+        pull.pages = [[*some, *more] for some, more in zip(held, fresh, strict=True)]
+        views = [(*name, self._view(name[0], page)) for name, page in zip(pull.names, pull.fresh, strict=True)]
+        expected = self._peers.seconds(sum(len(view) for _, _, view in views))
+        pull.until = time.monotonic() + max(LEAST_PATIENCE, PATIENCE * expected)
+        self._reading[number] = pull
+        self._peers.read(number, views)
+        return True
+
+    def _end(self, pull: _Pull, well: list[bool]) -> None:
+        """A read has ended: what came well can be found from now on."""
+        host = self._tiers.host
+        self._pulled += all(well)
+        self._failed += not all(well)
+        for (group, key), page, right in zip(pull.names, pull.fresh, well, strict=True):
+            if right and not pull.given_up:
+                host.index.publish(group, key, page)
+        if pull.given_up or not pull.requests:
+            host.release(pull.pages)
+        else:
+            self._arrived.append(([request.request_id for request in pull.requests], pull.pages))
+
+    def _leave(self, number: int) -> list[EngineRequest]:
+        """Let a loan go. Returns the requests that have waited for it. A read that is under way ends soon, and is of no use."""
+        if (pull := self._pulls.pop(number, None)) is None:
+            return []
+        pull.given_up = True
+        self._peers.leave(number)
+        return pull.requests
+
+    def _view(self, group: int, page: int) -> memoryview:
+        [place] = self._tiers.host.places(group, [page])
+        return self._bytes[place : place + self._page_bytes[group]]
+
+    def _chain(self, request: EngineRequest) -> PrefixChain:
+        chain = self._manager.chain(request.cache_salt)
+        chain.cover(request.prompt_token_ids, len(request.prompt_token_ids))
+        return chain

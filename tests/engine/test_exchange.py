@@ -1,0 +1,322 @@
+"""Prompts computed on one engine and continued on another: tokens are those of one engine, whatever becomes of the pages on their way."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from helpers.effort import by_days
+from helpers.families import MAKERS
+from helpers.once import made_once
+from helpers.patience import until
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup.build import build_core
+from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.tiers import exchange as exchange_module
+from pagerunner.tiers import peers
+from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
+from pagerunner.types.kv_transfer import KVTransferParams
+
+pytest.importorskip("transformers")
+
+# full, window, chunks, recurrent state of two kinds, latents, compressed
+KINDS = ("qwen3", "gpt_oss", "llama4_text", "qwen3_next", "bamba", "deepseek_v2", "deepseek_v4")
+PROMPT = [(7 * i) % 490 + 4 for i in range(150)]
+OTHER = [(11 * i) % 490 + 4 for i in range(150)]
+LEND = KVTransferParams(do_remote_decode=True)
+SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "skip_tokenizer_init": True}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    return made_once(tmp_path_factory, MAKERS)
+
+
+@pytest.fixture(autouse=True)
+def own_secret(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Engine:
+    """A core that is stepped by hand."""
+
+    def __init__(self, path: str, role: str | None, extra: dict[str, Any] | None = None, **options: Any) -> None:
+        transfer: dict[str, Any] = {}
+        if role is not None:
+            config = {"kv_connector": "PeerConnector", "kv_role": role, "kv_port": free_port()}
+            transfer = {
+                "kv_transfer_config": {**config, "kv_connector_extra_config": extra or {}},
+                "kv_offloading_size": 0.04,
+            }
+        args = {"device": "cpu", "kv_cache_memory_bytes": 3_000_000, "poison_fresh_pages": True, **SIZES, **options}
+        self.core: EngineCore = build_core(EngineArgs(model=path, **args, **transfer))
+        self.updates: dict[str, list[RequestUpdate]] = {}
+
+    def add(self, prompt: list[int], params: KVTransferParams | None = None, tokens: int = 6, salt: str = "") -> str:
+        name = f"r{next(_numbers)}"
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        self.core.add(
+            EngineRequest(
+                request_id=name, prompt_token_ids=prompt, params=sampling, seed=0, max_tokens=tokens, kv_transfer=params,
+                cache_salt=salt,
+            )
+        )  # fmt: skip
+        return name
+
+    def take(self, updates: Iterable[RequestUpdate]) -> None:
+        for update in updates:
+            self.updates.setdefault(update.request_id, []).append(update)
+
+    def step(self) -> None:
+        if self.core.has_work:
+            self.take(self.core.step())
+
+    def last(self, name: str) -> RequestUpdate:
+        """A request's last update, after all steps that it needs."""
+        until(lambda: self.step() or self.ended(name))
+        return self.updates[name][-1]
+
+    def ended(self, name: str) -> bool:
+        return any(update.finish_reason for update in self.updates.get(name, ()))
+
+    def tokens(self, name: str) -> list[int]:
+        assert self.last(name).finish_reason == "length"
+        return [token for update in self.updates[name] for token in update.new_token_ids]
+
+    def found(self, name: str) -> int:
+        """Tokens of the prompt that weren't computed."""
+        self.last(name)
+        return max(update.num_cached_tokens for update in self.updates[name])
+
+    def lend(self, prompt: list[int], salt: str = "") -> KVTransferParams | None:
+        """Where a prompt's pages are lent, after it was computed."""
+        update = self.last(self.add(prompt, LEND, tokens=1, salt=salt))
+        assert update.finish_reason == "length" and len(update.new_token_ids) == 1
+        return update.kv_transfer_params
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        core = self.core
+        while core.has_work:
+            self.step()
+        if core._exchange is not None:
+            core._stop_exchange("end")
+            assert not core._exchange.busy and not len(core._exchange.loans)
+        scheduler = core._scheduler
+        scheduler.manager.check_integrity()
+        assert not any(scheduler.manager.pool.used)
+        if scheduler.tiers is not None:
+            scheduler.tiers.host.pool.check()
+            assert not any(scheduler.tiers.host.pool.used)
+
+
+@pytest.fixture
+def make(checkpoint: Callable[[str], str]):
+    made: list[Engine] = []
+
+    def one(role: str | None, family: str = "qwen3", **options: Any) -> Engine:
+        made.append(Engine(checkpoint(family), role, **options))
+        return made[-1]
+
+    yield one
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize(("family", "dtype"), by_days(KINDS, ("auto", "fp8", "bfloat16")))
+def test_tokens_are_those_of_one_engine(make, family: str, dtype: str) -> None:
+    alone, prefill, decode = (make(role, family, kv_cache_dtype=dtype) for role in (None, "kv_producer", "kv_consumer"))
+    wanted = [alone.tokens(alone.add(prompt)) for prompt in (PROMPT, OTHER)]
+    params = [prefill.lend(prompt) for prompt in (PROMPT, OTHER)]
+    assert all(params)
+    names = [decode.add(prompt, lent) for prompt, lent in zip((PROMPT, OTHER), params, strict=True)]
+    assert [decode.tokens(name) for name in names] == wanted
+    for name, lent in zip(names, params, strict=True):
+        assert decode.found(name) == lent.remote_num_tokens > 60
+    until(lambda: not len(prefill.core._exchange.loans))
+
+
+@pytest.fixture
+def pair(make) -> tuple[Engine, Engine, list[int]]:
+    """An engine that lends, one that pulls, and the tokens of PROMPT."""
+    prefill, decode = make("kv_both"), make("kv_both")
+    return prefill, decode, prefill.tokens(prefill.add(PROMPT))
+
+
+def test_the_answer_says_where_the_pages_are_in_vllms_words(pair) -> None:
+    prefill, decode, _ = pair
+    lent = prefill.lend(PROMPT)
+    assert lent.do_remote_prefill and not lent.do_remote_decode
+    assert (lent.remote_host, lent.tp_size, lent.remote_num_tokens) == ("127.0.0.1", 1, 144)
+    assert len(lent.remote_lease) == len(lent.remote_boot_id) == 32 and lent.remote_request_id in prefill.updates
+    assert prefill.lend(PROMPT[:10]) is None, "no page of it is full"
+
+
+def test_prompts_share_pages_only_with_the_same_salt(pair) -> None:
+    prefill, decode, wanted = pair
+    lent = prefill.lend(PROMPT, salt="a")
+    name = decode.add(PROMPT, lent, salt="b")
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+    name = decode.add(PROMPT, prefill.lend(PROMPT, salt="a"), salt="a")
+    assert decode.tokens(name) == wanted and decode.found(name) == 144
+
+
+def test_what_is_there_already_is_not_pulled_again(pair) -> None:
+    prefill, decode, wanted = pair
+    decode.tokens(decode.add(PROMPT[:100]))
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    assert decode.tokens(name) == wanted and decode.found(name) == 144
+    page = decode.core.memory_plan.groups[0].page_bytes
+    assert decode.core._exchange._peers.bytes_read == (144 - 96) // 16 * page
+
+
+def test_an_expired_loan_and_an_engine_that_is_gone_mean_computing(pair) -> None:
+    prefill, decode, wanted = pair
+    lent = prefill.lend(PROMPT)
+    prefill.core._exchange.loans.end_all("expired")
+    name = decode.add(PROMPT, lent)
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+    decode.core.reset_prefix_cache()
+    lent = prefill.lend(OTHER)
+    prefill.core._stop_exchange("end")
+    name = decode.add(OTHER, lent)
+    assert decode.found(name) == 0
+    assert decode.tokens(name) == prefill.tokens(prefill.add(OTHER))
+
+
+def test_a_wrong_page_is_computed(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, wanted = pair
+    monkeypatch.setattr("pagerunner.tiers.loans.Loan.checksum", lambda self, name: 7)
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+
+
+def test_a_pull_that_takes_too_long_is_given_up(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, wanted = pair
+    monkeypatch.setattr(exchange_module, "LEAST_PATIENCE", 0.05)
+    monkeypatch.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+
+
+def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, _ = pair
+    lent = prefill.lend(PROMPT)
+    monkeypatch.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
+    name = decode.add(PROMPT, lent)
+    until(lambda: decode.step() or decode.core._exchange._reading)
+    decode.take(decode.core.abort([name]))
+    assert decode.last(name).finish_reason == "abort"
+    until(lambda: not len(prefill.core._exchange.loans))
+    monkeypatch.setattr(exchange_module.Exchange, "_lend", lambda self, answer: pytest.fail("it was aborted"))
+    monkeypatch.setattr("pagerunner.tiers.policy.Tiering.storing", lambda *_: True)
+    name = prefill.add(OTHER, LEND, tokens=1)
+    until(lambda: prefill.step() or prefill.core._exchange._answers)
+    prefill.take(prefill.core.abort([name]))
+    assert prefill.last(name).finish_reason == "abort"
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_sleep_ends_loans_and_pulls(make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    prefill, decode = (make("kv_both", enable_sleep_mode=True) for _ in range(2))
+    wanted = prefill.tokens(prefill.add(PROMPT))
+    lent, later = prefill.lend(PROMPT), prefill.lend(OTHER)
+    prefill.take(prefill.core.sleep(1, mode))
+    assert not len(prefill.core._exchange.loans)
+    name = decode.add(PROMPT, lent)
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+    prefill.core.wake_up()
+    name = decode.add(OTHER, later)
+    assert decode.found(name) == 0, "the loan ended with the sleep"
+
+    decode.core.reset_prefix_cache()
+    with monkeypatch.context() as slow:
+        slow.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
+        name = decode.add(PROMPT, prefill.lend(PROMPT))
+        until(lambda: decode.step() or decode.core._exchange._reading)
+        decode.take(decode.core.sleep(1, mode))
+    decode.core.wake_up()
+    if mode == "keep":
+        assert decode.tokens(name) == wanted
+    else:
+        assert decode.last(name).finish_reason == "abort"
+    decode.core.reset_prefix_cache()
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    assert decode.tokens(name) == wanted and decode.found(name) == 144, "both lend and pull again"
+
+
+def test_engines_of_other_pages_are_refused_by_name(pair, make, caplog: pytest.LogCaptureFixture) -> None:
+    prefill, _, wanted = pair
+    other = make("kv_consumer", kv_cache_dtype="fp8")
+    other.tokens(other.add(PROMPT, prefill.lend(PROMPT)))
+    assert "kv_cache_dtype is float32 there and fp8_e4m3 here" in caplog.text
+    caplog.clear()
+    other = make("kv_consumer", block_size=32)
+    name = other.add(PROMPT, prefill.lend(PROMPT))
+    assert other.tokens(name) == wanted and other.found(name) == 0
+    assert "group 0 tokens of a page is 16 there and 32 here" in caplog.text
+
+
+def test_requests_are_refused_that_this_engine_cannot_serve(make) -> None:
+    plain, prefill, decode = make(None), make("kv_producer"), make("kv_consumer", extra={"peers": ["127.0.0.2"]})
+    lent = prefill.lend(PROMPT)
+    for engine, params, sentence in [
+        (plain, LEND, "neither lends nor pulls pages; start it with a kv_transfer_config"),
+        (prefill, lent, "this engine pulls no pages: its kv_role is kv_producer"),
+        (decode, LEND, "this engine lends no pages: its kv_role is kv_consumer"),
+        (decode, lent, "isn't among the peers"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=sentence):
+            engine.add(PROMPT, params)
+    with pytest.raises(InvalidRequestError, match="The prompt has 300 tokens"):
+        make("kv_consumer").add([5] * 300, lent)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"do_remote_prefill": True}, "lacks remote_host"),
+        ({"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1}, "remote_lease must be 32 hex"),
+        ({"do_remote_prefill": True, "do_remote_decode": True}, "one request can't have both"),
+    ],
+)
+def test_params_that_contradict_themselves(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequestError, match=sentence):
+        KVTransferParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sentence"),
+    [
+        ({"kv_role": "prefill"}, {}, "kv_role of PeerConnector must be one of kv_producer, kv_consumer, kv_both"),
+        ({"kv_ip": "10.0.0.1"}, {}, "kv_ip='10.0.0.1' is open to other machines: give secret_file"),
+        ({"kv_ip": "localhost"}, {}, "an entry is an IP address"),
+        ({"kv_port": 0}, {}, r"kv_port in kv_transfer_config must be in \[1, 65535\], got 0"),
+        ({"kv_connector_extra_config": {"peer": []}}, {}, "PeerConnector knows .*peers"),
+        ({"kv_connector_extra_config": {"kv_lease_duration": 0}}, {}, "kv_lease_duration"),
+        ({}, {"tensor_parallel_size": 2}, "engines of one rank"),
+        ({}, {"kv_offloading_size": None}, "PeerConnector takes pages to host memory"),
+    ],
+)
+def test_configurations_are_refused(checkpoint, config: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
+    asked = {"kv_connector": "PeerConnector", "kv_role": "kv_both", **config}
+    with pytest.raises(ConfigError, match=sentence):
+        build_core(
+            EngineArgs(
+                model=checkpoint("qwen3"),
+                device="cpu",
+                **{"kv_offloading_size": 0.04, **SIZES, **options},
+                kv_transfer_config=asked,
+            )
+        )
