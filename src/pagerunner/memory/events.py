@@ -65,6 +65,11 @@ class BlockShape:
         """The hash of block `number`, and of all before it."""
         return chain.hashes[(number + 1) * self.tokens // UNIT_TOKENS - 1]
 
+    @property
+    def divided(self) -> bool:
+        """Whether a block is more than one page."""
+        return len(self.groups) > 1 or any(rule.complete(self.tokens) > 1 for rule in self.rules)
+
     def pages(self, chain: PrefixChain, number: int) -> list[tuple[int, PageKey]]:
         """Group and key of every page of block `number`."""
         end = (number + 1) * self.tokens
@@ -93,6 +98,10 @@ class Block:
         self.salt = salt
         self.uses = 0
 
+    def inside(self) -> set[bytes]:
+        """The hashes before its own at which a page ends."""
+        return {key[:_HASH_BYTES] for _, key in self.pages} - {self.key}
+
 
 class Change(NamedTuple):
     """A block can be found in a medium (`here`), or can't any more."""
@@ -111,6 +120,7 @@ class BlockLog:
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.shape = BlockShape.of(plan)
+        self._divided = self.shape.divided
         self.blocks: dict[bytes, Block] = {}
         self.parts: dict[bytes, list[Block]] = {}
         self.changes: list[Change | None] = [None]
@@ -134,34 +144,34 @@ class BlockLog:
 
     def name(self, chain: PrefixChain, tokens: Sequence[int], end: int) -> None:
         """The chain is that of these `tokens`, and its blocks up to position `end` may hold pages that nobody has named yet."""
-        last = end // self.shape.tokens - 1
-        if last < 0 or self.shape.key(chain, last) in self.blocks:
+        shape, blocks = self.shape, self.blocks
+        last = end // shape.tokens - 1
+        if last < 0 or shape.key(chain, last) in blocks:
             return
-        first = last
-        while first and self.shape.key(chain, first - 1) not in self.blocks:
+        first, parent = last, None
+        while first and (parent := blocks.get(shape.key(chain, first - 1))) is None:
             first -= 1
-        parent = self.blocks[self.shape.key(chain, first - 1)] if first else None
         for number in range(first, last + 1):
             parent = self._add(chain, tokens, number, parent)
         assert parent is not None
-        parent.uses += 1
-        self.drop(parent)  # unless a medium holds it
+        if not parent.uses:  # no medium holds the last one
+            parent.uses = 1
+            self.drop(parent)
 
     def _add(self, chain: PrefixChain, tokens: Sequence[int], number: int, parent: Block | None) -> Block:
-        size, key = self.shape.tokens, self.shape.key(chain, number)
-        salt = "" if number else chain.salt
+        shape = self.shape
+        size, key = shape.tokens, shape.key(chain, number)
+        pages = shape.pages(chain, number) if self._divided else [(shape.groups[0], key)]
         part = array("I", tokens[number * size : (number + 1) * size])
-        block = self.blocks[key] = Block(key, self.shape.pages(chain, number), parent, part, salt)
+        block = self.blocks[key] = Block(key, pages, parent, part, "" if number else chain.salt)
         if parent is not None:
             parent.uses += 1
-        for hash_ in self._inside(block):
-            self.parts.setdefault(hash_, []).append(block)
+        if self._divided:
+            for hash_ in block.inside():
+                self.parts.setdefault(hash_, []).append(block)
         for medium in self._media:
             medium.settle(block)
         return block
-
-    def _inside(self, block: Block) -> set[bytes]:
-        return {key[:_HASH_BYTES] for _, key in block.pages} - {block.key}
 
     def drop(self, block: Block | None) -> None:
         """A medium, or the next block, is done with the block."""
@@ -170,10 +180,11 @@ class BlockLog:
             if block.uses:
                 return
             del self.blocks[block.key]
-            for hash_ in self._inside(block):
-                self.parts[hash_].remove(block)
-                if not self.parts[hash_]:
-                    del self.parts[hash_]
+            if self._divided:
+                for hash_ in block.inside():
+                    self.parts[hash_].remove(block)
+                    if not self.parts[hash_]:
+                        del self.parts[hash_]
             block = block.parent
 
     def cleared(self, medium: Medium) -> None:
@@ -206,10 +217,10 @@ class Medium:
 
     def changed(self, key: PageKey) -> None:
         """A page has come or gone."""
-        hash_ = key[:_HASH_BYTES]
+        hash_, parts = key[:_HASH_BYTES], self._log.parts
         if (block := self._log.blocks.get(hash_)) is not None:
             self.settle(block)
-        for block in tuple(self._log.parts.get(hash_, ())):
+        for block in tuple(parts.get(hash_, ())) if parts else ():
             self.settle(block)
 
     def clear(self) -> None:
@@ -237,34 +248,33 @@ class Medium:
 
     def settle(self, block: Block) -> None:
         """Note whether the block can be found, and with recurrent state the blocks before it, which depend on it."""
-        state, pages, held = self._state, self._pages, self.held
-        at, by = block, 0
-        changes: list[Change] = []
-        emptied: list[Block] = []
+        state, pages, held, changes = self._state, self._pages, self.held, self._log.changes
+        at, by, first = block, 0, len(changes)
         while True:
-            some = any(key in pages[group] for group, key in at.pages)
-            there = some and all(key in pages[group] for group, key in at.pages)
+            there = 0
+            for group, key in at.pages:
+                there += key in pages[group]
             known = held.get(at)
             if known is None:
-                if not some and not by:
+                if not there and not by:
                     break
                 known = held[at] = _Held()
                 at.uses += 1
             known.following += by
-            can = there and (state < 0 or known.following > 0 or at.key in pages[state])
+            can = there == len(at.pages) and (state < 0 or known.following > 0 or at.key in pages[state])
             by = can - known.told
             known.told = can
             if by:
                 changes.append(Change(self._name, at, can))
-            if not some and not known.following:
+            emptied, parent = not there and not known.following, at.parent
+            if emptied:
                 del held[at]
-                emptied.append(at)
-            if not by or state < 0 or at.parent is None:
+                self._log.drop(at)
+            if not by or state < 0 or parent is None:
                 break
-            at = at.parent
-        self._log.changes += reversed(changes)  # a reader must know a block before the next one
-        for one in emptied:
-            self._log.drop(one)
+            at = parent
+        if len(changes) > first + 1:
+            changes[first:] = reversed(changes[first:])  # a reader must know a block before the next one
 
 
 class LoggedIndex(PrefixIndex):
