@@ -24,6 +24,7 @@ from pagerunner.engine.core import kv_events as module
 from pagerunner.engine.core.kv_events import Publisher, offset
 from pagerunner.errors import ConfigError
 from pagerunner.memory.events import Block, BlockLog, BlockShape, Change
+from pagerunner.memory.rules import joint_hit
 
 ANY_PORT = "tcp://127.0.0.1:*"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
@@ -70,7 +71,7 @@ class Router:
         self.gaps = 0
         self.rank = -1
         self.beginnings: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self.stored: set[int] = set()
+        self.media: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
         self.kinds: list[str] = []
 
     def close(self) -> None:
@@ -83,12 +84,11 @@ class Router:
         topic, number, payload = self.events.recv_multipart()
         assert topic == self.topic and len(number) == 8
         found = int.from_bytes(number, "big")
-        if found != self.next:
+        if found > self.next:
             self.gaps += 1
-            assert found > self.next
             if self.replay:
                 self.ask()
-        if found >= self.next:
+        if found >= self.next:  # a replay may have brought it before
             self.take(found, payload)
         return True
 
@@ -114,16 +114,16 @@ class Router:
         for event in events:
             self.kinds.append(type(event).__name__)
             if isinstance(event, Cleared):
-                self.stored.clear()
+                self.media = {"GPU": set(), "CPU": set()}
             elif isinstance(event, Removed):
-                assert event.medium == "GPU" and event.group_idx == 0
-                self.stored -= set(event.block_hashes)
+                assert event.group_idx == 0
+                self.media[event.medium] -= set(event.block_hashes)
             else:
                 self.store(event)
 
     def store(self, event: Stored) -> None:
         size = event.block_size
-        assert event.medium == "GPU" and event.group_idx == 0 and event.lora_id is event.lora_name is None
+        assert event.group_idx == 0 and event.lora_id is event.lora_name is None
         assert len(event.token_ids) == size * len(event.block_hashes)
         parent: tuple[str, tuple[int, ...]] = ("", ())
         if event.parent_block_hash is not None:
@@ -133,11 +133,16 @@ class Router:
             salt = keys[0] if keys else parent[0]
             parent = salt, (*parent[1], *event.token_ids[number * size : (number + 1) * size])
             assert self.beginnings.setdefault(block, parent) == parent, "two beginnings with one hash"
-            self.stored.add(block)
+            self.media[event.medium].add(block)
 
-    def finds(self, prompt: Sequence[int], salt: str = "") -> int:
+    @property
+    def stored(self) -> set[int]:
+        """Blocks on the device."""
+        return self.media["GPU"]
+
+    def finds(self, prompt: Sequence[int], salt: str = "", medium: str = "GPU") -> int:
         """How many leading tokens of a prompt are cached, as far as the reader knows."""
-        known = {self.beginnings[block] for block in self.stored}
+        known = {self.beginnings[block] for block in self.media[medium]}
         hits = [len(tokens) for of, tokens in known if of == salt and tuple(prompt[: len(tokens)]) == tokens]
         return max(hits, default=0)
 
@@ -398,3 +403,42 @@ def test_a_router_knows_what_an_engine_has_cached(model: str) -> None:
         llm._core.recover([])
         up_to_date(llm, reader)
         assert not reader.stored and reader.kinds[-1] == "Cleared"
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+def test_host_memory_is_a_medium_of_its_own(model: str) -> None:
+    llm = engine(model, num_gpu_blocks_override=24, enable_sleep_mode=True, kv_offloading_size=0.05)
+    prompts = [prompt(number) for number in range(4)]
+    tokens = [one["prompt_token_ids"][:-1] for one in prompts]
+    scheduler: Any = llm._core._scheduler
+    manager, host = scheduler.manager, scheduler.tiers.host
+    rules = [group.rule for group in manager.plan.groups]
+
+    def found(medium: str) -> list[int]:
+        while llm._core.has_work:  # transfers
+            llm._core.step()
+        up_to_date(llm, reader)
+        hits = []
+        for one in tokens:
+            chain = manager.chain()
+            chain.cover(one, len(one))
+            pages = (manager.index if medium == "GPU" else host.index).pages
+            hits.append(joint_hit(rules, pages, chain, len(one)))
+        assert [reader.finds(one, medium=medium) for one in tokens] == hits
+        return hits
+
+    with router(llm._core._publishers[0]) as reader:
+        for one in prompts:
+            llm.generate([one], GREEDY, use_tqdm=False)
+        stored = found("CPU")
+        near = found("GPU")
+        far = min(range(4), key=lambda number: near[number] - stored[number])
+        assert stored[far] == 96 and near[far] < 96
+        for lose in (lambda: None, lambda: (llm.sleep(1), llm.wake_up())):
+            lose()
+            [output] = llm.generate([prompts[far]], GREEDY, use_tqdm=False)
+            # loaded, and told with the tokens that were known
+            assert output.num_cached_tokens == 96 and found("GPU")[far] == 96 and found("CPU")[far] == 96
+        assert "Cleared" not in reader.kinds[1:], "host memory sleeps with its pages"
+        llm.reset_prefix_cache()
+        assert found("GPU") == found("CPU") == [0] * 4 and reader.kinds[-1] == "Cleared"

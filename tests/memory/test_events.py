@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from helpers.effort import effort
+from helpers.plans import one_group
 from helpers.traffic import QUICK, Traffic, mixes
 from pagerunner.memory import growth, rules
-from pagerunner.memory.events import BlockShape, Change
+from pagerunner.memory.events import BlockShape, Change, LoggedIndex
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
@@ -145,3 +146,56 @@ def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
         settings=settings(QUICK, max_examples=effort(40, 600), stateful_step_count=30, phases=[Phase.generate]),
     )
     assert LoggedTraffic.told > 100, "the cache was mostly empty"
+
+
+def test_pages_that_were_loaded_are_told_when_a_prompt_has_found_them() -> None:
+    manager = KVManager(one_group(8), log_events=True)
+    events, tokens = manager.events, list(range(50))
+    assert events is not None
+    chain = manager.chain()
+    chain.cover(tokens, 50)
+    lease = manager.load([chain.hashes[:3]], [[0, 1, 2]])
+    assert lease is not None
+    manager.take_transfers()
+    manager.end_transfer(lease.number, well=True)
+    reader = Reader()
+    reader.take(events.take())
+    assert not reader.cached, "nobody knows their tokens"
+    grant = manager.admit(0, chain, tokens, 49)
+    assert grant is not None and grant.cached_tokens == 48
+    reader.take(events.take())
+    assert reader.cached["GPU"] == {("", tuple(tokens[:size])) for size in (16, 32, 48)}
+
+
+def test_a_medium_that_holds_a_block_keeps_its_name() -> None:
+    """The host's pages outlive the device's; what comes back is told at once, before anybody asks for it."""
+    manager = KVManager(one_group(8), log_events=True)
+    events, tokens = manager.events, list(range(32))
+    assert events is not None
+    host = LoggedIndex(1, events, "CPU")
+    grant = manager.admit(0, manager.chain(), tokens, 0)
+    assert grant is not None and manager.grow(grant, 0, 32)
+    manager.publish(grant, tokens, 32)
+    first, second = grant.chain.hashes
+    host.publish(0, first, 0)
+    host.publish(0, second, 1)
+    manager.release(grant)
+    reader = Reader()
+    manager.reset_prefix_cache()
+    reader.take(events.take())
+    both = {("", tuple(tokens[:16])), ("", tuple(tokens))}
+    assert reader.cached == {"GPU": set(), "CPU": both}, "host memory still has them"
+    lease = manager.load([[second]], [[1]])
+    assert lease is not None
+    manager.take_transfers()
+    manager.end_transfer(lease.number, well=True)
+    reader.take(events.take())
+    assert reader.cached["GPU"] == {("", tuple(tokens))}
+    host.forget(0, 0)
+    host.clear()
+    manager.reset_prefix_cache()
+    reader.take(events.take())
+    assert not any(reader.cached.values()) and not events.blocks
+    # nothing is left to remember: the next clear is one event
+    manager.reset_prefix_cache()
+    assert events.take() == [None]

@@ -278,11 +278,11 @@ class Medium:
 
 
 class LoggedIndex(PrefixIndex):
-    """A prefix index whose changes are logged. Moves change nothing for readers."""
+    """A prefix index of a medium whose changes are logged. Moves change nothing for readers."""
 
-    def __init__(self, num_groups: int, log: BlockLog) -> None:
+    def __init__(self, num_groups: int, log: BlockLog, medium: str) -> None:
         super().__init__(num_groups)
-        self._medium = log.medium("GPU", self.pages)
+        self._medium = log.medium(medium, self.pages)
 
     def publish(self, group: int, key: PageKey, page: int) -> None:
         """See PrefixIndex."""

@@ -62,7 +62,7 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.events = events = BlockLog(plan) if log_events else None
         groups = len(plan.groups)
-        self.index = PrefixIndex(groups) if events is None else LoggedIndex(groups, events)
+        self.index = PrefixIndex(groups) if events is None else LoggedIndex(groups, events, "GPU")
         self.sampler = sampler
         self.pool = make_pool(plan, self.index, keep_cached=enable_prefix_caching, sampler=sampler)
         self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagerunner.errors import CapacityError
+from pagerunner.memory.events import BlockLog, LoggedIndex
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PageKey, PrefixIndex
 from pagerunner.memory.slabs import SlabPool
@@ -48,14 +49,15 @@ def cut_host(plan: MemoryPlan, num_bytes: int) -> HostCut:
 
 class HostTier:
     """Pages of host memory. One is in use while a transfer reads or writes it, and else cached: kept until its bytes are needed, the one
-    that was used longest ago goes first.
+    that was used longest ago goes first. With a `log`, readers of KV events are told.
     """
 
-    def __init__(self, plan: MemoryPlan, num_bytes: int) -> None:
+    def __init__(self, plan: MemoryPlan, num_bytes: int, log: BlockLog | None = None) -> None:
         cut = cut_host(plan, num_bytes)
         self._page_bytes = [group.page_bytes for group in plan.groups]
         self._slab_bytes, self._num_slabs = cut.slab_bytes, cut.num_slabs
-        self.index = PrefixIndex(len(plan.groups))
+        groups = len(plan.groups)
+        self.index = PrefixIndex(groups) if log is None else LoggedIndex(groups, log, "CPU")
         self.pool = SlabPool(0, cut.per_slab, self.index)
 
     @property

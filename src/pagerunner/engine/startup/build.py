@@ -166,7 +166,9 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
     )
     tiers = None
     if config.host_bytes:
-        tiers = Tiering(manager, HostTier(plan, config.host_bytes), prompts_only=config.offload_prompt_only)
+        tiers = Tiering(
+            manager, HostTier(plan, config.host_bytes, manager.events), prompts_only=config.offload_prompt_only
+        )
     return Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,
