@@ -62,6 +62,7 @@ def test_the_same_prompt_hits_its_last_unit_whatever_the_chunks(model: tuple[Pat
     assert llm.stats().prefix_hits_total - before == 144
 
 
+@pytest.mark.days(3)
 def test_a_conversation_continues_from_the_end_of_its_last_turn(model: tuple[Path, Any]) -> None:
     path, reference = model
     llm = LLM(str(path), max_num_batched_tokens=64, poison_fresh_pages=True)
@@ -75,6 +76,7 @@ def test_a_conversation_continues_from_the_end_of_its_last_turn(model: tuple[Pat
         text = text + list(outputs[0].outputs[0].token_ids) + prompt(turn, 9)
 
 
+@pytest.mark.days(3)
 def test_prompts_that_branch_from_a_shared_prefix(model: tuple[Path, Any]) -> None:
     path, reference = model
     llm = LLM(str(path), max_num_batched_tokens=48, poison_fresh_pages=True)
@@ -84,12 +86,14 @@ def test_prompts_that_branch_from_a_shared_prefix(model: tuple[Path, Any]) -> No
     assert llm.stats().prefix_hits_total >= 96
 
 
+@pytest.mark.days(3)
 def test_siblings_of_one_request(model: tuple[Path, Any]) -> None:
     path, reference = model
     llm = LLM(str(path), max_num_batched_tokens=48, poison_fresh_pages=True)
     check(reference, run(llm, [prompt(5, 70), prompt(6, 33)], n=3))
 
 
+@pytest.mark.days(3)
 def test_a_pool_too_small_for_all_of_them(model: tuple[Path, Any]) -> None:
     path, reference = model
     llm = LLM(
@@ -105,6 +109,7 @@ def test_a_pool_too_small_for_all_of_them(model: tuple[Path, Any]) -> None:
     assert llm.stats().preemptions_total or sum(group.evictions for group in llm.stats().groups)
 
 
+@pytest.mark.days(3)
 def test_without_zeroing_the_poison_is_noticed(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     path, reference = model
     monkeypatch.setattr(RecurrentState, "zero_fresh", False)

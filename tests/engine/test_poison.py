@@ -71,6 +71,7 @@ def test_every_family_is_here() -> None:
     assert set(MAKERS) == set(FAMILIES)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "kv_cache_dtype"), by_days(KINDS, KV_DTYPE_BYTES))
 def test_poison_changes_nothing(checkpoint: Callable[[str], str], family: str, kv_cache_dtype: str) -> None:
     path = checkpoint(family)
@@ -81,6 +82,7 @@ ZEROED = by_days(KINDS, [dtype for dtype in KV_DTYPE_BYTES if dtype.startswith("
 ZEROED += [(family, "float32") for family in HYBRIDS if family in KINDS]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "kv_cache_dtype"), ZEROED)
 def test_without_zeroing_it_is_noticed(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, family: str, kv_cache_dtype: str

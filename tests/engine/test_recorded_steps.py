@@ -64,6 +64,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_those_of_single_calls(tmp_path: Path, model: str) -> None:
     path = str(MODELS[model](tmp_path))

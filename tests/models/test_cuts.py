@@ -157,6 +157,7 @@ def devices_of(
         yield made, own
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("kind", [*KINDS, "panels"])
 def test_two_devices_compute_together_what_one_computes(kind: str) -> None:
     torch.manual_seed(0)
@@ -198,6 +199,7 @@ def expert_weights(experts: Experts, prefix: str) -> dict[str, torch.Tensor]:
     return {tensor.name: torch.randn(tensor.sink.shape) / 4 for tensor in asked}
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("kind", ["floats", "panels", "fp8 block", "int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("by", ["inner features", "whole experts"])
 def test_experts_are_divided_by_their_features_or_one_by_one(kind: str, by: str) -> None:

@@ -165,6 +165,7 @@ def grown(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("kind", "keep"), by_days([*CONFIGS, *PACKED], [False, True]))
 def test_scales_whose_numbers_the_dtype_can_not_hold_are_named_in_every_format(
     tmp_path: Path, kind: str, keep: bool
@@ -207,6 +208,7 @@ def test_experts_scales_are_looked_at_with_their_codes_too(tmp_path: Path, keep:
         loaded(path, keep=keep)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8_per_channel_weight_only"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_weights_that_are_rounded_while_loading_must_fit_the_models_dtype(

@@ -85,6 +85,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("name", "backend"), by_days(VARIANTS, BACKENDS))
 @torch.inference_mode()
 def test_every_variant(checkpoints: Any, name: str, backend: Any) -> None:
@@ -110,6 +111,7 @@ def test_tokens_do_not_depend_on_chunks_and_pages(checkpoints: Any, name: str, c
         check(reference, text, row)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("name", "backend"), by_days(CHUNKED, BACKENDS))
 @torch.inference_mode()
 def test_a_row_resumes_from_any_snapshot_that_a_step_saved(checkpoints: Any, name: str, backend: Any) -> None:

@@ -100,11 +100,9 @@ def _image(folder: Path) -> Path:
 
 CASES = [
     *by_days([*CONFIGS, *PACKED], FAMILIES),
-    ("mxfp4", "gpt_oss"),
-    ("int4", "gpt_oss"),
+    *((kind, "gpt_oss") for kind in ("mxfp4", "int4")),
+    *((kind, "mistral3") for kind in ("fp8 block", "awq")),
     ("mxfp4 compressed", "llama4"),
-    ("fp8 block", "mistral3"),
-    ("awq", "mistral3"),
 ]
 MAKE = {**FAMILIES, "gpt_oss": _small(make_window_checkpoint, "gpt_oss", tokenizer=False), "mistral3": _image}
 
@@ -147,6 +145,7 @@ def matrices(model: Model) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("kind", "family"), CASES)
 def test_weights_are_exactly_what_the_packed_ones_stand_for(
     tmp_path: Path, packed: Packed, family: str, kind: str
@@ -217,6 +216,7 @@ def test_a_file_in_another_format_than_the_config_says_is_an_error_that_names_bo
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("kind", "suffix"), [("awq", "scales"), ("gptq", "scales"), ("int4", "weight_scale")])

@@ -20,11 +20,8 @@ from pagerunner.ops.kernels.linear_wide import WideConfig, stages_of
 ROOT = Path(__file__).parents[3]
 ROOM = 227 * 1024
 
-GATES = [("many", "bf16", True, 0, False), ("many", "bf16", True, 2, True)]
-MANY = [
-    ("many", "fp16", False, 0, False),
-    *(GATES[number] for number in share_of_the_day(2, 2)),
-]  # one of the gates a day
+PRODUCTS = [("many", "bf16", True, 0, False), ("many", "fp16", False, 0, False), ("many", "bf16", True, 2, True)]
+MANY = [PRODUCTS[number] for number in share_of_the_day(3, 3)]
 ROUNDING = [("rounding", 1), ("rounding", 2), ("rounding", 64)]
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 

@@ -20,6 +20,7 @@ FORMS = ["fp8 row", "fp8 block", "int4 bf16 128", "int4 f16 32 zeros", "e2m1 e8m
 PLACES = list(itertools.product([1, 2, 3, 4, 5, 7, 8, 13, 40], [32, 24]))
 
 
+@pytest.mark.days(5)
 @pytest.mark.parametrize(("form", "shape"), by_days(FORMS, PLACES, each=3))
 def test_shares(form, shape, monkeypatch):
     """Eight tiles, of 32 or of 16 + 8 tokens and three or six steps: none, some or all of them are cut, at their beginning, at their end, or both."""

@@ -40,6 +40,7 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
 SIZES = [(1, 40, 192), (2, 17, 576), (3, 9, 192), (17, 20, 192)]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("form", "sizes"), by_days(FORMS, SIZES, each=2))
 def test_products(form, sizes):
     tokens, outputs, inputs = sizes
@@ -54,6 +55,7 @@ def test_products(form, sizes):
     close(residual, expected, 1e-5)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("form", "offset", "tokens"), by_days(FORMS, [False, True], [1, 3]))
 def test_a_norm_before_and_a_gate_behind(form, offset, tokens):
     torch.manual_seed(3)
