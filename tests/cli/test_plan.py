@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import pytest
 
 from helpers.effort import share_of_the_day
 from helpers.published import all_published
+from pagerunner.cli import plan
 from pagerunner.cli.main import main
+from pagerunner.demo import demo_path
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
@@ -298,3 +304,21 @@ def test_larger_steps_of_an_engine_without_a_server_are_told_of(tmp_path, capsys
     assert main(["plan", model, "--memory", "80GiB"]) == 0
     said = capsys.readouterr().out
     assert "Steps have up to 8,192 tokens, as those of `serve`. `LLM` takes steps of 16,384 here" in said
+
+
+def test_a_plan_that_is_terminated_leaves_no_directory(tmp_path, monkeypatch):
+    """A config file of another name gets a directory for itself, which is there when the signal comes."""
+    config = tmp_path / "model.json"
+    shutil.copyfile(demo_path() / "config.json", config)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def terminate(namespace, directory):
+        assert list(tmp_path.glob("pagerunner-plan-*"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(plan, "engine_args", terminate)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(config)])
+    assert ended.value.code == 143
+    assert not list(tmp_path.glob("pagerunner-plan-*")) and signal.getsignal(signal.SIGTERM) == handler

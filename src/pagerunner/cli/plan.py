@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +156,16 @@ def _write(file: str, text: str) -> None:
 
 
 @contextmanager
+def _ending_with_clean_up() -> Iterator[None]:
+    """SIGTERM, as of `timeout`, ends what runs inside by an exception. By itself it would leave the directory there."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def _directory(model: str) -> Iterator[str]:
     """The model's directory; a config file that isn't called config.json gets one for itself."""
     path = Path(model)
@@ -162,7 +174,7 @@ def _directory(model: str) -> Iterator[str]:
     elif path.name == "config.json":
         yield str(path.parent)
     else:
-        with tempfile.TemporaryDirectory(prefix="pagerunner-plan-") as directory:
+        with _ending_with_clean_up(), tempfile.TemporaryDirectory(prefix="pagerunner-plan-") as directory:
             copy = Path(directory) / "config.json"
             shutil.copyfile(path, copy)
             second = path.parent / "hf_quant_config.json"
