@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import select
 import signal
 import socket
@@ -21,6 +23,7 @@ from helpers.effort import share_of_the_day
 from helpers.patience import patient, until
 from helpers.server_process import PROGRAM, refuses, server_process, set_options
 from helpers.serving import readers
+from pagerunner.server import listening
 
 pytestmark = pytest.mark.days(3)  # each starts a server's process
 
@@ -127,6 +130,16 @@ def test_a_signal_while_loading_stops_at_once(text_side: Path, monkeypatch: pyte
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait(patient(5)) == 0
+
+
+@pytest.mark.parametrize(("files", "said"), [(64, r"Only 64 open files are allowed .*at a time: 1\."), (256, "")])
+def test_a_start_with_very_few_file_descriptors_says_so(
+    files: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    with caplog.at_level("WARNING"):
+        listening.allow_many_connections()
+    assert re.search(said, caplog.text) if said else not caplog.text
 
 
 def test_with_few_file_descriptors_the_server_answers_and_its_log_stays_short(text_side: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from pagerunner import limits
 from pagerunner.errors import ConfigError
-from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once
+from pagerunner.server.connection import Connection, ShortUrls, accepted_at_once, connections_allowed
 from pagerunner.server.http_logs import HttpLogs
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 30.0
 LAST_WORDS_SECONDS = 10.0
 _OPEN_FILES = 65_536
+_FEW_CONNECTIONS = 64
 _SHORT_URLS = ShortUrls()
 
 
@@ -39,6 +40,9 @@ def allow_many_connections() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if (most := connections_allowed()) < min(_FEW_CONNECTIONS, limits.MAX_CONNECTIONS):
+        what = "Only %d open files are allowed (ulimit -n). Connections that have room at a time: %d."
+        logger.warning(what, wanted, most)
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
