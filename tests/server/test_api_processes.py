@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -23,6 +24,7 @@ from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
+from pagerunner.server import api_processes
 from pagerunner.server.launch import run_server
 from pagerunner.server.listening import bind
 
@@ -81,6 +83,34 @@ def open_streams(server: Server, pid: int) -> int:
     port = f":{int(server[1].rsplit(':', 1)[1]):04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(line[1].endswith(port) and line[3] == "01" and line[9] in inodes for line in lines)
+
+
+def test_the_disk_has_given_all_that_metrics_are_mapped_in(two: Server) -> None:
+    """A page that it had no room for would end the process by SIGBUS."""
+    post(two, "v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2})
+    for pid in children(two, API):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        found = {Path(line.split()[-1]) for line in maps.splitlines() if line.endswith(f"_{pid}.db")}
+        assert {path.name.removesuffix(f"_{pid}.db") for path in found} <= set(api_processes._METRICS) and found
+        for path in found:
+            assert path.stat().st_blocks * 512 >= path.stat().st_size >= 4 * 4096, path
+
+
+def test_without_room_for_metrics_a_process_says_where_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def allocate(file: int, start: int, size: int) -> None:
+        given.append(file)
+        if len(given) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    sentence = rf"API process 2 needs 2.00 MiB for its metrics in {tmp_path}, .*No space left.*set TMPDIR"
+    with pytest.raises(SystemExit, match=sentence):
+        api_processes.reserve_metrics("API process 2", str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_whichever_process_answers_metrics_are_those_of_all(two: Server) -> None:

@@ -40,6 +40,7 @@ from pagerunner.engine.frontend.frontend import check_options
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import EngineDeadError
 from pagerunner.logs import set_up_logging
+from pagerunner.memory.units import human_bytes
 from pagerunner.server.launch import ServerOptions, serve
 from pagerunner.server.listening import DRAIN_SECONDS, LAST_WORDS_SECONDS, StopSignals, bind
 from pagerunner.server.metrics import SHARED_DIRECTORY
@@ -50,6 +51,8 @@ MODULE = "pagerunner.server.api_processes"
 _AGAIN_SECONDS = 2.0
 _LONGEST_PAUSE = 30.0  # a process that has lived for longer is no reason to wait
 _END_SECONDS = 5.0
+_METRICS = ("counter", "gauge_livesum", "histogram", "summary")
+_METRICS_BYTES = 512 * 1024  # of each file; one that needs more grows without a reserve
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
@@ -221,10 +224,33 @@ async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
     return await serve(launch.args, listener, cores=cores, **launch.options)
 
 
+def reserve_metrics(who: str, directory: str) -> None:
+    """Take the room of this process's files of metrics. Where there is none, the process ends with a sentence.
+
+    prometheus_client maps files that are longer than what the disk has given them. At a page that it has no room for, a process ends by SIGBUS.
+    """
+    files = [os.path.join(directory, f"{kind}_{os.getpid()}.db") for kind in _METRICS]
+    try:
+        for name in files:
+            with open(name, "ab") as file:
+                os.posix_fallocate(file.fileno(), 0, _METRICS_BYTES)
+    except OSError as error:
+        for name in files:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        needed = human_bytes(len(files) * _METRICS_BYTES)
+        raise SystemExit(
+            f"{who} needs {needed} for its metrics in {directory}, and can't have them ({error.strerror}): free some, or set TMPDIR to a "
+            "directory with more room."
+        ) from None
+
+
 def main() -> int:
     """Entry point of an API process."""
     launch = msgspec.json.decode(read_first_line(MODULE), type=ApiLaunch)
-    set_up_logging(launch.log_level, f"API process {launch.client}")
+    who = f"API process {launch.client}"
+    set_up_logging(launch.log_level, who)
+    reserve_metrics(who, os.environ[SHARED_DIRECTORY])
     with bind(launch.host, launch.port, shared=True) as listener:
         return asyncio.run(_serve(launch, listener))
 
