@@ -322,10 +322,19 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
 
 
+class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory below which pages are kept when the engine ends, the bytes that all files in it may have, and how many threads read and write."""
+
+    root_dir: str
+    max_bytes: int
+    n_read_threads: int = 8
+    n_write_threads: int = 2
+
+
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made.
 
-    `host_bytes` are those of each rank that hold pages beside the device's.
+    `host_bytes` are those of each rank that hold pages beside the device's. With a `disk_tier` these pages go to a disk as well.
     """
 
     model_path: str
@@ -341,6 +350,7 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     max_in_flight: int
     host_bytes: int = 0
     offload_prompt_only: bool = True
+    disk_tier: DiskTierConfig | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_events: KVEventsConfig | None = None
     exchange: ExchangeConfig | None = None

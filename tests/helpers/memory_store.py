@@ -1,4 +1,4 @@
-"""A PageStore in memory, whose faults a test plants: it holds everything back until it is told to go on, fails, lies, or writes late."""
+"""A KeepingStore in memory, whose faults a test plants: it holds everything back until it is told to go on, fails, lies, or writes late."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ class MemoryStore:
     def seconds(self, nbytes: int) -> float:
         """See PageStore: `seconds_each` for every number that waits, and one more."""
         return self.seconds_each * (len(self._waiting) + 1)
+
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """See KeepingStore."""
+        for key in keys:
+            self.pages.pop((group, key), None)
+
+    def clear(self) -> None:
+        """See KeepingStore."""
+        self.pages.clear()
 
     def close(self) -> None:
         """See PageStore. What is held back has failed."""

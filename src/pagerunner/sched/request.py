@@ -19,7 +19,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "finished", "grant", "guide", "in_flight", "key", "looked_up",
+        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "fetched", "finished", "grant", "guide", "in_flight", "key", "looked_up",
         "max_total",
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
@@ -58,7 +58,7 @@ class Sequence:
         self.admitted_time = 0.0  # monotonic, of the first admission
         self.retry_version = -1  # `KVManager.version` at which it didn't fit
         self.retry_budget = 0  # tokens a step must have left for it
-        self.looked_up = False
+        self.looked_up = self.fetched = False
         self.awaits_transfer = False
         self.preemptions = 0
         self.reported = False

@@ -223,14 +223,15 @@ class Scheduler:
         return sequence is not None and not sequence.looked_up
 
     def host_ready(self, num_bytes: int) -> None:
-        """So many bytes of host memory can be used by now."""
+        """So many bytes of host memory can be used by now. What has come there from a store below is found."""
         if self.tiers is not None:
             self.tiers.host.grow(num_bytes)
+            self.tiers.settle()
 
-    def clear_tiers(self) -> None:
-        """Forget what other memories hold."""
+    def clear_tiers(self, *, new_weights: bool = False) -> None:
+        """Forget what other memories hold, as somebody asks for it or because the weights are others."""
         if self.tiers is not None:
-            self.tiers.clear()
+            self.tiers.clear(new_weights=new_weights)
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

@@ -98,7 +98,7 @@ class SchedulerState:
         sequence.grant = None
         sequence.scheduled = 0
         sequence.retry_version = -1
-        sequence.looked_up = False
+        sequence.looked_up = sequence.fetched = False
 
     def update(
         self,

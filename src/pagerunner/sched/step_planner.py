@@ -161,6 +161,9 @@ class StepPlanner:
                 break
             if tiers is not None and not sequence.looked_up and not sequence.blocked:
                 tiers.look_up(sequence)
+            if tiers is not None and sequence in tiers.fetching:
+                passed += 1
+                continue
             if sequence.retry_version == manager.version:
                 if not sequence.awaits_transfer:
                     break

@@ -125,10 +125,10 @@ class TeamsScheduler:
         for team in self.teams:
             team.host_ready(num_bytes)
 
-    def clear_tiers(self) -> None:
+    def clear_tiers(self, *, new_weights: bool = False) -> None:
         """See Scheduler.clear_tiers."""
         for team in self.teams:
-            team.clear_tiers()
+            team.clear_tiers(new_weights=new_weights)
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """See Scheduler.note_step."""

@@ -113,6 +113,20 @@ _TIER_TOTALS = {
     "failed_total": ("pagerunner:kv_offload_failed_transfers", "Transfers that went wrong."),
     "given_up_total": ("pagerunner:kv_offload_loads_given_up", "Loads that took too long and weren't waited for."),
 }
+_DISK_MOMENTS = {
+    "bytes": ("pagerunner:kv_disk_bytes", "Bytes of all files of the disk tier's directory."),
+    "pages": ("pagerunner:kv_disk_pages", "Pages that the disk tier has of this model."),
+    "read_rate": ("pagerunner:kv_disk_read_bytes_per_second", "How fast the disk tier reads, as measured."),
+    "waiting": ("pagerunner:kv_disk_requests_waiting", "Requests that wait for pages from the disk."),
+}
+_DISK_TOTALS = {
+    "hits": ("pagerunner:kv_disk_hits", "Prompt tokens whose pages were read from the disk."),
+    "read_bytes": ("pagerunner:kv_disk_read_bytes", "Bytes of pages read from the disk."),
+    "write_bytes": ("pagerunner:kv_disk_write_bytes", "Bytes of pages written to the disk."),
+    "failures": ("pagerunner:kv_disk_failed_pages", "Pages of the disk that were wrong or couldn't be read."),
+    "skipped": ("pagerunner:kv_disk_skipped_pages", "Pages that were not written, as there was no room or no time."),
+    "given_up": ("pagerunner:kv_disk_reads_given_up", "Requests that waited too long for pages from the disk."),
+}
 _TOKENS = {
     "prompt_tokens": "Prompt tokens processed.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
@@ -388,14 +402,21 @@ class Metrics(EngineObserver):
         self._shared.histograms.set("vllm:iteration_tokens_total", text, _STEP_TOKENS, self.engine, stats.step_sizes)
 
     def _show_tier(self, tier: TierStats) -> None:
-        figures = self._shared.figures
-        for field, (name, text) in _TIER_MOMENTS.items():
-            figures.set(name, text, self._values, getattr(tier, field))
-        for field, (name, text) in _TIER_TOTALS.items():
-            figures.raise_to(name, text, self._values, getattr(tier, field))
+        self._show_figures(tier, _TIER_MOMENTS, _TIER_TOTALS)
+        if tier.disk is not None:
+            self._show_figures(tier.disk, _DISK_MOMENTS, _DISK_TOTALS)
         text = "Transfers of pages between the device and host memory that are under way."
         for kind, count in (("load", tier.loads), ("store", tier.stores)):
             self._set("pagerunner:kv_offload_transfers", text, count, kind=kind)
+
+    def _show_figures(
+        self, stats: object, moments: dict[str, tuple[str, str]], totals: dict[str, tuple[str, str]]
+    ) -> None:
+        figures = self._shared.figures
+        for field, (name, text) in moments.items():
+            figures.set(name, text, self._values, getattr(stats, field))
+        for field, (name, text) in totals.items():
+            figures.raise_to(name, text, self._values, getattr(stats, field))
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
         """Count one step's tokens."""

@@ -17,8 +17,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from pagerunner.tiers.directory import Directory, NoRoomError
 from pagerunner.tiers.probe import read_rate
@@ -36,12 +37,12 @@ _WRITE_SECONDS = 60.0  # nobody waits for a page to be written, but for its plac
 _STEADY = 0.7  # how much of the measured rate stays when a number of some size has been read
 
 
-@dataclass(slots=True)
-class DiskStats:
+class DiskStats(msgspec.Struct, kw_only=True):
     """What a disk tier has done, and what it holds.
 
     `failures` are pages that were found and couldn't be read or proved; `skipped` those that weren't written. `bytes` are of all files in the
     directory, as of the last look. `read_rate` is in bytes a second, 0 before it was measured. `read_only` says why nothing is written.
+    The last three are of requests: tokens whose pages were read, requests that waited for too long, and those that wait now.
     """
 
     pages: int = 0
@@ -56,6 +57,9 @@ class DiskStats:
     pages_copied: int = 0
     read_rate: float = 0.0
     read_only: str = ""
+    hits: int = 0
+    given_up: int = 0
+    waiting: int = 0
 
 
 class _Begun:
@@ -209,7 +213,7 @@ class DiskStore:
     def stats(self) -> DiskStats:
         """A copy of the figures as they are now."""
         with self._lock:
-            return replace(self._stats, pages=len(self._index), bytes=self.directory.bytes)
+            return msgspec.structs.replace(self._stats, pages=len(self._index), bytes=self.directory.bytes)
 
     # -- what threads tell
 

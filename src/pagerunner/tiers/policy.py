@@ -17,6 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from math import isinf
 from typing import Any, Protocol
 
 from pagerunner.memory.grant import Grant
@@ -24,6 +25,7 @@ from pagerunner.memory.leases import Lease
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
+from pagerunner.tiers.below import Below
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
@@ -43,7 +45,7 @@ LEAST_PATIENCE = 2.0
 
 
 class Waiting(Protocol):
-    """What the tier asks of a request that waits. `looked_up`: it needs no look into the tier any more."""
+    """What the tier asks of a request that waits. `looked_up`: it needs no look into the tier any more; `fetched`: none below it."""
 
     chain: PrefixChain
     tokens: list[int]
@@ -51,6 +53,7 @@ class Waiting(Protocol):
     grant: Grant | None
     finished: bool
     looked_up: bool
+    fetched: bool
 
     def hit_limit(self) -> int:
         """How many leading tokens may come from pages that are there."""
@@ -80,13 +83,14 @@ class Ahead:
 class Tiering:
     """Decides and books the transfers between a manager's pages and a host tier. `failed` has requests whose load went wrong.
 
-    `prompts_only`: what requests have generated is stored only when they are preempted.
+    `fetching` are those that wait for pages from `below`, a store below host memory. `prompts_only`: what requests have generated is stored only when they are preempted.
     """
 
     def __init__(
         self,
         manager: KVManager,
         host: HostTier,
+        below: Below[Waiting] | None = None,
         *,
         prompts_only: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -94,6 +98,7 @@ class Tiering:
         self.host, self.prompts_only = host, prompts_only
         self.rates, self.counts = Rates(), TierCounts()
         self.failed: list[Waiting] = []
+        self.below, self.fetching = below, set[Waiting]()
         self._manager, self._clock = manager, clock
         groups = manager.plan.groups
         self._rules = tuple(group.rule for group in groups)
@@ -111,12 +116,17 @@ class Tiering:
     @property
     def busy(self) -> bool:
         """Whether something is to be stored or is kept, or a transfer is under way."""
-        return bool(self._wishes or self._under_way or self._ahead)
+        return bool(self._wishes or self._under_way or self._ahead or self.fetching)
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that haven't ended."""
-        return len(self._under_way)
+        """Transfers that haven't ended, and reads that requests wait for."""
+        return len(self._under_way) + (0 if self.below is None else self.below.num_reads)
+
+    def settle(self) -> None:
+        """Take what has come from below."""
+        if self.below is not None:
+            self.below.settle()
 
     def wish(self, chain: PrefixChain, tokens: int) -> None:
         """Store what the device has of a chain's first `tokens` tokens, as soon as there is room."""
@@ -149,6 +159,8 @@ class Tiering:
         self._give_up(self._clock())
         for request in [one for one in self._ahead if one.grant is not None or one.finished]:
             self._let_go(request)
+        if self.below is not None:
+            self.below.arrivals(self._arrived)
         if self._wishes and self._refused_at != self._manager.version:
             self._begin_stores()
         if idle and not self._under_way:
@@ -190,6 +202,8 @@ class Tiering:
         fresh = host.take([len(keys) for keys in missing]) if any(missing) else None
         if fresh is None:
             self.counts.stores_skipped += any(missing)
+            if self.below is not None:
+                self.below.keep(pages)
             host.release(pages)
             return 0
         lease = self._manager.store(missing, [host.places(group, some) for group, some in enumerate(fresh)])
@@ -226,7 +240,7 @@ class Tiering:
         """Begin to load what the host has of a waiting request's prompt, if that pays. False if it is to be tried again, as room is lacking."""
         limit, chain, manager = request.hit_limit(), request.chain, self._manager
         request.looked_up = True
-        if not request.shares or limit <= 0 or not any(self.host.index.pages):
+        if not request.shares or limit <= 0 or not (any(self.host.index.pages) or self.below is not None):
             return True
         chain.cover(request.tokens, len(request.tokens))
         near: list[ChainMap[PageKey, Any]] = [
@@ -234,6 +248,8 @@ class Tiering:
         ]
         far = [ChainMap(*held.maps, others) for held, others in zip(near, self.host.index.pages, strict=True)]
         have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
+        if self._fetch(request, far, could, limit):
+            return True
         if could <= have:
             self.counts.queries += limit - have
             return True
@@ -269,6 +285,36 @@ class Tiering:
         self.counts.hits += could - have
         self._begun(lease, pages, [], loads=True, request=request, before=before)
         return True
+
+    def _fetch(self, request: Waiting, far: list[ChainMap[PageKey, Any]], could: int, limit: int) -> bool:
+        """Begin to read what the store below has more than host memory, if that pays. A request does so once."""
+        below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
+        if below is None or request.fetched:
+            return False
+        deep = [ChainMap(*held.maps, others) for held, others in zip(far, below.index, strict=True)]
+        hit = joint_hit(self._rules, deep, chain, limit)
+        if hit <= could:
+            return False
+        wanted = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
+        keys = [[key for key in some if key not in held] for some, held in zip(wanted, far, strict=True)]
+        seconds = below.seconds(keys)
+        if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
+            return False
+        beside = [
+            [key for key in some if key in held] for some, held in zip(wanted, self.host.index.pages, strict=True)
+        ]
+        if not below.fetch(request, keys, beside):
+            return False
+        below.hits += hit - could
+        self.fetching.add(request)
+        return True
+
+    def _arrived(self, request: Waiting) -> None:
+        """What was read for a request is in host memory, or won't come."""
+        self.fetching.discard(request)
+        request.fetched, request.looked_up = True, False
+        if request.grant is None and not request.finished:
+            self.look_up(request)
 
     def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
         return sum(size * len(list(some)) for size, some in zip(self._page_bytes, pages, strict=True))
@@ -330,21 +376,32 @@ class Tiering:
         for group, fresh in enumerate(transfer.fresh):
             for key in stood[group]:
                 host.index.publish(group, key, fresh[key])
+        if self.below is not None and not transfer.loads and end.well:
+            self.below.keep(transfer.pages)
         host.release(transfer.pages)
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
         """What was computed of this chain from position `start` on is wrong."""
         for group, key in self._manager.keys_from(chain, start):
             self.host.forget(group, key)
+            if self.below is not None:
+                self.below.distrust(group, key)
 
     def count_on(self, earlier: Tiering) -> None:
         """Go on with the counts and rates of an earlier one, of which nothing else stays."""
         self.counts, self.rates = earlier.counts, earlier.rates
+        if self.below is not None and earlier.below is not None:
+            earlier.below.drain()
+            self.below.count_on(earlier.below)
         self.host.grow(earlier.host.ready_bytes)
 
-    def clear(self) -> None:
-        """Forget everything. What is under way ends, and counts for nothing."""
+    def clear(self, *, new_weights: bool = False) -> None:
+        """Forget everything. What is under way ends, and counts for nothing. With `new_weights` nothing comes from below any more."""
         self.host.clear()
+        if self.below is not None:
+            self.below.clear()
+            if new_weights:
+                self.below.detach()
         self._wishes.clear()
         for request in list(self._ahead):
             self._let_go(request)
@@ -363,4 +420,5 @@ class Tiering:
             ),
             bytes_per_second=self.rates.bytes_per_second,
             seconds_per_token=self.rates.seconds_per_token,
+            disk=None if self.below is None else self.below.stats(),
         )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pagerunner.tiers.disk import DiskStats
+
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a host tier; those named `_total` only grow. Queries and hits are tokens of prompts that the device didn't have.
@@ -31,6 +33,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     given_up_total: int = 0
     bytes_per_second: float = 0.0
     seconds_per_token: float = 0.0
+    disk: DiskStats | None = None
 
     @property
     def usage(self) -> float:
@@ -74,7 +77,7 @@ class TierCounts:
             self.store_bytes += num_bytes
             self.store_seconds += seconds
 
-    def stats(self, **moment: float) -> TierStats:
+    def stats(self, *, disk: DiskStats | None, **moment: float) -> TierStats:
         """These counts, and those of the moment."""
         totals = {f"{name}_total": getattr(self, name) for name in self.__slots__}
-        return TierStats(**totals, **moment)  # type: ignore[arg-type]
+        return TierStats(disk=disk, **totals, **moment)  # type: ignore[arg-type]

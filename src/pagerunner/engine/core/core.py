@@ -402,7 +402,7 @@ class EngineCore:
                 self._scheduler.preempt_all()
                 self._scheduler.reset_prefix_cache()
             if level > 1:  # the weights are read again, and may be others
-                self._scheduler.clear_tiers()
+                self._scheduler.clear_tiers(new_weights=True)
             self._publish_events()
             self._executor.sleep(level)
             self._weights.slept(level)
@@ -444,6 +444,7 @@ class EngineCore:
             self._unreported += self.drain()
         self._weights.change(change)
         if isinstance(change, FinishUpdate):
+            self._scheduler.clear_tiers(new_weights=True)
             self.reset_prefix_cache()
             if self._exchange is not None:
                 self._unreported += self._stop_exchange("new weights")

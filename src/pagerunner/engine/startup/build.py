@@ -21,6 +21,7 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.core.kv_events import Publisher
+from pagerunner.engine.startup.disk_tier import MakeBelow, open_disk
 from pagerunner.engine.startup.exchange import make_exchange
 from pagerunner.engine.startup.measure import final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
@@ -107,6 +108,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
     Raises:
         CapacityError: what is left on the fullest of the devices can't hold what was asked for.
     """
+    executor = None
     try:
         plan = final_plan(
             resolved.plan,
@@ -117,12 +119,13 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         )
         config = msgspec.structs.replace(resolved.config, max_model_len=plan.max_model_len)
         executor, startup = ranks.take_pages(plan.kv_bytes)
+        below = open_disk(resolved, plan, executor)
     except BaseException:
-        ranks.close()
+        (executor or ranks).close()
         raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     return EngineCore(
-        partial(build_scheduler if config.teams == 1 else build_teams, config, plan, _make_guides(resolved)),
+        partial(build_scheduler if config.teams == 1 else build_teams, config, plan, _make_guides(resolved), below),
         executor,
         plan,
         vocab_size=resolved.model.vocab_size,
@@ -149,13 +152,17 @@ def _make_guides(resolved: Resolved) -> MakeGuide | None:
     return Guides(load)
 
 
-def build_teams(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> TeamsScheduler:
+def build_teams(
+    config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None, below: MakeBelow | None = None
+) -> TeamsScheduler:
     """One scheduler for several teams of ranks. Each has as many pages, slots and tokens of a step as an engine of one team."""
-    return TeamsScheduler([build_scheduler(config, plan, make_guide) for _ in range(config.teams)])
+    return TeamsScheduler([build_scheduler(config, plan, make_guide, below) for _ in range(config.teams)])
 
 
-def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None) -> Scheduler:
-    """The scheduler and its memory manager: everything of an engine that needs no device."""
+def build_scheduler(
+    config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None, below: MakeBelow | None = None
+) -> Scheduler:
+    """The scheduler and its memory manager: everything of an engine that needs no device. `below` is a store below its host memory."""
     sample = config.kv_cache_metrics_sample
     manager = KVManager(
         plan,
@@ -166,9 +173,8 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuid
     )
     tiers = None
     if config.host_bytes:
-        tiers = Tiering(
-            manager, HostTier(plan, config.host_bytes, manager.events), prompts_only=config.offload_prompt_only
-        )
+        host = HostTier(plan, config.host_bytes, manager.events)
+        tiers = Tiering(manager, host, below and below(host), prompts_only=config.offload_prompt_only)
     return Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,

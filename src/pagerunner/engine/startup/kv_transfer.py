@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagerunner.config import EngineArgs, ExchangeConfig, one_of, read_option
+from pagerunner.config import DiskTierConfig, EngineArgs, ExchangeConfig, one_of, read_option
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.units import human_bytes
 from pagerunner.tiers.wire import LOOPBACK, place
@@ -18,6 +18,7 @@ FailurePolicy = Literal["recompute", "fail"]
 CONNECTORS = ("OffloadingConnector", "PeerConnector")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}'
+_FS_EXAMPLE = '{"type": "fs", "root_dir": "/var/cache/pages", "max_bytes": 500000000000}'
 _SPARE_BYTES = 2 * 2**30
 """Host memory that pages leave to the rest of the machine."""
 
@@ -50,6 +51,13 @@ class OffloadingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offload_prompt_only: bool = True
     store_threshold: int = 0
     spec_name: str = "CPUOffloadingSpec"
+    secondary_tiers: list[dict[str, Any]] = []
+
+
+class FsTier(DiskTierConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An entry of secondary_tiers."""
+
+    type: str
 
 
 class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
@@ -63,10 +71,11 @@ class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """What was asked for. `host_bytes` are those of each rank, 0 for no host memory."""
+    """What was asked for. `host_bytes` are those of each rank, 0 for no host memory; `disk` is for one rank."""
 
     host_bytes: int = 0
     prompts_only: bool = True
+    disk: DiskTierConfig | None = None
     load_failure: FailurePolicy = "recompute"
     exchange: ExchangeConfig | None = None
 
@@ -100,7 +109,40 @@ def read_kv_transfer(args: EngineArgs) -> KVTransfer:
             "Pages in host memory are found by their prefixes: kv_offloading_size needs enable_prefix_caching=True."
         )
     exchange = _exchange(config, extra, args) if isinstance(extra, PeerConfig) else None
-    return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, failure, exchange)
+    disk = _disk_tier(extra, args)
+    return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, disk, failure, exchange)
+
+
+def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | None:
+    """The one secondary tier that there is. Raises ConfigError for others."""
+    tiers = extra.secondary_tiers
+    if not tiers:
+        if extra.spec_name == "TieringOffloadingSpec":
+            raise ConfigError(f"TieringOffloadingSpec needs secondary_tiers, such as [{_FS_EXAMPLE}].")
+        return None
+    one_of("type of secondary_tiers", tiers[0].get("type"), ("fs",))
+    if len(tiers) > 1:
+        raise ConfigError(f"secondary_tiers has {len(tiers)} entries; there can be one, a directory on a disk.")
+    try:
+        asked = msgspec.convert(tiers[0], type=FsTier)
+    except msgspec.ValidationError as error:
+        known = ", ".join(FsTier.__struct_fields__)
+        raise ConfigError(
+            f"secondary_tiers: {error}. An entry of type fs has {known}, such as {_FS_EXAMPLE}."
+        ) from None
+    for name in ("max_bytes", "n_read_threads", "n_write_threads"):
+        most = 2**62 if name == "max_bytes" else 256
+        if not 0 < (value := getattr(asked, name)) <= most:
+            raise ConfigError(f"{name} of secondary_tiers must be from 1 to {most:,}, got {value}.")
+    if args.num_ranks > 1:
+        raise ConfigError(
+            f"secondary_tiers is for engines of one rank so far, and this one has {args.num_ranks}; leave it out, or lower tensor_parallel_size "
+            "and pipeline_parallel_size to 1."
+        )
+    return DiskTierConfig(
+        root_dir=asked.root_dir, max_bytes=asked.max_bytes,
+        n_read_threads=asked.n_read_threads, n_write_threads=asked.n_write_threads,
+    )  # fmt: skip
 
 
 def _check(config: KVTransferConfig) -> None:
@@ -139,7 +181,7 @@ def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
         known = ", ".join(kind.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error}. {config.kv_connector} knows {known}.") from None
     one_of("eviction_policy", extra.eviction_policy, ("lru",))
-    one_of("spec_name", extra.spec_name, ("CPUOffloadingSpec",))
+    one_of("spec_name", extra.spec_name, ("CPUOffloadingSpec", "TieringOffloadingSpec"))
     if extra.block_size not in (None, args.block_size) or extra.blocks_per_chunk != 1:
         name, value = "blocks_per_chunk", extra.blocks_per_chunk
         if value == 1:

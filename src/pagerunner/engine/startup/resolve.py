@@ -235,6 +235,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         max_in_flight=wish.in_flight,
         host_bytes=wish.kv_transfer.host_bytes,
         offload_prompt_only=wish.kv_transfer.prompts_only,
+        disk_tier=wish.kv_transfer.disk,
         kv_load_failure_policy=wish.kv_transfer.load_failure,
         kv_events=events,
         exchange=wish.kv_transfer.exchange,

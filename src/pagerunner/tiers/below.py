@@ -1,0 +1,231 @@
+"""A store below host memory: pages go there from places of the host tier, and come back into such places.
+
+Reading is the first half of a load. A request waits while its pages come into host memory. There they are found as any others, and the second half
+is the usual load to the device. What is written is what a store to host memory has just brought. It is written at once, and not when host memory
+gives it up: so it is there after a crash too, and whoever needs a place never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pagerunner.memory.prefix import PageKey
+from pagerunner.tiers.disk import DiskStats
+from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.stores import KeepingStore
+
+logger = logging.getLogger(__name__)
+Request = TypeVar("Request")
+MOST_READ = 0.5
+MOST_WRITTEN = 0.25
+"""The shares of host memory that may be on its way from and to the store."""
+PATIENCE = 10.0
+LEAST_PATIENCE = 2.0
+"""A request waits PATIENCE times as long as its pages should take, and at least so many seconds."""
+_DRAIN_SECONDS = 30.0
+
+Place = tuple[int, PageKey, int]
+"""A group, a key, and the page of host memory."""
+
+
+class _Moving(Generic[Request]):
+    """Pages under way. `kept` are others that nobody may evict meanwhile, by group. `request` waits for them."""
+
+    __slots__ = ("epoch", "kept", "num_bytes", "places", "request", "until", "wrong")
+
+    def __init__(self, places: list[Place], num_bytes: int, epoch: int) -> None:
+        self.places, self.num_bytes, self.epoch = places, num_bytes, epoch
+        self.kept: list[list[int]] = []
+        self.request: Request | None = None
+        self.until = 0.0
+        self.wrong: set[tuple[int, PageKey]] = set()
+
+
+class _Index(dict[PageKey, int]):
+    """The store's pages of a group, as far as it knows: only asked for keys."""
+
+    def __init__(self, store: KeepingStore, group: int) -> None:
+        self._store, self._group = store, group
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._store.find(self._group, [key])[0]
+
+    def __bool__(self) -> bool:
+        return True  # it isn't known to be empty
+
+
+class Below(Generic[Request]):
+    """A store, and what is under way between it and the places of a host tier, whose bytes are `memory`.
+
+    The counts only grow: `hits` are tokens whose pages were read, `given_up` requests that waited for too long, `skipped` pages that weren't written.
+    """
+
+    def __init__(
+        self,
+        store: KeepingStore,
+        host: HostTier,
+        memory: memoryview,
+        page_bytes: Sequence[int],
+        store_stats: Callable[[], DiskStats] = DiskStats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
+        self.detached = False
+        self.given_up = self.skipped = self.hits = 0
+        self._store_stats = store_stats
+        self._store, self._host, self._memory, self._page_bytes, self._clock = store, host, memory, page_bytes, clock
+        self._numbers = itertools.count()
+        self._reads: dict[int, _Moving[Request]] = {}
+        self._writes: dict[int, _Moving[Request]] = {}
+        self._arrived: list[_Moving[Request]] = []
+
+    @property
+    def num_reads(self) -> int:
+        """Reads under way that a request waits for."""
+        return sum(moving.request is not None for moving in self._reads.values())
+
+    def seconds(self, keys: Sequence[Sequence[PageKey]]) -> float:
+        """How long reading these pages, by group, would take now."""
+        return self._store.seconds(sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True)))
+
+    def fetch(self, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]) -> bool:
+        """Begin to read pages, by group, for a request. Those of host memory that it needs `beside` are kept. False if there is no room."""
+        num_bytes = sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True))
+        under_way = sum(moving.num_bytes for moving in self._reads.values())
+        if under_way + num_bytes > MOST_READ * self._host.num_bytes:
+            return False
+        kept = [self._host.share(group, some) for group, some in enumerate(beside)]
+        pages = self._host.take([len(some) for some in keys])
+        if pages is None:
+            self._host.release(kept)
+            return False
+        places = [
+            (group, key, page)
+            for group, (some, new) in enumerate(zip(keys, pages, strict=True))
+            for key, page in zip(some, new, strict=True)
+        ]
+        moving: _Moving[Request] = _Moving(places, num_bytes, self._host.index.epoch)
+        moving.request, moving.kept = request, kept
+        moving.until = self._clock() + max(LEAST_PATIENCE, PATIENCE * self._store.seconds(num_bytes))
+        number = next(self._numbers)
+        self._reads[number] = moving
+        self._store.read(number, [(group, key, self._view(group, page)) for group, key, page in places])
+        return True
+
+    def keep(self, pages: Sequence[Sequence[int]]) -> None:
+        """Begin to write those of these pages of host memory, by group, that the store doesn't have."""
+        if self.detached:
+            return
+        keys = self._host.index.keys
+        places = [
+            (group, keys[group][page], page) for group, some in enumerate(pages) for page in some if page in keys[group]
+        ]
+        coming = {place[:2] for moving in self._writes.values() for place in moving.places}
+        places = [
+            place for place in places if place[:2] not in coming and not self._store.find(place[0], [place[1]])[0]
+        ]
+        num_bytes = sum(self._page_bytes[group] for group, *_ in places)
+        under_way = sum(moving.num_bytes for moving in self._writes.values())
+        if not places:
+            return
+        if under_way + num_bytes > MOST_WRITTEN * self._host.num_bytes:
+            self.skipped += len(places)
+            return
+        for group, _, page in places:
+            self._host.pool.share(group, [page])
+        number = next(self._numbers)
+        self._writes[number] = _Moving(places, num_bytes, self._host.index.epoch)
+        self._store.write(number, [(group, key, self._view(group, page)) for group, key, page in places])
+
+    def settle(self) -> None:
+        """Take what has ended. What came for a request is found, and kept until `arrivals`."""
+        for number, outcomes in self._store.ended():
+            if number in self._reads:
+                self._end_read(self._reads.pop(number), outcomes)
+            elif number in self._writes:
+                moving = self._writes.pop(number)
+                for group, key in moving.wrong:
+                    self._store.forget(group, [key])
+                self._release(moving)
+        now = self._clock()
+        for moving in self._reads.values():
+            if moving.request is not None and now > moving.until:
+                # its places stay in use until reading has ended, whenever that is
+                self.given_up += 1
+                late: _Moving[Request] = _Moving([], 0, moving.epoch)
+                late.request, moving.request = moving.request, None
+                self._arrived.append(late)
+
+    def arrivals(self, take: Callable[[Request], None]) -> None:
+        """Call `take` for each request that waits no more, and then keep nothing for it."""
+        arrived, self._arrived = self._arrived, []
+        for moving in arrived:
+            if moving.request is not None:
+                take(moving.request)
+            self._release(moving)
+
+    def distrust(self, group: int, key: PageKey) -> None:
+        """What has this key is wrong."""
+        self._store.forget(group, [key])
+        for moving in (*self._reads.values(), *self._writes.values()):
+            moving.wrong.add((group, key))
+
+    def clear(self) -> None:
+        """Find nothing that is there."""
+        self._store.clear()
+
+    def detach(self) -> None:
+        """The weights are others than those that the store's pages are of. It isn't used any more."""
+        if not self.detached:
+            logger.warning(
+                "The disk tier isn't used any more: its pages are of the weights of the start, and these were replaced."
+            )
+        self.detached = True
+        self.index = [{} for _ in self.index]
+
+    def stats(self) -> DiskStats:
+        """The store's figures, and these."""
+        found = self._store_stats()
+        return msgspec.structs.replace(
+            found, hits=self.hits, given_up=self.given_up, skipped=found.skipped + self.skipped, waiting=self.num_reads
+        )
+
+    def count_on(self, earlier: Below[Request]) -> None:
+        """Go on with the counts of an earlier one, which has drained."""
+        self.hits, self.given_up, self.skipped = earlier.hits, earlier.given_up, earlier.skipped
+        if earlier.detached:
+            self.detach()
+
+    def drain(self) -> None:
+        """Wait until nothing is under way. Raises TimeoutError after half a minute: the places may still be written to."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._reads or self._writes:
+            self.settle()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the disk tier has not ended {len(self._reads)} reads and {len(self._writes)} writes within {_DRAIN_SECONDS} s"
+                )
+            time.sleep(0.001)
+
+    def _end_read(self, moving: _Moving[Request], outcomes: Iterable[bool]) -> None:
+        index = self._host.index
+        for (group, key, page), well in zip(moving.places, outcomes, strict=True):
+            if well and (group, key) not in moving.wrong and moving.epoch == index.epoch:
+                index.publish(group, key, page)
+        self._arrived.append(moving)
+
+    def _release(self, moving: _Moving[Request]) -> None:
+        pages: list[list[int]] = [list(some) for some in moving.kept] or [[] for _ in self._page_bytes]
+        for group, _, page in moving.places:
+            pages[group].append(page)
+        self._host.release(pages)
+
+    def _view(self, group: int, page: int) -> memoryview:
+        [start] = self._host.places(group, [page])
+        return self._memory[start : start + self._page_bytes[group]]

@@ -1,0 +1,183 @@
+"""Pages on a disk: a prompt's pages outlive the engine, tokens are those of an engine without it, and other weights find nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_host_tier import KINDS, nothing_held, run
+from helpers.effort import by_days
+from helpers.families import MAKERS
+from helpers.once import made_once
+from helpers.patience import until
+from pagerunner import LLM
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.kv_transfer import read_kv_transfer
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.errors import ConfigError
+
+pytest.importorskip("transformers")
+PROMPTS = [[(7 * i + 3 * j * (i + 1)) % 490 + 4 for j in range(130 + 8 * i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    return made_once(tmp_path_factory, MAKERS)
+
+
+def engine(path: str, root: Path | None = None, **options: Any) -> LLM:
+    """An engine whose pages hold all prompts. With a root it has host memory and a disk, too."""
+    limits = {
+        "max_model_len": 256,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+        "skip_tokenizer_init": True,
+    } | options
+    if root is not None:
+        tiers = [{"type": "fs", "root_dir": str(root), "max_bytes": 64_000_000}]
+        extra = {"cpu_bytes_to_use": 60_000_000, "secondary_tiers": tiers}
+        limits["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        }  # fmt: skip
+    plan = resolve(EngineArgs(model=path, device="cpu", kv_cache_memory_bytes=2_000_000, **limits)).plan
+    return LLM(path, kv_cache_memory_bytes=8 * plan.request_bytes(256), use_tqdm=False, **limits)
+
+
+def below(llm: LLM) -> Any:
+    return llm._core._scheduler.tiers.below
+
+
+def written(llm: LLM) -> int:
+    """How many pages are on the disk when nothing is to be written any more."""
+    until(lambda: below(llm).settle() or not below(llm)._writes)
+    return int(llm.stats().tier.disk.pages)
+
+
+@pytest.mark.parametrize(("family", "dtype"), by_days(KINDS, ("auto", "fp8", "bfloat16")))
+def test_prompts_are_warm_after_a_restart(
+    checkpoint: Callable[[str], str], tmp_path: Path, family: str, dtype: str
+) -> None:
+    path = checkpoint(family)
+    wanted, _ = run(engine(path, kv_cache_dtype=dtype), PROMPTS)
+    first = engine(path, tmp_path, kv_cache_dtype=dtype)
+    assert run(first, PROMPTS)[0] == wanted
+    pages = written(first)
+    nothing_held(first)
+    shutil.copytree(tmp_path, tmp_path / "left")  # as a crash would leave it
+    again = engine(path, tmp_path / "left", kv_cache_dtype=dtype)
+    tokens, cached = run(again, PROMPTS)
+    assert tokens == wanted
+    assert all(cached), "pages come back from the disk"
+    disk = again.stats().tier.disk
+    assert disk.hits == sum(cached) and disk.reads <= pages and disk.failures == 0 and disk.writes == 0
+    nothing_held(again)
+
+
+def test_a_fine_tune_finds_nothing_of_its_parent(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    path, root = Path(checkpoint("qwen3")), tmp_path / "kv"
+    parent = engine(str(path), root)
+    run(parent, PROMPTS)
+    written(parent)
+    nothing_held(parent)
+    below(parent)._store.close()
+    tuned = tmp_path / "tuned"
+    shutil.copytree(path, tuned)
+    data = bytearray((tuned / "model.safetensors").read_bytes())
+    data[-3] ^= 0x40  # of the last tensor's last number
+    (tuned / "model.safetensors").write_bytes(data)
+    for model, options, finds in (
+        (path, {}, 4),
+        (tuned, {}, 0),
+        (path, {"kv_cache_dtype": "fp8"}, 0),
+        (path, {"block_size": 32}, 0),
+    ):
+        tokens, cached = run(engine(str(model), root, **options), PROMPTS)
+        assert sum(map(bool, cached)) == finds, (model, options)
+        assert tokens == run(engine(str(model), **options), PROMPTS)[0]
+
+
+def test_wrong_pages_cost_a_computation(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    path = checkpoint("qwen3")
+    first = engine(path, tmp_path)
+    wanted, _ = run(first, PROMPTS)
+    written(first)
+    below(first)._store.close()
+    for file in (tmp_path / "pagerunner-pages").glob("*.pages"):
+        data = bytearray(file.read_bytes())
+        for place in range(8192 + 100, len(data), 5 * 8192):
+            data[place] ^= 1
+        file.write_bytes(data)
+    again = engine(path, tmp_path)
+    tokens, cached = run(again, PROMPTS)
+    disk = again.stats().tier.disk
+    assert tokens == wanted and disk.failures > 0
+    assert 0 < sum(cached) < 544  # what is before a wrong page
+    nothing_held(again)
+
+
+def test_new_weights_and_resets_end_hits(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    path = checkpoint("qwen3")
+    first = engine(path, tmp_path)
+    wanted, _ = run(first, PROMPTS)
+    written(first)
+    llm = engine(path, tmp_path, enable_sleep_mode=True)
+    assert llm.reset_prefix_cache()
+    assert run(llm, PROMPTS[:1]) == (wanted[:1], [0])
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert run(llm, PROMPTS[:1]) == (wanted[:1], [128])  # from host memory
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert run(llm, PROMPTS) == (wanted, [0] * 4)
+    assert below(llm).detached
+    nothing_held(llm)
+
+
+def test_an_interrupted_engine_waits_for_its_disk_and_goes_on(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    path = checkpoint("qwen3")
+    llm = engine(path, tmp_path)
+    wanted, _ = run(llm, PROMPTS)
+    before = below(llm)
+    llm._core.recover([])
+    assert below(llm) is not before and not before._writes
+    assert run(llm, PROMPTS)[0] == wanted
+    nothing_held(llm)
+
+
+def _config(**extra: Any) -> dict[str, Any]:
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"secondary_tiers": [{"type": "obj"}]}, "type of secondary_tiers must be one of fs, got 'obj'"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x"}]}, "missing required field `max_bytes`.* An entry of type fs has"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 0}]}, "max_bytes of secondary_tiers must be from 1 to .*, got 0"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 9, "locality": "x"}]}, "unknown field `locality`"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 9}] * 2}, "2 entries; there can be one"),
+        ({"spec_name": "TieringOffloadingSpec"}, "TieringOffloadingSpec needs secondary_tiers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], says: str) -> None:
+    args = EngineArgs(model="m", kv_transfer_config=_config(cpu_bytes_to_use=10**9, **extra))
+    with pytest.raises(ConfigError, match=says):
+        read_kv_transfer(args)
+
+
+def test_a_disk_is_for_one_rank(tmp_path: Path) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path), "max_bytes": 10**9}
+    config = _config(cpu_bytes_to_use=10**9, secondary_tiers=[tier])
+    assert read_kv_transfer(EngineArgs(model="m", kv_transfer_config=config)).disk is not None
+    with pytest.raises(ConfigError, match="secondary_tiers is for engines of one rank so far, and this one has 2"):
+        read_kv_transfer(EngineArgs(model="m", kv_transfer_config=config, tensor_parallel_size=2))
+
+
+def test_a_directory_that_cannot_be_is_refused_at_the_start(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="root_dir='.*file' of the disk tier can't be used"):
+        engine(checkpoint("qwen3"), tmp_path / "file")
