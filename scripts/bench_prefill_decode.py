@@ -1,0 +1,272 @@
+"""What it brings to compute prompts on one engine and continue them on another: first tokens, and times between tokens of requests that decode.
+
+    python scripts/bench_prefill_decode.py qwen3-8b
+
+Two engines in two processes, which may share a device. Weights are random, and the same in both. Each prompt is computed by the first engine before the
+second one's times are taken, as if it had a device of its own. Tokens are compared with those that the first engine goes on with itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.bench.workloads import write_config
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.build import build_core
+from pagerunner.types import EngineRequest, SamplingParams
+from pagerunner.types.kv_transfer import KVTransferParams
+
+LEND = KVTransferParams(do_remote_decode=True)
+AFTER = 16  # tokens that are compared
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", nargs="?", default="qwen3-8b", choices=sorted(SHAPES))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=8_192)
+    parser.add_argument("--decoding", type=int, default=32, help="requests that decode while prompts come")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between two prompts")
+    parser.add_argument("--pages-gib", type=float, default=16)
+    parser.add_argument("--host-gib", type=float, default=20)
+    parser.add_argument("--threads", type=int, default=4, help="connections that pages come by")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 1_000), k=tokens)
+
+
+class Engine:
+    """A core in this process, and what the other process asks of it."""
+
+    def __init__(self, options: argparse.Namespace, model: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        longest = options.tokens + 2_048
+        extra = {"kv_lease_duration": 600, "num_threads": options.threads}
+        self.core = build_core(
+            EngineArgs(
+                model=model,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_model_len=longest,
+                max_num_seqs=options.decoding + 8,
+                max_num_batched_tokens=min(8_192, longest),
+                kv_cache_memory_bytes=int(options.pages_gib * 2**30),
+                kv_offloading_size=options.host_gib,
+                kv_transfer_config={
+                    "kv_connector": "PeerConnector",
+                    "kv_role": "kv_both",
+                    "kv_port": port,
+                    "kv_connector_extra_config": extra,
+                },
+            )
+        )
+        self._made = 0
+        self.came: dict[str, list[tuple[float, list[int]]]] = {}
+        self.ends: dict[str, Any] = {}
+
+    def add(self, tokens: list[int], most: int, params: KVTransferParams | None = None) -> str:
+        self._made += 1
+        name = f"r{self._made}"
+        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        self.came[name] = []
+        self.core.add(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=tokens,
+                params=sampling,
+                seed=0,
+                max_tokens=most,
+                kv_transfer=params,
+            )
+        )
+        return name
+
+    def step(self) -> None:
+        for update in self.core.step():
+            now = time.perf_counter()
+            if update.new_token_ids:
+                self.came[update.request_id].append((now, update.new_token_ids))
+            if update.finish_reason:
+                self.ends[update.request_id] = update
+
+    def run(self, name: str) -> list[int]:
+        while name not in self.ends:
+            self.step()
+        return [token for _, tokens in self.came[name] for token in tokens]
+
+    def settle(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def single(self, seed: int, tokens: int, most: int, params: KVTransferParams | None = None) -> dict[str, Any]:
+        """One prompt alone."""
+        began = time.perf_counter()
+        name = self.add(prompt(seed, tokens), most, params)
+        made = self.run(name)
+        return {
+            "first": self.came[name][0][0] - began,
+            "whole": time.perf_counter() - began,
+            "tokens": made,
+            "lent": self.ends[name].kv_transfer_params,
+        }
+
+    def busy(
+        self, seeds: list[int], tokens: int, decoding: int, every: float, lent: list[KVTransferParams | None]
+    ) -> dict[str, Any]:
+        """Prompts come while others decode: first tokens, and times between tokens of the others."""
+        streams = [self.add(prompt(90_000 + seeds[0] + number, 64), 1_900) for number in range(decoding)]
+        while not all(len(self.came[name]) > 8 for name in streams):
+            self.step()
+        begin = time.perf_counter()
+        coming = [
+            (begin + every * number, seed, params)
+            for number, (seed, params) in enumerate(zip(seeds, lent, strict=True))
+        ]
+        names: list[tuple[str, float]] = []
+        while coming or not all(name in self.ends for name, _ in names):
+            if coming and time.perf_counter() >= coming[0][0]:
+                due, seed, params = coming.pop(0)
+                names.append((self.add(prompt(seed, tokens), 1, params), due))
+            self.step()
+        gaps: list[float] = []
+        for name in streams:
+            times = [at for at, _ in self.came[name] if at >= begin]
+            gaps += [after - before for before, after in itertools.pairwise(times)]
+        self.core.abort(streams)
+        self.settle()
+        gaps.sort()
+        return {
+            "first": statistics.median(self.came[name][0][0] - due for name, due in names),
+            "p50": gaps[len(gaps) // 2],
+            "p99": gaps[int(len(gaps) * 0.99)],
+            "worst": gaps[-1],
+        }
+
+    def counts(self) -> dict[str, Any]:
+        self.settle()
+        found = self.core.stats().exchange
+        assert found is not None
+        return {"bytes": found.pulled_bytes_total, "failed": found.failed_total, "rate": found.bytes_per_second}
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Answer the parent's calls, one JSON line each."""
+    engine = Engine(options, options.engine)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        what, given = json.loads(line)
+        for field in ("params", "lent"):
+            if given.get(field) is not None:
+                kind = KVTransferParams if field == "params" else list[KVTransferParams | None]
+                given[field] = msgspec.convert(given[field], kind)
+        print(msgspec.json.encode(getattr(engine, what)(**given)).decode(), flush=True)
+
+
+class Remote:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], "--engine", model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("an engine has ended; its log says why")
+        return json.loads(line)
+
+    def __call__(self, what: str, **given: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([what, given]) + "\n")
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    options = parse()
+    if options.engine:
+        return serve(options)
+    with tempfile.TemporaryDirectory() as directory:
+        fields = dict(SHAPES[options.shape])
+        fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), options.tokens + 2_048)
+        model = str(write_config(Path(directory), **fields))
+        began = time.perf_counter()
+        prefill, decode = Remote(model), Remote(model)
+        try:
+            assert prefill.answer() == decode.answer() == "ready"
+            print(f"start: {time.perf_counter() - began:.0f} s", flush=True)
+            measure(options, prefill, decode)
+        finally:
+            prefill.close()
+            decode.close()
+
+
+def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None:
+    tokens, count = options.tokens, options.prompts
+    lend = msgspec.to_builtins(LEND)
+    prefill("single", seed=1, tokens=tokens, most=1)
+    decode("single", seed=1, tokens=tokens, most=1)
+    lending, pulled, computed, equal = [], [], [], 0
+    before = decode("counts")["bytes"]
+    for seed in range(100, 103):
+        one = prefill("single", seed=seed, tokens=tokens, most=1, params=lend)
+        lending.append((one["first"], one["whole"]))
+        wanted = prefill("single", seed=seed, tokens=tokens, most=AFTER)["tokens"]
+        two = decode("single", seed=seed, tokens=tokens, most=AFTER, params=one["lent"])
+        pulled.append(two["first"])
+        equal += two["tokens"] == wanted
+        computed.append(decode("single", seed=seed + 1_000, tokens=tokens, most=1)["first"])
+    counts = decode("counts")
+    each = (counts["bytes"] - before) / 3
+    first, whole = (statistics.median(one[at] for one in lending) for at in (0, 1))
+    print(
+        f"one prompt of {tokens:,} tokens, {each / 1e6:,.0f} MB: first token {first * 1e3:.0f} ms where it is computed, its pages are lent after "
+        f"{whole * 1e3:.0f} ms; first token where it is continued {statistics.median(pulled) * 1e3:.0f} ms after that ({each / statistics.median(pulled) / 1e9:.2f} GB/s), computed there "
+        f"{statistics.median(computed) * 1e3:.0f} ms; {AFTER} tokens equal {equal} of 3; failed {counts['failed']}",
+        flush=True,
+    )
+    asked = {"tokens": tokens, "decoding": options.decoding, "every": options.every}
+    alone = decode("busy", seeds=list(range(2_000, 2_000 + count)), lent=[None] * count, **asked)
+    seeds = list(range(3_000, 3_000 + count))
+    lent = [prefill("single", seed=seed, tokens=tokens, most=1, params=lend)["lent"] for seed in seeds]
+    apart = decode("busy", seeds=seeds, lent=lent, **asked)
+    print(f"{options.decoding} requests decode while {count} prompts come, one each {options.every} s:")
+    for what, found in (("prompts computed there", alone), ("prompts pulled", apart)):
+        print(
+            f"  {what:24} between tokens p50 {found['p50'] * 1e3:6.1f} ms, p99 {found['p99'] * 1e3:6.1f}, worst {found['worst'] * 1e3:6.1f}; first "
+            f"token {found['first'] * 1e3:6.0f} ms",
+            flush=True,
+        )
+    counts = decode("counts")
+    print(f"pulled {counts['bytes'] / 1e9:.2f} GB, failed {counts['failed']}, {counts['rate'] / 1e9:.2f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
