@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from helpers.patience import patient
-from helpers.proxies import answer, running_proxy, upstreams
+from helpers.patience import patient, until
+from helpers.proxies import Asked, answer, running_proxy, upstreams
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -21,14 +22,25 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[list[RunningServer]]:
-    args = EngineArgs(model=str(demo_path("demo")), max_model_len=512, num_gpu_blocks_override=256, max_num_seqs=16)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServer]]:
+    """Two servers that lend each other the pages of prompts."""
+
+    def args() -> EngineArgs:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        return EngineArgs(
+            model=str(demo_path("demo")), max_model_len=512, num_gpu_blocks_override=256, max_num_seqs=16,
+            kv_offloading_size=0.25, kv_transfer_config={"kv_connector": "PeerConnector", "kv_role": "kv_both", "kv_port": port},
+        )  # fmt: skip
+
     options: dict[str, Any] = {
         "core_factory": DEFAULT_FACTORY,
         "chat": ChatOptions(tool_parser="hermes", auto_tools=True),
     }
-    with running_server(args, **options) as one, running_server(args, **options) as two:
-        yield [one, two]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where their secret is
+        with running_server(args(), **options) as one, running_server(args(), **options) as two:
+            yield [one, two]
 
 
 TOOL = {
@@ -95,3 +107,59 @@ def cached_share(pair: list[RunningServer], policy: str) -> float:
 def test_conversations_stay_with_the_server_that_has_their_beginning(pair: list[RunningServer]) -> None:
     by_turns, by_beginning = cached_share(pair, "round_robin"), cached_share(pair, "cache_aware")
     assert by_beginning > 0.5 > by_beginning / 2 and by_beginning > 1.15 * by_turns
+
+
+LONG = "A prompt of some length goes on for a while, and then it goes on. " * 3
+HANDED: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": LONG + "One day", "n": 3, "seed": 7, "logprobs": 5, "max_tokens": 12}),
+    ("completions", {"prompt": [4 + number % 400 for number in range(200)], "return_token_ids": True, "max_tokens": 9, "temperature": 0}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "logprobs": True, "top_logprobs": 3, "max_tokens": 12, "seed": 3}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "tools": [TOOL], "tool_choice": "required", "max_tokens": 24, "seed": 1}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "n": 2, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9, "seed": 2}),
+]  # fmt: skip
+
+
+def pages_metric(server: RunningServer, name: str) -> float:
+    found = re.search(rf"^pagerunner:kv_peer_{name}\{{.*\}} (\S+)$", server.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize(("path", "body"), HANDED, ids=[f"{path}-{number}" for number, (path, _) in enumerate(HANDED)])
+def test_a_prompt_that_one_engine_computes_is_answered_by_another(
+    pair: list[RunningServer], path: str, body: dict[str, Any]
+) -> None:
+    prefill, decode = pair
+    salted = {**body, "cache_salt": path + str(len(str(body)))}  # neither has it
+    lent, pulled = pages_metric(prefill, "lent_total"), pages_metric(decode, "pulled_total")
+    with running_proxy(prefill=[prefill.url], decode=[decode.url]) as proxy:
+        through = told(proxy.url, path, salted)
+        assert proxy.metric("prefill_fallbacks_total") == 0
+    assert re.search(r'cached_tokens":[1-9]', through[2])
+    until(lambda: pages_metric(decode, "pulled_total") > pulled)
+    assert pages_metric(prefill, "lent_total") == lent + 1
+    told(prefill.url, path, salted)
+    assert through == told(prefill.url, path, salted), "the same engine's second answer: it has as much cached"
+
+
+def test_an_engine_that_can_not_have_the_pages_computes_them(pair: list[RunningServer]) -> None:
+    prefill, decode = pair
+    body = {"prompt": LONG, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+
+    def lies(asked: Asked) -> list[bytes]:
+        """What the real one says, but for a lease that nobody has given."""
+        got = httpx.post(f"{prefill.url}/v1/completions", content=asked.body, timeout=patient(30))
+        return [answer(re.sub(rb'"remote_lease":"[0-9a-f]+"', b'"remote_lease":"%s"' % (b"0" * 32), got.content))]
+
+    def elsewhere(asked: Asked) -> list[bytes]:
+        return [re.sub(rb'("remote_host":)"127.0.0.1"', rb'\1"10.11.1.1"', lies(asked)[0])]  # as long
+
+    with upstreams(None) as (fake,), running_proxy(prefill=[fake.url], decode=[decode.url]) as proxy:
+        for script, refused in ((lies, 0), (elsewhere, 1)):
+            fake.script = script
+            salted = {**body, "cache_salt": script.__name__}
+            status, _, through = told(proxy.url, "completions", salted)
+            direct = told(prefill.url, "completions", salted)[2]
+            texts = [re.search(r'"text":"(.*?)","logprobs"', text) for text in (through, direct)]
+            assert status == 200 and texts[0] and texts[1] and texts[0][1] == texts[1][1]
+            assert proxy.metric("prefill_fallbacks_total", reason="refused by decode") == refused
+    decode.wait_idle()
