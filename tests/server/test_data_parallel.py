@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers import fake_core
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.patience import patient, until
+from helpers.router import Router
 from helpers.server_process import set_options
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner.config import EngineArgs
@@ -286,8 +287,15 @@ def test_an_engine_that_can_not_come_up_is_the_servers_error(text_side: Path, mo
 
 
 @pytest.mark.days(2)
-def test_two_real_engines_answer_alike() -> None:
-    args = EngineArgs(model=str(demo_path()), device="cpu", data_parallel_size=2, max_model_len=512, max_num_seqs=4)
+def test_two_real_engines_answer_alike(tmp_path: Path) -> None:
+    args = EngineArgs(
+        model=str(demo_path()),
+        device="cpu",
+        data_parallel_size=2,
+        max_model_len=512,
+        max_num_seqs=4,
+        kv_events_config=events_at(tmp_path),
+    )
     with running_server(args, core_factory=DEFAULT_FACTORY) as server:
         body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
         texts = [
@@ -299,6 +307,9 @@ def test_two_real_engines_answer_alike() -> None:
         assert texts[0] == texts[1] and texts[0]
         plans = [server.get(f"/memory?engine={engine}").json()["plan"] for engine in (0, 1)]
         assert plans[0] == plans[1], "each has half of the memory, and no more"
+        prompt = list(range(10, 50))
+        assert ask(server, prompt, 1).status_code == 200
+        assert cached(tmp_path, prompt) == [0, 32]
 
 
 @pytest.mark.days(2)
@@ -313,6 +324,7 @@ def test_teams_of_ranks_are_asked_for_and_shown_as_engines(tmp_path: Path) -> No
         max_model_len=96,
         max_num_seqs=4,
         skip_tokenizer_init=True,
+        kv_events_config=events_at(tmp_path),
     )
     with running_server(args, core_factory=DEFAULT_FACTORY) as server:
         for rank, count in ((0, 1), (1, 3)):
@@ -328,8 +340,29 @@ def test_teams_of_ranks_are_asked_for_and_shown_as_engines(tmp_path: Path) -> No
                 frame = json.loads(next(stream.iter_lines()).removeprefix("data: "))
             assert frame["engines"] == [2, engine]
             assert frame["stats"]["prefix_queries_total"] == (2, 6)[engine]
+        prompt = list(range(10, 50))
+        assert ask(server, prompt, 1).status_code == 200
+        assert cached(tmp_path, prompt) == [0, 32]
         [replica] = server.engine.replicas
         os.kill(replica.client.pid, signal.SIGKILL)
         until(lambda: server.get("/health").status_code == 503)
         text = server.get("/metrics").text
         assert all(f'pagerunner:engine_up{{engine="{engine}",model_name="tiny"}} 0.0' in text for engine in (0, 1))
+
+
+def events_at(directory: Path) -> dict[str, Any]:
+    """Each engine and each team publishes at a path of its own."""
+    ends = {"endpoint": f"ipc://{directory}/kv", "replay_endpoint": f"ipc://{directory}/replay"}
+    return {"enable_kv_cache_events": True, **ends}
+
+
+def cached(directory: Path, prompt: list[int]) -> list[int]:
+    """How much of a prompt the readers of both engines believe to be cached."""
+    found = []
+    for rank, suffix in enumerate(("", "_dp1")):
+        reader = Router(f"ipc://{directory}/kv{suffix}", f"ipc://{directory}/replay{suffix}")
+        reader.ask()
+        reader.close()
+        assert reader.rank in (rank, -1)
+        found.append(reader.finds(prompt))
+    return found
