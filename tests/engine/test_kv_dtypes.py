@@ -79,6 +79,7 @@ def differences(found: list[float], expected: list[float]) -> tuple[float, float
     return sum(errors) / len(errors), max(errors)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("family", MAKERS)
 @pytest.mark.parametrize("kv_cache_dtype", BOUNDS)
 def test_logprobs_stay_near_those_of_float32_pages(

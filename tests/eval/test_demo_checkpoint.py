@@ -94,6 +94,7 @@ def test_chat_template_renders_the_prompt_format(loaded: tuple[Any, Any]) -> Non
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == chat_prompt("Hello")
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(
     ("task", "distance", "count"),
     [

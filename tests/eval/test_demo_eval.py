@@ -37,6 +37,7 @@ def damage_one_page_in_ten(monkeypatch):
     monkeypatch.setattr(Pages, "prepare", prepare)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_healthy(llm, task):
     count = effort(6, COUNT) if task == "recall" else COUNT
@@ -44,6 +45,7 @@ def test_every_task_is_healthy(llm, task):
     assert all(score.accuracy >= 1 - 1 / count for score in report.scores), report.text()
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("distance", effort((64, 256), RECALL_DISTANCES))
 def test_recall_notices_one_damaged_page_in_ten(llm, distance, monkeypatch):
     llm.reset_prefix_cache()

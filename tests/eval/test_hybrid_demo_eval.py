@@ -67,6 +67,7 @@ def test_the_model_holds_three_kinds_of_memory(llm: LLM) -> None:
     assert sorted(kinds) == ["full", "recurrent", "window"]
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_healthy(llm: LLM, task: str) -> None:
     count = RECALLED if task == "recall" else COUNT
