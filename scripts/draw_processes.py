@@ -12,13 +12,13 @@ from html import escape
 from pathlib import Path
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "processes.svg"
-WIDTH, HEIGHT = 960, 430
+WIDTH, HEIGHT = 960, 550
 INK, LINE, PANEL, MUTED, ACCENT = "#1a2230", "#8e99a8", "#f3f5f8", "#566173", "#2457d6"
 
 
 @dataclass(frozen=True)
 class Box:
-    """A process (or what stands beside them): its name, where it lies, and the folders whose code runs there."""
+    """A process (or what stands beside them): its name, where it lies, the folders whose code runs there, and whether there may be several."""
 
     name: str
     x: int
@@ -27,11 +27,12 @@ class Box:
     height: int
     lines: tuple[str, ...]
     ours: bool = True
+    several: bool = False
 
 
 CLIENTS = Box("clients", 20, 120, 120, 90, ("OpenAI clients,", "curl, the page /ui"), ours=False)
 SERVER = Box(
-    "API server process",
+    "API process",
     200,
     60,
     260,
@@ -44,9 +45,10 @@ SERVER = Box(
         "outputs to text",
         "engine/core/client.py",
     ),
+    several=True,
 )
 CORE = Box(
-    "engine core process",
+    "engine core (-dp: several)",
     650,
     60,
     290,
@@ -54,18 +56,34 @@ CORE = Box(
     (
         "engine/core/core.py: the loop",
         "sched/ and memory/: a StepPlan",
-        "runner/: staging, tables, graphs",
-        "models/, layers/, attention/, ops/",
-        "runner/sampling/: tokens",
+        "engine/core/executors/: plans to ranks",
         "threads: next masks of grammars",
     ),
+    several=True,
 )
 TEMPLATES = Box("template workers", 150, 340, 180, 64, ("render chat templates,", "no keys, 512 MiB, 5 s"))
 GRAMMARS = Box("grammar helpers", 370, 340, 180, 64, ("try a grammar before", "it may be queued"))
-DEVICE = Box(
-    "GPU, or the CPU's threads", 680, 340, 230, 64, ("weights, pages, page tables", "slots' last tokens"), ours=False
+RANKS = Box(
+    "rank (a single one runs in the core)",
+    650,
+    320,
+    290,
+    90,
+    ("runner/: staging, tables, graphs, sampling", "models/, layers/, attention/, ops/", "dist/: sums of ranks"),
+    several=True,
 )
-BOXES = (CLIENTS, SERVER, CORE, TEMPLATES, GRAMMARS, DEVICE)
+SUPERVISOR = Box(
+    "supervisor",
+    150,
+    460,
+    400,
+    64,
+    ("starts API processes and cores, and watches them;", "a server with one API process has none"),
+)
+DEVICE = Box(
+    "GPU, or the CPU's threads", 680, 470, 230, 64, ("weights, pages, page tables", "slots' last tokens"), ours=False
+)
+BOXES = (CLIENTS, SERVER, CORE, RANKS, TEMPLATES, GRAMMARS, SUPERVISOR, DEVICE)
 # From, to, and the words beside the arrow: where they begin.
 ARROWS = (
     ((140, 150), (200, 150), ("HTTP", 153, 142)),
@@ -74,8 +92,10 @@ ARROWS = (
     ((650, 190), (460, 190), ("tokens, statistics", 476, 182)),
     ((260, 270), (240, 340), ("messages, text", 150, 312)),
     ((400, 270), (430, 340), ("yes, or a sentence", 426, 312)),
-    ((760, 270), (760, 340), ("one copy a step", 655, 312)),
-    ((820, 340), (820, 270), ("sampled tokens", 830, 312)),
+    ((760, 270), (760, 320), ("StepPlan", 700, 302)),
+    ((820, 320), (820, 270), ("sampled tokens", 830, 302)),
+    ((760, 410), (760, 470), ("one copy a step", 662, 446)),
+    ((820, 470), (820, 410), ("sampled tokens", 830, 446)),
 )
 
 
@@ -85,10 +105,11 @@ def _text(x: int, y: int, words: str, *, size: int = 13, colour: str = INK, weig
 
 def _box(box: Box) -> Iterator[str]:
     dash = "" if box.ours else ' stroke-dasharray="5 4"'
-    yield (
-        f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{box.height}" rx="8" fill="{PANEL}" '
-        f'stroke="{ACCENT if box.ours else LINE}" stroke-width="1.5"{dash}/>'
-    )
+    for behind in (6, 0) if box.several else (0,):
+        yield (
+            f'<rect x="{box.x + behind}" y="{box.y - behind}" width="{box.width}" height="{box.height}" rx="8" fill="{PANEL}" '
+            f'stroke="{ACCENT if box.ours else LINE}" stroke-width="1.5"{dash}/>'
+        )
     yield _text(box.x + 12, box.y + 22, box.name, weight="600")
     for number, line in enumerate(box.lines):
         yield _text(
@@ -107,7 +128,7 @@ def draw() -> str:
         _text(
             20,
             32,
-            "A server's processes. Solid frames are ours; with LLM, the two large ones are one process.",
+            "A server's processes. Solid frames are ours, double ones may be several. With LLM, API process and core are one.",
             size=14,
         ),
     ]
