@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -67,8 +68,11 @@ def told(url: str, path: str, body: dict[str, Any]) -> tuple[int, str, str]:
     got = httpx.post(f"{url}/v1/{path}", json={"model": MODEL, **body}, headers=headers, timeout=patient(30))
     text = re.sub(r'("created(?:_at)?":|[a-z]+[-_])[0-9a-f]{10,}', r"\1...", got.text)
     if body.get("stream"):
-        pieces = re.findall(r'"index":(\d+),"delta":.*?"content":(".*?"),', text)
-        text = f"{[''.join(piece for at, piece in pieces if at == one) for one in '01']} {text[-400:]}"
+        *events, end = [json.loads(line[6:]) for line in got.text.splitlines() if line.startswith("data: {")]
+        choices = [one for event in events for one in event["choices"]]
+        texts = ["".join(one["delta"].get("content") or "" for one in choices if one["index"] == at) for at in (0, 1)]
+        reasons = sorted(str(one["finish_reason"]) for one in choices if one["finish_reason"])
+        text = json.dumps([texts, reasons, end["usage"]], separators=(",", ":"))
     return got.status_code, got.headers["content-type"], text
 
 
