@@ -53,7 +53,7 @@ def below(llm: LLM) -> Any:
 
 def written(llm: LLM) -> int:
     """How many pages are on the disk when nothing is to be written any more."""
-    until(lambda: below(llm).settle() or not below(llm)._writes)
+    until(lambda: below(llm).settle() or not below(llm).num_writes)
     return int(llm.stats().tier.disk.pages)
 
 
@@ -143,7 +143,7 @@ def test_an_interrupted_engine_waits_for_its_disk_and_goes_on(checkpoint: Callab
     wanted, _ = run(llm, PROMPTS)
     before = below(llm)
     llm._core.recover([])
-    assert below(llm) is not before and not before._writes
+    assert below(llm) is not before and not before.num_writes
     assert run(llm, PROMPTS)[0] == wanted
     nothing_held(llm)
 

@@ -90,6 +90,11 @@ class Below(Generic[Request]):
         """Reads under way that a request waits for."""
         return sum(moving.request is not None for moving in self._reads.values())
 
+    @property
+    def num_writes(self) -> int:
+        """Writes under way. Nobody waits for them."""
+        return len(self._writes)
+
     def seconds(self, keys: Sequence[Sequence[PageKey]]) -> float:
         """How long reading these pages, by group, would take now."""
         return self._store.seconds(sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True)))
