@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from helpers.effort import by_days
@@ -13,6 +14,12 @@ from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker import build
+from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.memory.report import plan_json, plan_table
+from pagerunner.runner.transfers import Transfers
+from pagerunner.tiers import policy
+from pagerunner.types import EngineRequest, PageTransfer, TransferEnd
 
 pytest.importorskip("transformers")
 
@@ -23,6 +30,12 @@ LONGER = [[*prompt, 9, 9] for prompt in PROMPTS]
 ROUNDS = (PROMPTS, LONGER)
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 TIER = {"kv_offloading_size": 0.06}
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    """The same in vLLM's words."""
+    named = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": named}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +74,7 @@ def nothing_held(llm: LLM) -> None:
     assert not any(scheduler.tiers.host.pool.used)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "dtype"), by_days(KINDS, ("auto", "fp8", "bfloat16")))
 def test_tokens_are_those_of_an_engine_without_host_memory(
     checkpoint: Callable[[str], str], family: str, dtype: str
@@ -74,3 +88,193 @@ def test_tokens_are_those_of_an_engine_without_host_memory(
     assert stats is not None and stats.load_bytes_total > 0 and stats.failed_total == 0
     assert sum(found[1][1]) > sum(wanted[1][1]), "prompts come back from host memory"
     nothing_held(tiered)
+
+
+class LateTransfers(Transfers):
+    """Transfers that do nothing for `lag` looks, but for loads, which write rubbish meanwhile. Of `bad` of them the last one fails."""
+
+    lag, bad = 6, 0
+    made: ClassVar[list[LateTransfers]] = []
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.looks = 0
+        self.late: list[tuple[int, PageTransfer]] = []
+        self.made.append(self)
+
+    def _begin(self, transfer: PageTransfer) -> None:
+        self.late.append((self.looks + self.lag, transfer))
+        self._scribble(transfer)
+
+    def _scribble(self, transfer: PageTransfer) -> None:
+        for group, offset, _ in transfer.pages if transfer.loads else ():
+            self._bytes[offset : offset + self._page_bytes[group]].fill_(0x7E)
+
+    def ended(self, seconds: float = 0.0) -> list[TransferEnd]:
+        self.looks += 1
+        done = [one for when, one in self.late if when <= self.looks]
+        self.late = [(when, one) for when, one in self.late if when > self.looks]
+        for _, transfer in self.late:
+            self._scribble(transfer)
+        ends = []
+        for transfer in done:
+            well = not self.bad or transfer.number % self.bad != 0
+            if well:
+                super()._begin(transfer)
+            else:
+                self._scribble(transfer)
+            ends.append(TransferEnd(transfer.number, well, 0.001))
+        super().drain()
+        return ends
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[LateTransfers]:
+    kind = type("Late", (LateTransfers,), {"made": []})
+    monkeypatch.setattr(build, "Transfers", kind)
+    return kind
+
+
+@pytest.fixture(scope="module")
+def wanted(checkpoint: Callable[[str], str]) -> list[list[list[int]]]:
+    llm = engine(checkpoint("qwen3"))
+    return [run(llm, prompts)[0] for prompts in ROUNDS]
+
+
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_transfers_that_come_late_or_fail_cost_time_and_no_token(
+    checkpoint: Callable[[str], str], late: type[LateTransfers], wanted: list[list[list[int]]], bad: int
+) -> None:
+    late.bad = bad
+    llm = engine(checkpoint("qwen3"), **TIER)
+    assert [run(llm, prompts)[0] for prompts in ROUNDS] == wanted
+    stats = llm.stats().tier
+    assert stats is not None and stats.load_bytes_total > 0 and bool(stats.failed_total) == bool(bad)
+    nothing_held(llm)
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_its_late_bytes_reach_nobody(
+    checkpoint: Callable[[str], str],
+    late: type[LateTransfers],
+    wanted: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policy, "LEAST_PATIENCE", 0.0)
+    monkeypatch.setattr(policy, "PATIENCE", 0.0)
+    late.lag = 12
+    llm = engine(checkpoint("qwen3"), **TIER)
+    assert [run(llm, prompts)[0] for prompts in ROUNDS] == wanted
+    stats = llm.stats().tier
+    assert stats is not None and stats.given_up_total > 0
+    nothing_held(llm)
+
+
+def test_a_request_may_end_instead_of_being_computed(
+    checkpoint: Callable[[str], str], late: type[LateTransfers], wanted: list[list[list[int]]]
+) -> None:
+    llm = engine(checkpoint("qwen3"), **TIER, kv_transfer_config={"kv_load_failure_policy": "fail"})
+    assert run(llm, PROMPTS)[0] == wanted[0]
+    nothing_held(llm)
+    late.bad = 1
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
+    errors = [output.error for output in outputs if output.error is not None]
+    assert errors and all('kv_load_failure_policy is "fail"' in error for error in errors)
+    late.bad = 0
+    nothing_held(llm)
+    assert run(llm, LONGER)[0] == wanted[1]
+
+
+def test_requests_that_are_gone_and_sleep_leave_no_transfer_behind(
+    checkpoint: Callable[[str], str], late: type[LateTransfers], wanted: list[list[list[int]]]
+) -> None:
+    llm = engine(checkpoint("qwen3"), **TIER, enable_sleep_mode=True)
+    assert run(llm, PROMPTS)[0] == wanted[0]
+    nothing_held(llm)
+    core, late.lag = llm._core, 50
+    core.add(EngineRequest(request_id="gone", prompt_token_ids=PROMPTS[0], params=PARAMS, seed=0, max_tokens=4))
+    while not core._scheduler.num_transfers:
+        core.step()
+    assert core.abort(["gone"])
+    nothing_held(llm)
+    for level, found in ((1, True), (2, False)):
+        run(llm, [[level, *prompt] for prompt in PROMPTS])
+        assert core._scheduler.num_transfers, "a store is under way"
+        llm.sleep(level)
+        assert core._scheduler.num_transfers == 0
+        llm.wake_up()
+        tokens, cached = run(llm, PROMPTS)
+        assert tokens == wanted[0] and (sum(cached) > 0) is found
+    nothing_held(llm)
+    llm._core.reset_prefix_cache()
+    assert run(llm, PROMPTS) == (wanted[0], [0] * len(PROMPTS))
+
+
+@pytest.mark.days(3)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("qwen3_next", {"tensor_parallel_size": 2}),
+        ("gpt_oss", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_ranks_stages_and_teams_have_the_same_places(
+    checkpoint: Callable[[str], str], family: str, ways: dict[str, Any]
+) -> None:
+    path, prompts = checkpoint(family), [*PROMPTS, *([1, *prompt] for prompt in PROMPTS)]
+    tokens = run(engine(path), prompts)[0]
+    llm = engine(path, **ways, **TIER)
+    for _ in range(3):
+        assert run(llm, prompts)[0] == tokens
+    scheduler = llm._core._scheduler
+    while llm._core.has_work:
+        llm._core.step()
+    stats = llm.stats().tier
+    assert stats is not None and stats.load_bytes_total > 0 and stats.failed_total == 0
+    for team in getattr(scheduler, "teams", [scheduler]):
+        assert not any(team.manager.pool.used) and not any(team.tiers.host.pool.used)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv_offloading_size": -1}, r"kv_offloading_size must be a number of GiB above 0, got -1"),
+        ({"kv_offloading_size": 1e-6}, r"less than a slab of pages .* Raise it to at least"),
+        ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend must be one of native, got 'lmcache'"),
+        ({**TIER, "enable_prefix_caching": False}, "kv_offloading_size needs enable_prefix_caching=True"),
+        ({"kv_transfer_config": "{"}, 'kv_transfer_config must be JSON such as {"kv_connector": "OffloadingConnector"'),
+        ({"kv_transfer_config": {"kv_conector": "x"}}, "unknown field `kv_conector`"),
+        (
+            {"kv_transfer_config": {"kv_connector": "MoRIIO", "kv_role": "kv_both"}},
+            "must be one of OffloadingConnector, PeerConnector, got 'MoRIIO'",
+        ),
+        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_role of OffloadingConnector"),
+        (connector(), "doesn't say how much of it: give cpu_bytes_to_use"),
+        (connector(cpu_bytes_to_use=0), "cpu_bytes_to_use must be at least 1, got 0"),
+        ({**connector(cpu_bytes_to_use=2**26), **TIER}, "say the same thing; give one of them"),
+        (connector(num_cpu_blocks=7), "OffloadingConnector knows cpu_bytes_to_use, block_size"),
+        (connector(cpu_bytes_to_use=2**26, eviction_policy="arc"), "eviction_policy must be one of lru, got 'arc'"),
+        (connector(cpu_bytes_to_use=2**26, block_size=64), "block_size=64 would join pages on their way"),
+        (connector(cpu_bytes_to_use=2**26, store_threshold=2), "store_threshold=2 would store a prompt when"),
+        ({"kv_transfer_config": {"kv_load_failure_policy": "retry"}}, "must be one of recompute, fail, got 'retry'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    checkpoint: Callable[[str], str], options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises((ConfigError, CapacityError), match=sentence):
+        resolve(EngineArgs(model=checkpoint("qwen3"), device="cpu", max_model_len=256, **options))
+
+
+def test_more_host_memory_than_there_is_and_vllms_words(checkpoint: Callable[[str], str]) -> None:
+    args = EngineArgs(model=checkpoint("qwen3"), device="cpu", max_model_len=256, tensor_parallel_size=2, **TIER)
+    with pytest.raises(CapacityError, match=r"asks for 61.44 MiB .* 32.00 MiB can be had .*; lower it to 0.0"):
+        resolve(args, available=2**30 + 2**24)
+    resolved = resolve(args, available=2**33)
+    assert resolved.config.host_bytes == resolved.plan.host_bytes == int(0.06 * 2**30) // 2
+    assert dict(resolved.plan.other)["host memory for pages"] == resolved.plan.host_bytes
+    assert "host memory" in plan_table(resolved.plan) and plan_json(resolved.plan)["host_tokens"] > 10_000
+    same = connector(cpu_bytes_to_use=int(0.06 * 2**30), offload_prompt_only=False)
+    other = resolve(msgspec.structs.replace(args, kv_offloading_size=None, **same), available=2**33)
+    assert other.config.host_bytes == resolved.config.host_bytes and not other.config.offload_prompt_only

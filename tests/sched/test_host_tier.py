@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import seed, settings
+from hypothesis import Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from helpers.effort import effort
-from helpers.traffic import QUICK, Traffic
+from helpers.traffic import QUICK, Traffic, mixes
 from pagerunner.memory import growth, rules
 from pagerunner.tiers import policy
 from pagerunner.tiers.host import HostTier
@@ -22,16 +22,18 @@ _PATIENCE = 4.0  # steps
 
 
 class HostTraffic(Traffic):
-    """Time is counted in steps. A transfer ends `lag` steps after it has begun, and each seventh one badly."""
+    """Time is counted in steps. A transfer ends `lag` steps after it has begun, and some of them badly."""
 
     host_class: type[HostTier] = HostTier
     tiering_class: type[Tiering] = Tiering
     cachings = st.just(True)
+    sizes = st.sampled_from([1, 2, 10])  # of the host memory, times the page memory
+    bads = st.sampled_from([0, 7, 3])
     seen: ClassVar[Counter[str]] = Counter()
 
     def make_tiers(self, data: st.DataObject) -> Tiering:
         largest = max(group.page_bytes for group in self.plan.groups)
-        size = data.draw(st.sampled_from([1, 2, 10]))  # times the page memory
+        size = data.draw(self.sizes)
         num_bytes = max(size * self.plan.kv_bytes, 2 * self.plan.slab_bytes + largest) + 8_192
         host = self.host_class(self.plan, num_bytes)
         self.ready = 0
@@ -47,14 +49,14 @@ class HostTraffic(Traffic):
         self.begun: dict[int, float] = {}
         self.held: dict[int, int] = {}
 
-    @initialize(lag=st.integers(0, 8), bad=st.sampled_from([0, 7, 3]))
-    def start_host(self, lag: int, bad: int) -> None:
-        self.lag, self.bad = lag, bad
+    @initialize(data=st.data(), lag=st.integers(0, 8))
+    def start_host(self, data: st.DataObject, lag: int) -> None:
+        self.lag, self.bad = lag, data.draw(self.bads)
 
     def step(self, fault: bool = False) -> None:
         self.now += 1
         self.ready += self.tiers.host.num_bytes // 3 + 1
-        self.tiers.host.grow(self.ready)
+        self.tiers.grow(self.ready)
         steps, quiet = self.scheduler.stats().steps_total, not self.flight
         for number in self.checker.transfers:
             self.begun.setdefault(number, self.now)
@@ -84,6 +86,8 @@ class HostTraffic(Traffic):
                 for other in [at for at, long in self.held.items() if at < place + size and place < at + long]:
                     del self.checker.outside[other], self.held[other]
         self.checker.end_transfer(number, well=well)
+        if not transfer.loads and not well:
+            self.checker.outside |= {place: ["rubbish"] for _, _, place in transfer.pages}
         if not transfer.loads and well:
             self.held |= {place: self.plan.groups[group].page_bytes for group, _, place in transfer.pages}
         self.scheduler.end_transfer(TransferEnd(number, well, 0.5))
@@ -130,7 +134,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_traffic_over_a_host_tier_has_the_right_tokens() -> None:
     HostTraffic.seen.clear()
     run_state_machine_as_test(
-        HostTraffic, settings=settings(QUICK, max_examples=effort(30, 1000), stateful_step_count=40)
+        HostTraffic, settings=settings(QUICK, max_examples=effort(20, 1000), stateful_step_count=40)
     )
     wanted = {"admission waits", "quarantined", "loaded", "failed"}
     if any(
@@ -140,3 +144,35 @@ def test_traffic_over_a_host_tier_has_the_right_tokens() -> None:
             seed(1)(HostTraffic), settings=settings(QUICK, max_examples=30, stateful_step_count=40)
         )
     assert all(HostTraffic.seen[name] for name in wanted), HostTraffic.seen
+
+
+class _TakesFailedForWell(Tiering):
+    """However a transfer has ended, its pages are taken for right."""
+
+    def end(self, end: TransferEnd) -> None:
+        super().end(end._replace(well=True))
+
+
+class _FindsWhatIsOnItsWay(Tiering):
+    """A place has its key before the bytes are there."""
+
+    def _begun(self, lease: Any, pages: Any, fresh: Any, *, loads: bool, **more: Any) -> int:
+        for group, named in enumerate(fresh):
+            for key, page in named.items():
+                self.host.index.publish(group, key, page)
+        return super()._begun(lease, pages, fresh, loads=loads, **more)
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("broken", [_TakesFailedForWell, _FindsWhatIsOnItsWay])
+def test_a_bug_planted_in_the_tier_is_caught(broken: type[Tiering]) -> None:
+    machine = type("Broken", (HostTraffic,), {"tiering_class": broken, "pools": mixes(("full",)), "bads": st.just(3)})
+    for number in range(20):
+        try:
+            run_state_machine_as_test(
+                seed(number)(machine),
+                settings=settings(QUICK, max_examples=100, stateful_step_count=40, phases=[Phase.generate]),
+            )
+        except (AssertionError, KeyError):
+            return
+    pytest.fail("no traffic met the planted bug")

@@ -225,7 +225,7 @@ class Scheduler:
     def host_ready(self, num_bytes: int) -> None:
         """So many bytes of host memory can be used by now. What has come there from a store below is found."""
         if self.tiers is not None:
-            self.tiers.host.grow(num_bytes)
+            self.tiers.grow(num_bytes)
             self.tiers.settle()
 
     def clear_tiers(self, *, new_weights: bool = False) -> None:

@@ -128,6 +128,13 @@ class Tiering:
         if self.below is not None:
             self.below.settle()
 
+    def grow(self, ready_bytes: int) -> None:
+        """So many bytes of host memory can be used by now."""
+        before = self.host.ready_bytes
+        self.host.grow(ready_bytes)
+        if self.host.ready_bytes > before:
+            self._refused_at = -1
+
     def wish(self, chain: PrefixChain, tokens: int) -> None:
         """Store what the device has of a chain's first `tokens` tokens, as soon as there is room."""
         units = min(tokens // UNIT_TOKENS, len(chain.hashes))
@@ -201,10 +208,12 @@ class Tiering:
         pages = [host.share(group, keys) for group, keys in enumerate(known)]  # used now, so not what makes room
         fresh = host.take([len(keys) for keys in missing]) if any(missing) else None
         if fresh is None:
-            self.counts.stores_skipped += any(missing)
             if self.below is not None:
                 self.below.keep(pages)
             host.release(pages)
+            if any(missing) and host.ready_bytes < host.num_bytes:
+                return None
+            self.counts.stores_skipped += any(missing)
             return 0
         lease = self._manager.store(missing, [host.places(group, some) for group, some in enumerate(fresh)])
         if lease is None:

@@ -146,10 +146,10 @@ def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | No
 
 
 def _check(config: KVTransferConfig) -> None:
-    one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
-    exchanges = config.kv_connector == "PeerConnector"
-    roles = ROLES if exchanges else ("kv_both",)
-    one_of(f"kv_role of {config.kv_connector}", config.kv_role, roles)
+    if config.kv_connector is not None or config.kv_role is not None or config.kv_connector_extra_config:
+        one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
+        roles = ROLES if config.kv_connector == "PeerConnector" else ("kv_both",)
+        one_of(f"kv_role of {config.kv_connector}", config.kv_role, roles)
     one_of("kv_load_failure_policy", config.kv_load_failure_policy, ("recompute", "fail"))
     if config.kv_connector_module_path is not None:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _check(config: KVTransferConfig) -> None:
         "kv_ip",
         "kv_port",
     ):
-        if exchanges and name in ("kv_ip", "kv_port"):
+        if config.kv_connector == "PeerConnector" and name in ("kv_ip", "kv_port"):
             continue
         default = next(field.default for field in msgspec.structs.fields(config) if field.name == name)
         if (value := getattr(config, name)) not in (default, "cuda" if name == "kv_buffer_device" else default):
