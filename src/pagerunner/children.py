@@ -164,7 +164,7 @@ def starting(who: str) -> Iterator[None]:
         raise EngineDeadError(f"{who} can't be started: {error}.") from error
 
 
-class RankProcess(Protocol):
+class Process(Protocol):
     """What is asked of a process that has been started, here or on another machine: a `subprocess.Popen` is one."""
 
     @property
@@ -194,7 +194,7 @@ class RankProcess(Protocol):
         ...
 
 
-def end(processes: Mapping[str, RankProcess]) -> str:
+def end(processes: Mapping[str, Process]) -> str:
     """Kill processes, by their names, and wait for their ends, but not for ever. A sentence about those that don't end, or "".
 
     A process that waits inside a driver, or for a disk, ends when that wait does, whatever signal it gets.

@@ -23,6 +23,7 @@ from pagerunner.demo import demo_path
 from pagerunner.engine import rank as of_rank
 from pagerunner.engine.core import client
 from pagerunner.engine.core.executors import process, watch
+from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import orders
@@ -34,9 +35,14 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
 
 
+def watched(directory: Path, seconds: float) -> RankWatch:
+    """A watch of two ranks."""
+    return RankWatch(zmq.Context.instance(), directory, 2, seconds, Doors(directory))
+
+
 def test_a_watch_that_has_never_begun_can_be_closed(tmp_path: Path) -> None:
     """As where no thread can be started. The error that says so must not be hidden by another one."""
-    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 1.0)
+    one = watched(tmp_path, 1.0)
     one.close()
     assert not tmp_path.exists() and one._reports.closed
     with pytest.raises(EngineDeadError, match="shut down"):
@@ -47,7 +53,7 @@ def test_ranks_are_watched_without_pidfd_open(monkeypatch: pytest.MonkeyPatch, t
     """Kernels before 5.3 lack it, sandboxes forbid it, and a Python that was built on an old system has no such function."""
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     monkeypatch.delattr(os, "eventfd", raising=False)
-    one, processes = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0), [sleeper(), sleeper()]
+    one, processes = watched(tmp_path, 9.0), [sleeper(), sleeper()]
     one.begin(processes)
     processes[1].kill()
     until(lambda: one._error is not None, 5)
@@ -76,7 +82,7 @@ class Stuck:
 
 def test_a_rank_that_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(children, "_END_SECONDS", 0.1)
-    one, other = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0), sleeper()
+    one, other = watched(tmp_path, 9.0), sleeper()
     stuck: Any = Stuck()
     one.begin([stuck, other])
     error = one.fail("Rank 1 of 2 hangs.")
@@ -117,7 +123,7 @@ def test_a_ctrl_c_while_ranks_end_leaves_no_directory(monkeypatch: pytest.Monkey
     def interrupted(_: object) -> str:
         raise KeyboardInterrupt
 
-    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 9.0)
+    one = watched(tmp_path, 9.0)
     monkeypatch.setattr(watch, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one.close()
@@ -132,7 +138,7 @@ def test_a_core_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.Monkey
 
 def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_path: Path) -> None:
     """Hosts launch steps and wait for nobody. What devices have finished shows which one stands still."""
-    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 2.0)
+    one = watched(tmp_path, 2.0)
     hung: list[str] = []
     one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
 
@@ -184,7 +190,7 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
 
 def test_ranks_may_load_in_unequal_times(tmp_path: Path) -> None:
     """One that waits in its first sum for another that still reads its weights is not a sign of a fault for so long."""
-    one = RankWatch(zmq.Context.instance(), tmp_path, 2, 2.0)
+    one = watched(tmp_path, 2.0)
     hung: list[str] = []
     one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
 

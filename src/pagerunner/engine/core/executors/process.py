@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from pagerunner import limits
-from pagerunner.children import RankProcess, engine_environment, private_directory, start, starting
+from pagerunner.children import Process, engine_environment, private_directory, start, starting
 from pagerunner.config import EngineConfig
 from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.base import Pending, Started
@@ -111,7 +111,7 @@ class LocalPlaces:
 
     here = True
 
-    def start(self, launch: orders.RankLaunch) -> RankProcess:
+    def start(self, launch: orders.RankLaunch) -> Process:
         """Start a rank. Raises OSError."""
         environment = {**nccl_settings(), **engine_environment(), **thread_settings(os.environ, reserved=0)}
         line = msgspec.json.encode(launch) + b"\n"
@@ -143,7 +143,7 @@ class Ranks:
             self._places, doors = self._find_places(resolved.config, undo)
             undo.callback(doors.close)
             together, self.of_team = resolved.config.tensor_parallel_size, ranks // resolved.config.teams
-            self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, together, doors)
+            self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors, together)
             undo.callback(self.watch.close)
             self.watch.team_ranks = self.of_team
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
@@ -155,7 +155,7 @@ class Ranks:
         self._end = weakref.finalize(self, _end, os.getpid(), self.watch, self._sockets, self._places, doors)
         # what depends on who asked is settled already
         args = msgspec.structs.replace(resolved.args, max_num_batched_tokens=resolved.config.max_num_batched_tokens)
-        processes: list[RankProcess] = []
+        processes: list[Process] = []
         try:
             for rank in range(ranks):
                 launch = orders.RankLaunch(

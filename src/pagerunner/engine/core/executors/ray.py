@@ -19,7 +19,6 @@ import msgspec
 
 from pagerunner.children import HOST_IP, LOOPBACK, host_ip, settings_of_engine
 from pagerunner.config import EngineConfig
-from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.watch import LOST
 from pagerunner.engine.rank_host import Place, RankHost, machine
 from pagerunner.engine.worker import orders
@@ -29,8 +28,7 @@ from pagerunner.limits import knob
 logger = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"
-_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # all ranks of a machine see all of its devices
-_ACTOR: dict[str, Any] = {"num_cpus": 1, "max_concurrency": 4, "runtime_env": {"env_vars": _ENVIRONMENT}}
+_ACTOR: dict[str, Any] = {"num_cpus": 1, "max_concurrency": 4}
 
 
 class RayRank:
@@ -146,9 +144,8 @@ class RayPlaces:
     def start(self, launch: orders.RankLaunch) -> RayRank:
         """Start a rank in its actor."""
         actor, place = self._actors[launch.rank], self._places[launch.rank]
-        settings = {**nccl_settings(), **settings_of_engine()}
         address = LOOPBACK if self.host == LOOPBACK else place.address
-        ended = actor.run.remote(msgspec.json.encode(launch), settings, address)
+        ended = actor.run.remote(msgspec.json.encode(launch), settings_of_engine(), address)
         return RayRank(self._ray, actor, place.pid, ended)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
 This thread looks at six things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
-a rank has begun fewer sums and steps than the others of its stage for too long; that a rank has a step, waits for nobody and begins nothing; and
+a rank has begun fewer sums and steps than the others of its stage or team for too long; that a rank has a step, waits for nobody and begins nothing; and
 that a rank's device doesn't come further with what it has been given.
 The first of these that is found becomes the engine's reason. Then all ranks are killed, which frees whoever waits for them.
 """
@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from pagerunner.children import RankProcess, end, exit_reason
+from pagerunner.children import Process, end, exit_reason
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
@@ -73,12 +73,12 @@ class RankWatch:
         directory: Path,
         ranks: int,
         seconds: float,
+        doors: Doors,
         together: int | None = None,
-        doors: Doors | None = None,
     ) -> None:
-        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports in `directory`, or by `doors`.
+        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports by `doors`.
 
-        So many ranks `together` are a stage, and make the same sums; by default all of them.
+        So many ranks `together` are a stage or a team, and make the same sums; by default all of them.
         """
         self._together = together or ranks
         self.team_ranks = ranks
@@ -87,10 +87,10 @@ class RankWatch:
         self._process = os.getpid()
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.RCVHWM, 0)
-        (doors or Doors(directory)).bind(self._reports, orders.REPORTS)
+        doors.bind(self._reports, orders.REPORTS)
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
-        self._processes: dict[int, RankProcess] = {}
+        self._processes: dict[int, Process] = {}
         self._known = {rank: _Known(rank) for rank in range(ranks)}
         self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
         self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
@@ -110,7 +110,7 @@ class RankWatch:
         self._ready: dict[int, int] = {}
         self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
 
-    def begin(self, processes: Sequence[RankProcess]) -> None:
+    def begin(self, processes: Sequence[Process]) -> None:
         """Watch the processes of ranks 0, 1, ..., which have just been started."""
         self._processes = dict(enumerate(processes))
         self._thread.start()
@@ -305,7 +305,7 @@ class RankWatch:
         behind = self._seconds * (1 if len(self.loaded) == self._ranks else _LOADING)
         for rank, known in self._known.items():
             who, alive = f"Rank {rank} of {self._ranks}", known.alive
-            most = max(self._known[other].alive.begun for other in self._stage_of(rank))
+            most = max(self._known[other].alive.begun for other in self._of_group(rank))
             waits = self._together == self._ranks or alive.waits or alive.given == alive.steps
             if alive.begun == most and waits:
                 known.moved_at = now
@@ -327,7 +327,8 @@ class RankWatch:
                 )
         return None
 
-    def _stage_of(self, rank: int) -> range:
+    def _of_group(self, rank: int) -> range:
+        """The ranks of its stage or team."""
         first = rank - rank % self._together
         return range(first, first + self._together)
 
