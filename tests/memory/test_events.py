@@ -17,7 +17,7 @@ from pagerunner.memory import growth, rules
 from pagerunner.memory.events import BlockShape, Change, LoggedIndex
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.prefix import PrefixChain
+from pagerunner.memory.prefix import PrefixChain, PrefixIndex
 
 KINDS = ["full", "latent-1", "latent-4", "window-5", "window-40", "chunked-32", "recurrent"]
 
@@ -146,6 +146,16 @@ def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
         settings=settings(QUICK, max_examples=effort(40, 600), stateful_step_count=30, phases=[Phase.generate]),
     )
     assert LoggedTraffic.told > 100, "the cache was mostly empty"
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("missed", ["publish", "forget"])
+def test_a_change_that_nobody_is_told_of_is_noticed(monkeypatch: pytest.MonkeyPatch, missed: str) -> None:
+    monkeypatch.setattr(LoggedIndex, missed, getattr(PrefixIndex, missed))
+    with pytest.raises(AssertionError, match="told but not there|there but not told"):
+        run_state_machine_as_test(
+            LoggedTraffic, settings=settings(QUICK, max_examples=200, stateful_step_count=30, phases=[Phase.generate])
+        )
 
 
 def test_pages_that_were_loaded_are_told_when_a_prompt_has_found_them() -> None:
