@@ -320,6 +320,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str | None
     seconds: float
     num_threads: int
+    nixl: bool = False
 
 
 class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_core
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.tiers import exchange as exchange_module
-from pagerunner.tiers import peers
+from pagerunner.tiers import nixl, peers
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 from pagerunner.types.kv_transfer import KVTransferParams
 
@@ -31,6 +31,12 @@ OTHER = [(11 * i) % 490 + 4 for i in range(150)]
 LEND = KVTransferParams(do_remote_decode=True)
 SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "skip_tokenizer_init": True}
 _numbers = itertools.count()
+try:
+    nixl.check_installed()
+    INSTALLED = True
+except ConfigError:
+    INSTALLED = False
+needs_nixl = pytest.mark.skipif(not INSTALLED, reason='NIXL isn\'t installed: pip install "pagerunner[nixl]"')
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,11 @@ class Engine:
     def __init__(self, path: str, role: str | None, extra: dict[str, Any] | None = None, **options: Any) -> None:
         transfer: dict[str, Any] = {}
         if role is not None:
-            config = {"kv_connector": "PeerConnector", "kv_role": role, "kv_port": free_port()}
+            config = {
+                "kv_connector": options.pop("connector", "PeerConnector"),
+                "kv_role": role,
+                "kv_port": free_port(),
+            }
             transfer = {
                 "kv_transfer_config": {**config, "kv_connector_extra_config": extra or {}},
                 "kv_offloading_size": 0.04,
@@ -227,6 +237,27 @@ def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.Monkey
     assert prefill.last(name).finish_reason == "abort"
 
 
+@needs_nixl
+def test_by_nixl_it_is_the_same(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, plain = (
+        make("kv_both", connector=connector, enable_sleep_mode=True)
+        for connector in ("NixlConnector", "NixlConnector", "PeerConnector")
+    )
+    wanted = prefill.tokens(prefill.add(PROMPT))
+    reads: list[int] = []
+    real = nixl.Reader.read
+    monkeypatch.setattr(
+        nixl.Reader, "read", lambda self, agent, at, *rest: reads.append(len(at)) or real(self, agent, at, *rest)
+    )
+    for lender, times in ((prefill, 1), (prefill, 2), (plain, 2)):  # from one without NIXL over TCP
+        name = decode.add(PROMPT, lender.lend(PROMPT))
+        assert decode.tokens(name) == wanted and decode.found(name) == 144
+        assert reads == [9] * times
+        decode.core.reset_prefix_cache()
+        prefill.core.sleep(1)
+        prefill.core.wake_up()
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_sleep_ends_loans_and_pulls(make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     prefill, decode = (make("kv_both", enable_sleep_mode=True) for _ in range(2))
@@ -307,6 +338,7 @@ def test_params_that_contradict_themselves(fields: dict[str, Any], sentence: str
         ({"kv_connector_extra_config": {"kv_lease_duration": 0}}, {}, "kv_lease_duration"),
         ({}, {"tensor_parallel_size": 2}, "engines of one rank"),
         ({}, {"kv_offloading_size": None}, "PeerConnector takes pages to host memory"),
+        ({"kv_connector_extra_config": {"backends": ["UCX"]}}, {}, "goes with NixlConnector alone"),
     ],
 )
 def test_configurations_are_refused(checkpoint, config: dict[str, Any], options: dict[str, Any], sentence: str) -> None:

@@ -24,8 +24,9 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.loans import Loans
+from pagerunner.tiers.nixl import Reader, Shared
 from pagerunner.tiers.page_server import PageServer
-from pagerunner.tiers.peers import PeerStore
+from pagerunner.tiers.peers import PULL_BYTES, PeerStore
 from pagerunner.tiers.policy import Tiering
 from pagerunner.tiers.stats import ExchangeStats
 from pagerunner.types import EngineRequest, RequestUpdate
@@ -85,7 +86,11 @@ class Exchange:
         self._given_back: deque[bytes] = deque()
         self.loans = Loans(self._on_loan_end)
         self._server = PageServer(self.loans, secret, config.host, config.port, config.peers) if config.lends else None
-        self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads)
+        self._shared: Shared | None = None
+        self._nixl = config.nixl
+        largest = max(group.page_bytes for group in scheduler.manager.plan.groups)
+        reader = Reader(PULL_BYTES + largest) if config.nixl and config.pulls else None
+        self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads, reader)
         self._is_open = False
         self._to_lend: dict[str, EngineRequest] = {}
         self._answers: list[_Answer] = []
@@ -110,7 +115,8 @@ class Exchange:
         if not self._is_open:
             self._peers.fields = {**self._fields(), "replaced weights": str(self.epoch)}
             if self._server is not None:
-                self._server.open(self._peers.fields)
+                self._shared = Shared(self._bytes) if self._nixl else None
+                self._server.open(self._peers.fields, self._shared)
             self._is_open = True
 
     @property
@@ -244,6 +250,9 @@ class Exchange:
         self._is_open = False
         if self._server is not None:
             self._server.close(why)
+        if self._shared is not None:  # before the memory may go
+            self._shared.close()
+            self._shared = None
         ready = [request for number in list(self._pulls) for request in self._leave(number)]
         self._peers.close()
         updates, ids = self._answered(float("inf")), {request.request_id for request in ready}

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pagerunner.errors import ConfigError
 from pagerunner.logs import SparingLog
 from pagerunner.tiers import wire
-from pagerunner.tiers.loans import Loans
+from pagerunner.tiers.loans import Loan, Loans
+from pagerunner.tiers.nixl import Shared, address_of
 from pagerunner.tiers.wire import Line, WireError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class PageServer:
         self._loans, self._secret, self._host, self._port = loans, secret, host, port
         self._allowed = [wire.place(entry)[0] for entry in allowed]
         self._fields: Mapping[str, str] = {}
+        self._shared: Shared | None = None
         self._lock = threading.Lock()
         self._lines: dict[Line, threading.Thread] = {}
         self._strangers = 0
@@ -59,8 +61,8 @@ class PageServer:
         """Where it listens."""
         return self._host, self._port
 
-    def open(self, fields: Mapping[str, str]) -> None:
-        """Listen, for engines whose pages have equal `fields`. Raises ConfigError where that can't be."""
+    def open(self, fields: Mapping[str, str], shared: Shared | None = None) -> None:
+        """Listen, for engines whose pages have equal `fields`. Those with NIXL may read `shared`. Raises ConfigError where that can't be."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -74,6 +76,7 @@ class PageServer:
             ) from error
         listener.settimeout(0.5)
         self._port = listener.getsockname()[1]  # the same one after a sleep
+        self._shared = shared
         self._fields, self._listener, self.boot = dict(fields), listener, secrets.token_bytes(16)
         self._thread = threading.Thread(target=self._accept, args=(listener,), name="page server", daemon=True)
         self._thread.start()
@@ -154,20 +157,36 @@ class PageServer:
                 line.send(wire.Done(self._loans.renew(token)), deadline)
             case wire.Release(token):
                 line.send(wire.Done(self._loans.release(token)), deadline)
+            case wire.Locate(token, asked):
+                with self._loans.reading(token) as loan:
+                    found = [None if loan is None else _page(loan, group, key, size) for group, key, size in asked]
+                    agent = self._shared.metadata if self._shared is not None else b""
+                    line.send(
+                        wire.Located(agent, [address_of(view) if view else 0 for view in found if agent]), deadline
+                    )
+            case wire.Check(token, read):
+                with self._loans.reading(token) as loan:
+                    known = [] if loan is None else [name for name in read if name in loan.pages]
+                    sums = [loan.checksum(name) for name in known] if loan is not None else []
+                    line.send(wire.Sent(loan is not None and known == read, sums), deadline)
             case wire.Pull():
                 self._send(line, request, deadline)
 
     def _send(self, line: Line, pull: wire.Pull, deadline: float) -> None:
         with self._loans.reading(pull.token) as loan:
-            pages = {} if loan is None else loan.pages
-            there = [len(pages.get((group, key), b"")) == size > 0 for group, key, size in pull.pages]
-            send = [(group, key) for (group, key, _), is_there in zip(pull.pages, there, strict=True) if is_there]
-            deadline += sum(len(pages[name]) for name in send) / self.MIN_RATE
-            line.send(wire.Sending(there), deadline)
+            found = [None if loan is None else _page(loan, group, key, size) for group, key, size in pull.pages]
+            deadline += sum(len(view) for view in found if view) / self.MIN_RATE
+            line.send(wire.Sending([view is not None for view in found]), deadline)
             sums = []
-            for name in send:
-                assert loan is not None
-                sums.append(loan.checksum(name))
-                line.send_bytes(pages[name], deadline)
+            for (group, key, _), view in zip(pull.pages, found, strict=True):
+                if loan is not None and view is not None:
+                    sums.append(loan.checksum((group, key)))
+                    line.send_bytes(view, deadline)
             held = loan is not None and not loan.ended
         line.send(wire.Sent(held, sums), deadline)
+
+
+def _page(loan: Loan, group: int, key: bytes, size: int) -> memoryview | None:
+    """A page of the loan, if it has so many bytes."""
+    view = loan.pages.get((group, key))
+    return view if view is not None and len(view) == size > 0 else None

@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.tiers import wire
+from pagerunner.tiers.nixl import Reader
 from pagerunner.tiers.stores import Page
-from pagerunner.tiers.wire import Line, Name, WireError
+from pagerunner.tiers.wire import Kind, Line, Name, WireError
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,11 @@ class PeerStore:
         allowed: Sequence[str],
         on_end: Callable[[], None],
         num_threads: int = 2,
+        nixl: Reader | None = None,
     ) -> None:
+        """With `nixl` pages are read by it from engines that have it too."""
         self._secret, self.fields, self._on_end = secret, fields, on_end
-        self.num_threads = num_threads
+        self.num_threads, self.nixl = num_threads, nixl
         self.refusals = SparingLog(log, most=5)
         self._allowed = [wire.place(entry) for entry in allowed]
         self._peers: dict[Address, _Peer] = {}
@@ -259,7 +262,7 @@ class _Peer:
         def run(line: Line) -> None:
             nonlocal begun
             begun = time.monotonic()
-            _pull(line, visit, part, reading)
+            _pull(line, visit, part, reading, self.store.nixl)
 
         def then() -> None:
             right = sum(len(page[2]) for index, page in part if reading.well[index])
@@ -420,20 +423,50 @@ def _ask(line: Line, question: wire.Renew | wire.Release) -> bool:
     return line.receive(wire.Done, deadline).well
 
 
-def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read) -> None:
+def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read, nixl: Reader | None = None) -> None:
     """Pull a visit's pages. A page is well if it was still lent after its last byte, and has its checksum."""
     deadline = time.monotonic() + GRACE_SECONDS + sum(len(view) for _, (_, _, view) in part) / MIN_RATE
-    line.send(wire.Pull(visit.token, [(group, key, len(view)) for _, (group, key, view) in part]), deadline)
+    asked = [(group, key, len(view)) for _, (group, key, view) in part]
+    if nixl is not None:
+        line.send(wire.Locate(visit.token, asked), deadline)
+        if (located := line.receive(wire.Located, deadline)).agent:
+            return _read_by_nixl(line, visit, part, reading, nixl, located, deadline)
+    line.send(wire.Pull(visit.token, asked), deadline)
     there = line.receive(wire.Sending, deadline).there
-    if len(there) != len(part):
-        raise WireError(f"answers {len(part)} pages with {len(there)}")
-    coming = [page for page, is_there in zip(part, there, strict=True) if is_there]
+    coming = [page for page, is_there in zip(part, _as_many(there, part), strict=True) if is_there]
     sums = []
     for _, (_, _, view) in coming:
         line.receive_into(view, deadline)
         sums.append(zlib.crc32(view))
-    sent = line.receive(wire.Sent, deadline)
-    if len(sent.sums) != len(sums):
+    _settle(reading, coming, sums, line.receive(wire.Sent, deadline))
+
+
+def _read_by_nixl(
+    line: Line,
+    visit: Visit,
+    part: list[tuple[int, Page]],
+    reading: _Read,
+    nixl: Reader,
+    located: wire.Located,
+    deadline: float,
+) -> None:
+    pairs = [pair for pair in zip(part, _as_many(located.addresses, part), strict=True) if pair[1]]
+    coming, addresses = [page for page, _ in pairs], [address for _, address in pairs]
+    views = [view for _, (_, _, view) in coming]
+    if coming:
+        nixl.read(located.agent, addresses, views, deadline, lambda: visit.left)
+    line.send(wire.Check(visit.token, [(group, key) for _, (group, key, _) in coming]), deadline)
+    _settle(reading, coming, [zlib.crc32(view) for view in views], line.receive(wire.Sent, deadline))
+
+
+def _as_many(answers: list[Kind], part: list[tuple[int, Page]]) -> list[Kind]:
+    if len(answers) != len(part):
+        raise WireError(f"answers {len(part)} pages with {len(answers)}")
+    return answers
+
+
+def _settle(reading: _Read, coming: list[tuple[int, Page]], sums: list[int], sent: wire.Sent) -> None:
+    if sent.held and len(sent.sums) != len(sums):
         raise WireError(f"has sent {len(sums)} pages, and {len(sent.sums)} checksums")
-    for (index, _), ours, theirs in zip(coming, sums, sent.sums, strict=True):
-        reading.well[index] = sent.held and ours == theirs
+    for (index, _), ours, theirs in zip(coming, sums, sent.sums if sent.held else (), strict=sent.held):
+        reading.well[index] = ours == theirs

@@ -16,6 +16,10 @@ Then the client asks and the server answers, one thing at a time:
     Pull        ->
                 <-      Sending         which pages the loan has, then their bytes
                 <-      Sent            whether they were still lent at the end, and their checksums
+    Locate      ->
+                <-      Located         where they lie in the server's memory, for a client that reads it by itself (NIXL)
+    Check       ->
+                <-      Sent            the same, after it has
     Renew, Release ->
                 <-      Done
 
@@ -145,6 +149,24 @@ class Sent(Message, frozen=True):
     sums: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=MAX_PAGES)]
 
 
+class Locate(Pull, frozen=True):
+    """Where do these pages of a loan lie?"""
+
+
+class Located(Message, frozen=True):
+    """Addresses, 0 of a page that the loan hasn't, and what NIXL needs to know of this engine; b"" if it has no NIXL."""
+
+    agent: Annotated[bytes, Meta(max_length=1 << 16)]
+    addresses: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 62)]], Meta(max_length=MAX_PAGES)]
+
+
+class Check(Message, frozen=True):
+    """These pages of a loan were read. Are they still lent, and what are their checksums?"""
+
+    token: Token
+    pages: Names
+
+
 class Renew(Message, frozen=True):
     """Let the loan last as long again from now on."""
 
@@ -163,7 +185,7 @@ class Done(Message, frozen=True):
     well: bool
 
 
-Request = List | Pull | Renew | Release
+Request = List | Pull | Locate | Check | Renew | Release
 """What a client asks for."""
 Kind = TypeVar("Kind")
 _encode = msgspec.msgpack.Encoder().encode

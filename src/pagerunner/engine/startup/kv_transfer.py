@@ -12,10 +12,12 @@ import msgspec
 from pagerunner.config import DiskTierConfig, EngineArgs, ExchangeConfig, one_of, read_option
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.units import human_bytes
+from pagerunner.tiers.nixl import check_installed
 from pagerunner.tiers.wire import LOOPBACK, place
 
 FailurePolicy = Literal["recompute", "fail"]
-CONNECTORS = ("OffloadingConnector", "PeerConnector")
+CONNECTORS = ("OffloadingConnector", "PeerConnector", "NixlConnector")
+EXCHANGES = ("PeerConnector", "NixlConnector")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}'
 _FS_EXAMPLE = '{"type": "fs", "root_dir": "/var/cache/pages", "max_bytes": 500000000000}'
@@ -67,6 +69,7 @@ class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
     secret_file: str | None = None
     kv_lease_duration: float = 30.0
     num_threads: int = 2
+    backends: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +149,10 @@ def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | No
 
 
 def _check(config: KVTransferConfig) -> None:
+    exchanges = config.kv_connector in EXCHANGES
     if config.kv_connector is not None or config.kv_role is not None or config.kv_connector_extra_config:
         one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
-        roles = ROLES if config.kv_connector == "PeerConnector" else ("kv_both",)
+        roles = ROLES if exchanges else ("kv_both",)
         one_of(f"kv_role of {config.kv_connector}", config.kv_role, roles)
     one_of("kv_load_failure_policy", config.kv_load_failure_policy, ("recompute", "fail"))
     if config.kv_connector_module_path is not None:
@@ -174,7 +178,7 @@ def _check(config: KVTransferConfig) -> None:
 
 
 def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
-    kind = PeerConfig if config.kv_connector == "PeerConnector" else OffloadingConfig
+    kind = PeerConfig if config.kv_connector in EXCHANGES else OffloadingConfig
     try:
         extra = msgspec.convert(config.kv_connector_extra_config, type=kind)
     except msgspec.ValidationError as error:
@@ -201,7 +205,7 @@ def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
 def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> ExchangeConfig:
     if args.num_ranks > 1 or args.data_parallel_size > 1:
         raise ConfigError(
-            "PeerConnector is for engines of one rank so far: tensor_parallel_size, pipeline_parallel_size and data_parallel_size must be 1. "
+            f"{config.kv_connector} is for engines of one rank so far: tensor_parallel_size, pipeline_parallel_size and data_parallel_size must be 1. "
             "For several engines start several servers, and pagerunner proxy before them."
         )
     for name, value, least, most in (
@@ -211,6 +215,12 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
     ):
         if not least <= value <= most:
             raise ConfigError(f"{name} in kv_transfer_config must be in [{least}, {most}], got {value:g}.")
+    if nixl := config.kv_connector == "NixlConnector":
+        check_installed()
+    if extra.backends not in ((None, ["UCX"]) if nixl else (None,)):
+        raise ConfigError(
+            f'kv_connector_extra_config: backends={extra.backends!r} must be ["UCX"], and goes with NixlConnector alone; leave it out.'
+        )
     peers = tuple(LOOPBACK if extra.peers is None else extra.peers)
     for entry in (config.kv_ip, *peers):
         place(entry)
@@ -229,6 +239,7 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
         secret_file=extra.secret_file,
         seconds=extra.kv_lease_duration,
         num_threads=extra.num_threads,
+        nixl=nixl,
     )
 
 
