@@ -228,6 +228,16 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure() -> None:
         assert len(one.asked) == 3
 
 
+def test_a_server_that_closes_each_connection_after_its_answer() -> None:
+    def script(asked: Asked) -> Iterator[bytes]:
+        yield answer()
+        raise EOFError
+
+    with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
+        assert [proxy.post().status_code for _ in range(8)] == [200] * 8
+        assert proxy.metric("failures_total") == 0
+
+
 def test_another_server_answers_for_one_that_can_not() -> None:
     with (
         upstreams(None, None) as (one, two),
@@ -286,9 +296,10 @@ def test_a_sick_server_gets_nothing_until_it_is_well(caplog: pytest.LogCaptureFi
 
 
 def test_a_proxy_starts_before_its_servers() -> None:
-    with upstreams(None) as (one,), running_proxy(worker_urls=["http://127.0.0.1:9"]) as proxy:
+    with running_proxy(worker_urls=["http://127.0.0.1:9", "http://" + "a" * 70]) as proxy:
         assert proxy.get("/health").status_code == 503
-        assert "the server 0 can't be reached" in proxy.post().json()["error"]["message"]
+        told = proxy.post().json()["error"]["message"]
+        assert "the server 0 can't be reached" in told and "the server 1 can't be reached" in told
 
 
 def test_what_is_too_large_or_foreign_is_refused_before_a_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,8 @@ class Link(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """The server sends no more."""
+        if self in self._idle:
+            return self.abort()
         self._ended = True
         self.conn.receive_data(b"")
         self._wake()
@@ -246,8 +248,8 @@ class Upstream:
                 )
         except TimeoutError:
             raise UpstreamError(f"has accepted no connection in {CONNECT_SECONDS:g} seconds", sent=False) from None
-        except OSError as error:
-            if error.errno in _MINE:
+        except (OSError, UnicodeError) as error:  # the second one is about names
+            if isinstance(error, OSError) and error.errno in _MINE:
                 raise HttpError(
                     503, f"The proxy can open no more connections: {error.strerror} (ulimit -n).", retry=True
                 ) from error
