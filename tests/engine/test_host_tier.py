@@ -278,3 +278,25 @@ def test_more_host_memory_than_there_is_and_vllms_words(checkpoint: Callable[[st
     same = connector(cpu_bytes_to_use=int(0.06 * 2**30), offload_prompt_only=False)
     other = resolve(msgspec.structs.replace(args, kv_offloading_size=None, **same), available=2**33)
     assert other.config.host_bytes == resolved.config.host_bytes and not other.config.offload_prompt_only
+
+
+def test_the_state_of_memory_says_what_lies_where(checkpoint: Callable[[str], str], late: type[LateTransfers]) -> None:
+    llm = engine(checkpoint("gpt_oss"), **TIER)
+    run(llm, PROMPTS)
+    nothing_held(llm)
+    host = llm.memory_state()["host"]
+    assert (
+        host["used_bytes"] > 0
+        and host["num_bytes"] == host["ready_bytes"]
+        and (host["loads"], host["stores"]) == (0, 0)
+    )
+    assert all(
+        group["cached"] > 0 and group["in_use"] == group["arriving"] == group["kept"] == 0 for group in host["groups"]
+    )
+    core, late.lag = llm._core, 3
+    core.add(EngineRequest(request_id="one", prompt_token_ids=PROMPTS[0], params=PARAMS, seed=0, max_tokens=4))
+    core.step()
+    host = llm.memory_state()["host"]
+    assert host["loads"] == 1 and all(group["arriving"] == group["in_use"] > 0 for group in host["groups"])
+    assert llm.stats().waiting_for == "transfer"
+    nothing_held(llm)

@@ -220,6 +220,10 @@ class Leases:
         for group, pages in enumerate(lease.pages):
             self._pool.release(group, pages[::-1])
 
+    def num_kept(self, group: int) -> int:
+        """Pages of the group that are kept for requests that wait."""
+        return sum(len(lease.pages[group]) for lease in self._kept)
+
     # -- proof
 
     def holders(self, group: int) -> Counter[int]:

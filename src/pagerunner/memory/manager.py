@@ -312,6 +312,10 @@ class KVManager:
         """By group, the keys that transfers bring."""
         return self._leases.arriving
 
+    def num_kept(self, group: int) -> int:
+        """Pages of the group that are kept for requests that wait."""
+        return self._leases.num_kept(group)
+
     def has_room(self, needs: Sequence[int]) -> bool:
         """Whether so many pages can be had that nobody was promised and no running request waits for."""
         return not self.waits and self._promises.kept(needs)

@@ -48,14 +48,38 @@ class RequestPages(msgspec.Struct, frozen=True, kw_only=True):
     pages: list[Runs]
 
 
+class HostPagesState(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of one group in host memory: `in_use` by transfers, and `cached`. `arriving` are on their way to the device, `kept` wait there for the turn
+    of the requests that they were loaded for.
+    """
+
+    name: str
+    in_use: int
+    cached: int
+    arriving: int
+    kept: int
+
+
+class HostState(msgspec.Struct, frozen=True, kw_only=True):
+    """The host memory of each rank: all of its bytes, those that can be used by now, and those that hold pages; transfers under way."""
+
+    num_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    loads: int
+    stores: int
+    groups: list[HostPagesState]
+
+
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """The page memory at one moment, between two steps."""
+    """The page memory at one moment, between two steps, and the `host` memory for pages if there is one."""
 
     num_slabs: int
     slab_bytes: int
     free_slabs: int
     groups: list[GroupOwnership]
     requests: list[RequestPages]
+    host: HostState | None = None
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:

@@ -279,7 +279,8 @@ class Scheduler:
         """Who holds which pages now."""
         running = self._state.running
         holders = {sequence.request_id: sequence.grant for sequence in running if sequence.grant is not None}
-        return memory_state(self.manager, holders)
+        state = memory_state(self.manager, holders)
+        return state if self.tiers is None else msgspec.structs.replace(state, host=self.tiers.memory_state())
 
     def live(self, *, paused: bool = False) -> list[LiveRequest]:
         """The running requests, then the first of those that wait, and why. `paused`: nothing is scheduled for now."""

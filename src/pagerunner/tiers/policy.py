@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.ownership import HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.below import Below
@@ -414,6 +415,27 @@ class Tiering:
         self._wishes.clear()
         for request in list(self._ahead):
             self._let_go(request)
+
+    def memory_state(self) -> HostState:
+        """What lies in host memory now."""
+        stats, pool = self.stats(), self.host.pool
+        return HostState(
+            num_bytes=stats.num_bytes,
+            ready_bytes=stats.ready_bytes,
+            used_bytes=stats.used_bytes,
+            loads=stats.loads,
+            stores=stats.stores,
+            groups=[
+                HostPagesState(
+                    name=group.name,
+                    in_use=pool.used[number],
+                    cached=len(pool.cached[number]),
+                    arriving=len(self._manager.arriving[number]),
+                    kept=self._manager.num_kept(number),
+                )
+                for number, group in enumerate(self._manager.plan.groups)
+            ],
+        )
 
     def stats(self) -> TierStats:
         """Counts for the log and the metrics."""

@@ -64,6 +64,7 @@ export class Figures {
       ["first", "First token p50·90·99", "Seconds from arrival to the first token: percentiles of the latest 1,024 while the page is open"],
       ["between", "Between tokens p50·90·99", "Seconds between tokens: percentiles of the latest 4,096 while the page is open"],
       ["preempted", "Preemptions"],
+      ["host", "Host memory · loads", "Share of the host memory for pages that holds some, and loads and stores that are under way"],
     ]) {
       const item = document.createElement("div");
       const term = document.createElement("dt"), value = document.createElement("dd");
@@ -88,7 +89,9 @@ export class Figures {
       first: together(model.firstToken),
       between: together(model.interToken),
       preempted: number(stats.preemptions_total),
+      host: stats.tier ? `${percent(stats.tier.used_bytes, stats.tier.num_bytes)} · ${stats.tier.loads} ↑ ${stats.tier.stores} ↓` : "",
     };
+    this.values.host.parentElement.hidden = !stats.tier;
     for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
   }
 }
