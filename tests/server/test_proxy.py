@@ -222,7 +222,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure() -> None:
         yield answer()
 
     numbers: list[int] = []
-    with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
+    with upstreams(script) as (one,), running_proxy(worker_urls=[one.url], health_check_interval_secs=60) as proxy:
         assert proxy.post().status_code == 200
         assert proxy.post().status_code == 200, "it is sent once more, on a new connection"
         assert len(one.asked) == 3

@@ -66,10 +66,10 @@ class Server:
             _troubles.warn("A request has failed at the %s (%s): it %s.", *self._labels, error)
 
     async def watch(self) -> None:
-        """Check its health for ever."""
+        """Check its health for ever, first after a while."""
         while True:
-            await self.check()
             await asyncio.sleep(self._options.health_check_interval_secs)
+            await self.check()
 
     async def check(self) -> None:
         """Ask for its health."""
