@@ -78,6 +78,10 @@ class Engine:
                 },
             )
         )
+        for _ in range(300):  # until the host memory is locked
+            if self.core._executor.host_ready >= 0.98 * options.host_gib * 2**30:
+                break
+            time.sleep(0.1)
         self._made = 0
         self.came: dict[str, list[tuple[float, list[int]]]] = {}
         self.ends: dict[str, Any] = {}

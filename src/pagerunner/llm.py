@@ -70,6 +70,11 @@ class LLM:
         check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
         resolved = resolve(args, offline=True)
+        if resolved.config.exchange is not None:
+            name = "NixlConnector" if resolved.config.exchange.nixl else "PeerConnector"
+            raise ConfigError(
+                f"{name} is for servers: LLM takes no requests with kv_transfer_params. Use OffloadingConnector."
+            )
         with loading_bar(use_tqdm) as progress:
             self._core = build_from(resolved, progress)
         self._config = resolved.config

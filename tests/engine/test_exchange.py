@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 import socket
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from helpers.effort import by_days
+from helpers.effort import TEST_DAY, by_days, effort
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import until
+from helpers.patience import patient, until
+from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_core
@@ -325,6 +328,70 @@ def test_requests_are_refused_that_this_engine_cannot_serve(make) -> None:
 def test_params_that_contradict_themselves(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequestError, match=sentence):
         KVTransferParams(**fields)
+
+
+def test_random_faults_under_load_change_no_token(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, _ = pair
+    draw = random.Random(TEST_DAY)
+    prompts = [[draw.randrange(4, 490) for _ in range(draw.randrange(20, 200))] for _ in range(6)]
+    wanted = [prefill.tokens(prefill.add(prompt)) for prompt in prompts]
+    monkeypatch.setattr("pagerunner.tiers.peers.PULL_BYTES", 20_000)
+    asked: list[tuple[int, str]] = []
+    left = effort(40, 400)
+    lending: dict[str, int] = {}
+    waiting: list[tuple[int, KVTransferParams]] = []
+
+    def go() -> bool:
+        nonlocal left
+        for engine in (prefill, decode):
+            engine.step()
+        for name in [name for name in lending if prefill.ended(name)]:
+            update, number = prefill.updates[name][-1], lending.pop(name)
+            if update.kv_transfer_params:
+                waiting.append((number, update.kv_transfer_params))
+        match draw.randrange(40) if left else 40:
+            case what if what < 12 and len(lending) < 4:
+                number = draw.randrange(len(prompts))
+                lending[prefill.add(prompts[number], LEND, tokens=1)] = number
+                left -= 1
+            case what if what < 24 and waiting:
+                number, lent = waiting.pop(draw.randrange(len(waiting)))
+                asked.append((number, decode.add(prompts[number], lent)))
+            case 30 if len(prefill.core._exchange._lent):
+                prefill.core._exchange.loans.release(draw.choice(list(prefill.core._exchange._lent)), "expired")
+            case 31:
+                draw.choice([prefill, decode]).core.reset_prefix_cache()
+            case 32:
+                for engine in (prefill, decode)[:: draw.choice([-1, 1])][:1]:
+                    engine.take(engine.core._stop_exchange("sleep"))
+                    engine.core._exchange.open()
+            case 33 if asked:
+                number, name = asked.pop(draw.randrange(len(asked)))
+                decode.take(decode.core.abort([name]))
+        done = not left and not lending and not waiting
+        if not left and waiting:
+            number, lent = waiting.pop()
+            asked.append((number, decode.add(prompts[number], lent)))
+        return done and all(decode.ended(name) for _, name in asked)
+
+    deadline = time.monotonic() + patient(60)
+    while not go():
+        assert time.monotonic() < deadline
+    assert all(decode.tokens(name) == wanted[number] for number, name in asked)
+    assert sum(decode.found(name) > 0 for _, name in asked) > len(asked) // 4, "some pages come all the same"
+
+
+def test_nixl_has_the_same_fields(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_WHEELS", ("no_such_nixl",))
+    asked = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_port": 15_000, "kv_ip": "127.0.0.1"}
+    with pytest.raises(ConfigError, match="NixlConnector needs NIXL"):
+        build_core(EngineArgs(model=checkpoint("qwen3"), kv_offloading_size=0.04, kv_transfer_config=asked))
+
+
+def test_offline_engines_have_no_requests_that_could_be_exchanged(checkpoint) -> None:
+    asked = {"kv_connector": "PeerConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match="PeerConnector is for servers"):
+        LLM(checkpoint("qwen3"), device="cpu", kv_offloading_size=0.04, kv_transfer_config=asked)
 
 
 @pytest.mark.parametrize(

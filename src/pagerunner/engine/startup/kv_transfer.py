@@ -168,7 +168,7 @@ def _check(config: KVTransferConfig) -> None:
         "kv_ip",
         "kv_port",
     ):
-        if config.kv_connector == "PeerConnector" and name in ("kv_ip", "kv_port"):
+        if exchanges and name in ("kv_ip", "kv_port"):
             continue
         default = next(field.default for field in msgspec.structs.fields(config) if field.name == name)
         if (value := getattr(config, name)) not in (default, "cuda" if name == "kv_buffer_device" else default):
