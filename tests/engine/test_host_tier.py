@@ -110,6 +110,10 @@ class LateTransfers(Transfers):
         for group, offset, _ in transfer.pages if transfer.loads else ():
             self._bytes[offset : offset + self._page_bytes[group]].fill_(0x7E)
 
+    def drain(self) -> None:
+        self.late.clear()
+        super().drain()
+
     def ended(self, seconds: float = 0.0) -> list[TransferEnd]:
         self.looks += 1
         done = [one for when, one in self.late if when <= self.looks]
@@ -299,4 +303,28 @@ def test_the_state_of_memory_says_what_lies_where(checkpoint: Callable[[str], st
     host = llm.memory_state()["host"]
     assert host["loads"] == 1 and all(group["arriving"] == group["in_use"] > 0 for group in host["groups"])
     assert llm.stats().waiting_for == "transfer"
+    nothing_held(llm)
+
+
+def test_books_that_are_made_again_begin_with_empty_host_memory(
+    checkpoint: Callable[[str], str], late: type[LateTransfers], wanted: list[list[list[int]]]
+) -> None:
+    llm = engine(checkpoint("qwen3"), **TIER)
+    run(llm, PROMPTS)
+    nothing_held(llm)
+    core, late.lag = llm._core, 50
+    request = EngineRequest(request_id="on", prompt_token_ids=PROMPTS[0], params=PARAMS, seed=0, max_tokens=4)
+    core.add(request)
+    while not core._scheduler.num_transfers:
+        core.step()
+    stored = core.stats().tier.store_bytes_total
+    core.recover([(request, [])])
+    assert not core._scheduler.num_transfers and core.stats().tier.used_bytes == 0
+    assert core.stats().tier.store_bytes_total == stored
+    tokens: list[int] = []
+    late.lag = 3
+    while core.has_work:
+        tokens += [token for update in core.step() for token in update.new_token_ids]
+    assert tokens == wanted[0][0]
+    assert run(llm, PROMPTS)[0] == wanted[0]
     nothing_held(llm)
