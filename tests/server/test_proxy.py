@@ -66,6 +66,10 @@ def test_a_request_and_its_answer_pass_unchanged() -> None:
             told.status_code == 404 and "POST /sleep is not passed on by the proxy" in told.json()["error"]["message"]
         )
         assert proxy.get("/v1/completions").status_code == 405
+        for path in (b"/v1/models/../../metrics", b"/v1/models/%2e%2e/%2E./memory"):  # clients would shorten them
+            with socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))) as client:
+                client.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path)
+                assert client.makefile("rb").readline().split()[1] == b"404"
         assert len(one.asked) == 2
 
 

@@ -86,7 +86,7 @@ def test_answers_are_those_of_a_server_that_is_asked_itself(
     with upstreams(lambda asked: [answer(b'{"kv_transfer_params": {"do_remote_prefill": true}}')]) as (fake,):
         with running_proxy(worker_urls=[one.url]) as proxy:
             assert told(proxy.url, path, body) == direct
-        with running_proxy(prefill=[fake.url], decode=[one.url]) as proxy:
+        with running_proxy(prefill=[fake.url], decode=[one.url], prefill_min_tokens=0) as proxy:
             assert told(proxy.url, path, body) == direct, "from a prefill server that holds nothing"
     one.wait_idle()
 
@@ -113,7 +113,7 @@ def test_conversations_stay_with_the_server_that_has_their_beginning(pair: list[
     assert by_beginning > 0.5 > by_beginning / 2 and by_beginning > 1.15 * by_turns
 
 
-LONG = "A prompt of some length goes on for a while, and then it goes on. " * 3
+LONG = "A prompt of some length goes on for a while, and then it goes on. " * 4
 HANDED: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": LONG + "One day", "n": 3, "seed": 7, "logprobs": 5, "max_tokens": 12}),
     ("completions", {"prompt": [4 + number % 400 for number in range(200)], "return_token_ids": True, "max_tokens": 9, "temperature": 0}),

@@ -14,6 +14,7 @@ import pytest
 from helpers.patience import patient, until
 from helpers.proxies import END, EVENTS, Asked, FakeUpstream, RunningProxy, answer, chunk, running_proxy, upstreams
 from pagerunner.memory.prefix import RecentPrompts
+from pagerunner.server.proxy import pool as pool_module
 from pagerunner.server.proxy.bodies import read_fields, units
 from pagerunner.server.proxy.metrics import ProxyMetrics
 from pagerunner.server.proxy.options import ProxyOptions
@@ -31,7 +32,9 @@ def hands_over(asked: Asked) -> Iterator[bytes]:
 def pair() -> Iterator[tuple[FakeUpstream, FakeUpstream, RunningProxy]]:
     with (
         upstreams(hands_over, lambda asked: [answer(b'"whole"')]) as (prefill, decode),
-        running_proxy(prefill=[prefill.url], decode=[decode.url], prefill_timeout_secs=patient(0.5)) as proxy,
+        running_proxy(
+            prefill=[prefill.url], decode=[decode.url], prefill_timeout_secs=patient(0.5), prefill_min_tokens=0
+        ) as proxy,
     ):
         yield prefill, decode, proxy
 
@@ -45,7 +48,7 @@ def test_both_servers_get_what_they_need(pair: Pair) -> None:
     body = (
         b'{"model":"m", "messages":[{"role":"user","content":"a\\u00e9"}], "max_tokens":50,"max_completion_tokens":40, "n":3,'
         b'"stream":true,"stream_options":{"include_usage":true}, "min_tokens":4, "seed":1e400,"logprobs":true,'
-        b'"tools":[{"x":1.0}],"tool_choice":"auto", "kv_transfer_params":null}'
+        b'"tools":[{"x":1.0}],"tool_choice":"auto", "kv_transfer_params":{ }}'
     )
     got = proxy.post(
         "/v1/chat/completions", content=body, headers={"Authorization": "Bearer k", "Accept-Encoding": "gzip"}
@@ -212,6 +215,33 @@ def test_a_client_that_leaves_ends_its_prefill(pair: Pair) -> None:
         assert begun.wait(patient(10))
     assert prefill.left.wait(patient(10)) and not decode.asked
     until(lambda: proxy.proxy.running == 0)
+
+
+def test_a_prompt_that_is_too_short_to_be_handed_over_is_computed_once() -> None:
+    with (
+        upstreams(hands_over, lambda asked: [answer(b'"whole"')]) as (prefill, decode),
+        running_proxy(prefill=[prefill.url], decode=[decode.url]) as proxy,
+    ):
+        for length, asked in ((253, 0), (254, 1)):  # and two quotation marks: 64 tokens
+            assert proxy.post(body={"prompt": "x" * length}).json() == "whole"
+            assert len(prefill.asked) == asked
+        assert proxy.metric("prefill_fallbacks_total", reason="short prompt") == 1
+
+
+def test_what_a_burst_of_requests_finds_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = servers(1).servers
+    now = [100.0]
+    monkeypatch.setattr(pool_module.time, "monotonic", lambda: now[0])
+    one.sent.add([b"prefix"])
+    for late, fault in ((0, ""), (0, ""), (0, ""), (2, ""), (0, ""), (2, "late")):
+        now[0] += late
+        one.heard("late")
+        assert one.fault == fault, "three intervals, not three requests"
+    assert one.sent.leading([b"prefix"]) == 1, "it may have kept everything"
+    one.heard("")
+    assert not one.fault
+    one.heard("gone", refused=True)
+    assert one.fault == "gone" and not len(one.sent), "nobody listens any more"
 
 
 def servers(count: int) -> Pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pagerunner.cli.options import Parser, UnreadableError, parse_number, positive
+from pagerunner.cli.options import Parser, UnreadableError, not_negative, parse_number, positive
 from pagerunner.logs import LOG_LEVELS, set_up_logging
 
 
@@ -21,6 +21,8 @@ def build_parser() -> Parser:
     add("--decode", **several, help="servers that generate, from the prompts that those of --prefill have computed")
     policy_help = "cache_aware: by load and by what a server was sent before; round_robin (default: %(default)s)"
     add("--policy", default="cache_aware", metavar="NAME", help=policy_help)
+    least = "shorter prompts are not given to prefill servers; by four bytes for a token (default: %(default)s)"
+    add("--prefill-min-tokens", type=not_negative, default=64, metavar="N", help=least)
     times = parser.add_argument_group("times").add_argument
     for flag, default, text in (
         ("--request-timeout-secs", 21_600.0, "that a request may take in all"),

@@ -100,6 +100,8 @@ class Proxy:
         request, reply = Request(scope, receive), _Reply(scope, receive, send)
         work: asyncio.Task[None] | None = None
         try:
+            if ".." in scope["path"].split("/"):  # another server may take it for another path
+                raise HttpError(404, f"{short(scope['path'])} is not passed on by the proxy, because of its '..'.")
             body = await read_body(request)
             work = asyncio.create_task(self._answer(scope, body, reply))
             self._under_way.add(work)
@@ -160,7 +162,7 @@ class Proxy:
         """The call with a name, and its body for a decode server that needn't compute the prompt; None if it must."""
         if not any(name == _LABEL for name, _ in call.headers):  # both servers' logs have it then
             call = call._replace(headers=[*call.headers, (_LABEL, uuid.uuid4().hex.encode())])
-        if why := bodies.needs_whole_prompt(fields):
+        if why := bodies.needs_no_prefill(fields, self._options.prefill_min_tokens):
             self._fall_back(why)
             return call, None
         headers = [(name, value) for name, value in call.headers if name != b"accept-encoding"]

@@ -36,7 +36,7 @@ def _bytes(fields: Fields, name: str) -> bytes:
 
 def is_set(fields: Fields, name: str) -> bool:
     """Whether a field is there and says something."""
-    return _bytes(fields, name) not in _EMPTY
+    return _bytes(fields, name).translate(None, b" \t\r\n") not in _EMPTY
 
 
 def units(fields: Fields, recent: RecentPrompts) -> list[bytes]:
@@ -50,8 +50,10 @@ def units(fields: Fields, recent: RecentPrompts) -> list[bytes]:
     return chain.hashes
 
 
-def needs_whole_prompt(fields: Fields) -> str:
+def needs_no_prefill(fields: Fields, min_tokens: int) -> str:
     """Why a decode server computes the prompt itself; "" if it needn't."""
+    if sum(len(_bytes(fields, name)) for name in _PROMPT) < min_tokens * _BYTES_OF_A_TOKEN:
+        return "short prompt"
     if is_set(fields, "prompt_logprobs") or is_set(fields, "echo") and is_set(fields, "logprobs"):
         return "prompt logprobs"
     if _bytes(fields, "prompt").startswith(b"["):

@@ -25,6 +25,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "cache_aware"
     request_timeout_secs: float = 21_600.0
     prefill_timeout_secs: float = 120.0
+    prefill_min_tokens: int = 64
     health_check_interval_secs: float = 2.0
     health_check_timeout_secs: float = 5.0
     health_failure_threshold: int = 3
@@ -43,5 +44,5 @@ class ProxyOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}.")
         for name in self.__struct_fields__[4:]:
             value = getattr(self, name)
-            if not 0 < value < math.inf:
+            if not 0 < value < math.inf and (name, value) != ("prefill_min_tokens", 0):
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}.")

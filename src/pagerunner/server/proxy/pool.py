@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from pagerunner import limits
@@ -37,6 +39,7 @@ class Server:
         self.name, self.upstream = name, Upstream(url)
         self.sent = SentUnits()
         self.running = self._failures = 0
+        self._failed_at = -math.inf
         self.fault = "has not answered yet"
         self._options = options
         self._metrics, self._labels = metrics, (name, self.upstream.url)
@@ -86,24 +89,29 @@ class Server:
         except TimeoutError:
             fault = f"has not answered /health within {seconds:g} seconds (--health-check-timeout-secs)"
         except UpstreamError as error:
-            fault = str(error)
+            return self.heard(str(error), refused=error.refused)
         except HttpError:  # this process has no room for a connection, which is not the server's fault
             return
         self.heard(fault)
 
-    def heard(self, fault: str) -> None:
-        """How a check has ended, or that it can't be reached. "" is health."""
-        self._failures = self._failures + 1 if fault else 0
+    def heard(self, fault: str, *, refused: bool = False) -> None:
+        """How a check has ended, or that it can't be reached. "" is health. What many requests find at once counts once."""
+        interval, threshold = self._options.health_check_interval_secs, self._options.health_failure_threshold
+        now = time.monotonic()
+        if fault and not self.fault and not refused and now < self._failed_at + interval / 2:
+            return
+        self._failures, self._failed_at = (self._failures + 1, now) if fault else (0, -math.inf)
         if not fault and self.fault:
             logger.info("The %s (%s) takes requests.", *self._labels)
             self.fault = ""
         elif self.fault:
             self.fault = fault
-        elif self._failures >= self._options.health_failure_threshold:
+        elif refused or self._failures >= threshold:
             logger.warning("The %s (%s) takes no more requests: it %s.", *self._labels, fault)
             self.fault = fault
-            self.sent.clear()  # it may be started again
             self.upstream.close()
+        if refused:  # its process has ended, and what it had kept
+            self.sent.clear()
 
 
 class Pool:
@@ -169,7 +177,7 @@ class Pool:
                     tried.add(server)
                     server.failed("no answer" if error.sent else "not reached", error)
                 if not error.sent:
-                    server.heard(str(error))
+                    server.heard(str(error), refused=error.refused)
                 continue
             tried.add(server)
             if passed_on or answer.status not in _BUSY or not self._able(tried):

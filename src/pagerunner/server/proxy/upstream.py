@@ -44,12 +44,13 @@ class Call(NamedTuple):
 class UpstreamError(Exception):
     """A server has not answered as it should.
 
-    `sent`: it may have begun to work on the request. `stale`: it has closed a connection that was kept, and said nothing.
+    `sent`: it may have begun to work on the request. `stale`: it has closed a connection that was kept, and said nothing. `refused`: nobody
+    listens there.
     """
 
-    def __init__(self, message: str, *, sent: bool = True, stale: bool = False) -> None:
+    def __init__(self, message: str, *, sent: bool = True, stale: bool = False, refused: bool = False) -> None:
         super().__init__(message)
-        self.sent, self.stale = sent, stale
+        self.sent, self.stale, self.refused = sent, stale, refused
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = _HOP) -> Headers:
@@ -253,7 +254,8 @@ class Upstream:
                 raise HttpError(
                     503, f"The proxy can open no more connections: {error.strerror} (ulimit -n).", retry=True
                 ) from error
-            raise UpstreamError(f"can't be reached: {one_line(str(error))}", sent=False) from error
+            refused = isinstance(error, ConnectionRefusedError)
+            raise UpstreamError(f"can't be reached: {one_line(str(error))}", sent=False, refused=refused) from error
         return link
 
     def close(self) -> None:
