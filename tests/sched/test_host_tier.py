@@ -2,133 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.effort import effort
-from helpers.traffic import QUICK, Traffic, mixes
-from pagerunner.memory import growth, rules
-from pagerunner.tiers import policy
-from pagerunner.tiers.host import HostTier
+from helpers.host_traffic import HostTraffic, make_short
+from helpers.traffic import QUICK, mixes
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import TransferEnd
-
-_PATIENCE = 4.0  # steps
-
-
-class HostTraffic(Traffic):
-    """Time is counted in steps. A transfer ends `lag` steps after it has begun, and some of them badly."""
-
-    host_class: type[HostTier] = HostTier
-    tiering_class: type[Tiering] = Tiering
-    cachings = st.just(True)
-    sizes = st.sampled_from([1, 2, 10])  # of the host memory, times the page memory
-    bads = st.sampled_from([0, 7, 3])
-    seen: ClassVar[Counter[str]] = Counter()
-
-    def make_tiers(self, data: st.DataObject) -> Tiering:
-        largest = max(group.page_bytes for group in self.plan.groups)
-        size = data.draw(self.sizes)
-        num_bytes = max(size * self.plan.kv_bytes, 2 * self.plan.slab_bytes + largest) + 8_192
-        host = self.host_class(self.plan, num_bytes)
-        self.ready = 0
-        self.tiers = self.tiering_class(
-            self.manager, host, prompts_only=data.draw(st.booleans()), clock=lambda: self.now
-        )
-        return self.tiers
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.idle = 0
-        self.begun: dict[int, float] = {}
-        self.held: dict[int, int] = {}
-
-    @initialize(data=st.data(), lag=st.integers(0, 8))
-    def start_host(self, data: st.DataObject, lag: int) -> None:
-        self.lag, self.bad = lag, data.draw(self.bads)
-
-    def step(self, fault: bool = False) -> None:
-        self.now += 1
-        self.ready += self.tiers.host.num_bytes // 3 + 1
-        self.tiers.grow(self.ready)
-        steps, quiet = self.scheduler.stats().steps_total, not self.flight
-        for number in self.checker.transfers:
-            self.begun.setdefault(number, self.now)
-        late = [number for number, began in self.begun.items() if self.now - began >= self.lag + number % 3]
-        for number in late:
-            self.end(number)
-        super().step(fault)
-        self.note(self.scheduler.take_failed())
-        self.seen["admission waits"] += any(one.awaits_transfer for one in self.scheduler._state.waiting)
-        self.seen["quarantined"] += self.tiers.stats().given_up_total > 0
-        self.seen["loaded"] += self.tiers.counts.load_bytes > 0
-        self.seen["failed"] += self.tiers.counts.failed > 0
-        moved = self.scheduler.stats().steps_total != steps
-        self.idle = self.idle + 1 if quiet and not moved else 0
-        if self.idle > 2 and self.scheduler.has_work:
-            assert self.checker.transfers, "nothing runs and nothing is under way"
-            self.end(next(iter(self.checker.transfers)))
-
-    def end(self, number: int) -> None:
-        """A transfer ends."""
-        well = not self.bad or number % self.bad != 1
-        self.begun.pop(number, None)
-        transfer = self.checker.transfers[number]
-        if not transfer.loads and well:  # what other pages held in these bytes is gone
-            for group, _, place in transfer.pages:
-                size = self.plan.groups[group].page_bytes
-                for other in [at for at, long in self.held.items() if at < place + size and place < at + long]:
-                    del self.checker.outside[other], self.held[other]
-        self.checker.end_transfer(number, well=well)
-        if not transfer.loads and not well:
-            self.checker.outside |= {place: ["rubbish"] for _, _, place in transfer.pages}
-        if not transfer.loads and well:
-            self.held |= {place: self.plan.groups[group].page_bytes for group, _, place in transfer.pages}
-        self.scheduler.end_transfer(TransferEnd(number, well, 0.5))
-
-    def _end_all(self) -> None:
-        for number in list(self.checker.transfers):
-            self.end(number)
-
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.clear_tiers()
-        super().reset_prefix_cache()
-
-    def sleep(self) -> None:
-        """Transfers end before the pages go; the host keeps what it has."""
-        while self.flight:
-            self.note(self.scheduler.commit(*self.flight.popleft()))
-        self._end_all()
-        super().sleep()
-
-    def teardown(self) -> None:
-        """Every request ends whatever becomes of transfers, and nothing is held."""
-        if hasattr(self, "scheduler") and not self.failed:
-            for _ in range(40_000):
-                if not self.scheduler.has_work:
-                    break
-                self.step()
-            self._end_all()
-            assert not any(self.tiers.host.pool.used), "host pages are in use after the last transfer"
-            self.tiers.host.pool.check()
-            self.scheduler.clear_tiers()
-        super().teardown()
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long chunks are short, and little is patience."""
-    for module in (rules, growth):
-        monkeypatch.setattr(module, "SHORT_CHUNK", 24)
-    monkeypatch.setattr(policy, "LEAST_PATIENCE", _PATIENCE)
-    monkeypatch.setattr("pagerunner.tiers.host._OS_PAGE", 16)
-    monkeypatch.setattr("pagerunner.tiers.host._ONE_GROUP_SLAB", 4_096)
+    make_short(monkeypatch)
 
 
 def test_traffic_over_a_host_tier_has_the_right_tokens() -> None:

@@ -223,7 +223,10 @@ class Below(Generic[Request]):
         for (group, key, page), well in zip(moving.places, outcomes, strict=True):
             if well and (group, key) not in moving.wrong and moving.epoch == index.epoch:
                 index.publish(group, key, page)
-        self._arrived.append(moving)
+        if moving.request is None:
+            self._release(moving)
+        else:
+            self._arrived.append(moving)
 
     def _release(self, moving: _Moving[Request]) -> None:
         pages: list[list[int]] = [list(some) for some in moving.kept] or [[] for _ in self._page_bytes]
