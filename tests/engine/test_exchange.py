@@ -210,7 +210,7 @@ def test_an_expired_loan_and_an_engine_that_is_gone_mean_computing(pair) -> None
 
 def test_a_wrong_page_is_computed(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode, wanted = pair
-    monkeypatch.setattr("pagerunner.tiers.loans.Loan.checksum", lambda self, name: 7)
+    monkeypatch.setattr("pagerunner.tiers.loans.Loan.checksum", lambda self, name: bytes(32))
     name = decode.add(PROMPT, prefill.lend(PROMPT))
     assert decode.tokens(name) == wanted and decode.found(name) == 0
 

@@ -39,6 +39,7 @@ class Owner:
         self.loans = Loans(lambda token, why: self.ends.append((token, why)))
         self.server = PageServer(self.loans, SECRET)
         self.server.open(FIELDS)
+        self.port = self.server.address[1]
 
 
 @pytest.fixture
@@ -91,7 +92,8 @@ def read(store: PeerStore, number: int, names: list[tuple[int, bytes]], size: in
 def pull(store: PeerStore, owner: Owner, port: int = 0) -> list[bytes | None] | str:
     """Visit a new loan and read all of it. Returns why the visit has failed, if it has."""
     token = owner.loans.lend(LENT, 30)
-    store.visit(1, ("127.0.0.1", port or owner.server.address[1]), token, owner.server.boot)
+    owner.server._port = port or owner.port  # what it proves: a test may stand between
+    store.visit(1, owner.server.address, token, owner.server.boot)
     reason = news(store, 1)
     found = reason or read(store, 1, list(LENT))
     store.leave(1)
@@ -169,7 +171,7 @@ def test_engines_with_other_pages_are_refused_by_name(owner, make) -> None:
 
 
 def test_who_does_not_know_the_secret_gets_nothing(owner, make, caplog) -> None:
-    assert pull(make(secret=b"t" * 32), owner) == "doesn't know the secret"
+    assert "doesn't know the secret" in pull(make(secret=b"t" * 32), owner)
 
 
 def test_a_loan_that_is_not_there_and_a_server_that_has_started_anew(owner, make) -> None:
@@ -213,7 +215,7 @@ def test_clients_from_elsewhere_are_turned_away(owner, make, caplog) -> None:
 
 def greeted(owner: Owner) -> wire.Line:
     line = wire.Line(socket.create_connection(owner.server.address))
-    wire.greet(line, SECRET, FIELDS, time.monotonic() + 5)
+    wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + 5)
     return line
 
 
@@ -236,7 +238,7 @@ def test_no_bytes_harm_the_owner(owner, make) -> None:
             sock = socket.create_connection(owner.server.address)
             line = wire.Line(sock)
             if greet:
-                wire.greet(line, SECRET, FIELDS, time.monotonic() + 5)
+                wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + 5)
                 data = struct.pack("<I", wire.MAX_MESSAGE + 1) if data[:4] == b"\0\0\0\0" else data
             with contextlib.suppress(OSError):
                 sock.sendall(data)
@@ -380,11 +382,39 @@ class Between:
 
 def lengths(owner: Owner, store: PeerStore) -> list[int]:
     """How many bytes the server sends on the asking and on the pulling connection."""
-    between = Between(owner.server.address[1], -1, 0, "")
+    between = Between(owner.port, -1, 0, "")
     assert check(pull(store, owner, between.port)) == PAGES
     until(lambda: between.passed[0] and between.passed[1] > PAGES * SIZE)
     between.close()
     return between.passed[:2]
+
+
+def test_who_relays_the_handshake_from_elsewhere_proves_nothing(owner, make) -> None:
+    between = Between(owner.port, -1, 0, "")
+    store = make()
+    store.visit(1, ("127.0.0.1", between.port), owner.loans.lend(LENT, 30), owner.server.boot)
+    assert "doesn't know the secret, or has another kv_ip and kv_port than those dialled" in news(store, 1)
+    between.close()
+
+
+def test_who_stands_between_can_put_in_no_page_message_or_checksum(owner) -> None:
+    """He knows all that is said, and no key."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far, near = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    line, deadline = wire.Line(near), time.monotonic() + patient(5)
+    line.seal(b"o" * 32, b"t" * 32)
+    other, thief = wire.Line(far), wire.Line(far)
+    other.seal(b"t" * 32, b"o" * 32)
+    other.send(wire.Done(True), deadline)
+    told = near.recv(100, socket.MSG_PEEK)
+    assert line.receive(wire.Done, deadline).well
+    evil = wire.Sent(True, [wire.checksum(memoryview(b"evil"))])
+    for attack in (lambda: far.sendall(told), lambda: thief.send(evil, deadline) or far.sendall(told[-16:])):
+        attack()
+        with pytest.raises(wire.WireError, match="was changed on its way"):
+            line.receive(wire.Done | wire.Sent, deadline)
+    line.close()
+    other.close()
 
 
 @pytest.mark.parametrize("then", ["close", "flip"])
@@ -396,7 +426,7 @@ def test_a_peer_may_die_or_lie_at_any_byte(owner, make, then) -> None:
     places += [(1, draw.randrange(300)) for _ in range(effort(3, 40))]
     lost = 0
     for which, most in places:
-        between = Between(owner.server.address[1], which, most, then)
+        between = Between(owner.port, which, most, then)
         store = make()
         lost += check(pull(store, owner, between.port)) < PAGES
         store.close()
@@ -407,7 +437,7 @@ def test_a_peer_may_die_or_lie_at_any_byte(owner, make, then) -> None:
 
 @pytest.mark.parametrize(("which", "most"), [(0, 10), (0, 140), (1, 10), (1, 200), (1, 5 * SIZE), (1, 12 * SIZE)])
 def test_a_peer_that_hangs_fails_within_its_deadline(owner, make, hasty, which, most) -> None:
-    between = Between(owner.server.address[1], which, most, "hang")
+    between = Between(owner.port, which, most, "hang")
     begun = time.monotonic()
     assert check(pull(make(), owner, between.port)) < PAGES
     assert time.monotonic() - begun < patient(3)
@@ -419,11 +449,11 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
     def drip() -> None:
         sock = listener.accept()[0]
         line = wire.Line(sock)
-        wire.welcome(line, SECRET, FIELDS, b"b" * 16, time.monotonic() + 5)
+        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
         line.receive(wire.List, time.monotonic() + 5)
         line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + 5)
         other = wire.Line(listener.accept()[0])
-        wire.welcome(other, SECRET, FIELDS, b"b" * 16, time.monotonic() + 5)
+        wire.welcome(other, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
         other.receive(wire.Pull, time.monotonic() + 5)
         other.send(wire.Sending([True]), time.monotonic() + 5)
         with contextlib.suppress(wire.WireError):

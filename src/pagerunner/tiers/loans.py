@@ -12,9 +12,9 @@ import heapq
 import secrets
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 
+from pagerunner.tiers import wire
 from pagerunner.tiers.wire import Name
 
 
@@ -32,12 +32,12 @@ class Loan:
         self.last = now + most
         self.readers = 0
         self.ended = ""
-        self._sums: dict[Name, int] = {}
+        self._sums: dict[Name, bytes] = {}
 
-    def checksum(self, name: Name) -> int:
-        """CRC-32 of a page, as it was when it was first asked for."""
+    def checksum(self, name: Name) -> bytes:
+        """Checksum of a page, as it was when it was first asked for."""
         if (found := self._sums.get(name)) is None:
-            found = self._sums[name] = zlib.crc32(self.pages[name])
+            found = self._sums[name] = wire.checksum(self.pages[name])
         return found
 
 

@@ -130,7 +130,8 @@ class PageServer:
         stranger = True
         try:
             try:
-                wire.welcome(line, self._secret, self._fields, self.boot, time.monotonic() + self.HANDSHAKE_SECONDS)
+                deadline = time.monotonic() + self.HANDSHAKE_SECONDS
+                wire.welcome(line, self._secret, self.address, self._fields, self.boot, deadline)
             finally:
                 with self._lock:
                     self._strangers -= 1

@@ -17,7 +17,6 @@ import math
 import socket
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -196,7 +195,7 @@ class PeerStore:
         except OSError as error:
             raise WireError(f"can't be reached ({error})", late=True) from None
         try:
-            return line, wire.greet(line, self._secret, self.fields, deadline)
+            return line, wire.greet(line, self._secret, address, self.fields, deadline)
         except BaseException:
             line.close()
             raise
@@ -437,7 +436,7 @@ def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read
     sums = []
     for _, (_, _, view) in coming:
         line.receive_into(view, deadline)
-        sums.append(zlib.crc32(view))
+        sums.append(wire.checksum(view))
     _settle(reading, coming, sums, line.receive(wire.Sent, deadline))
 
 
@@ -456,7 +455,7 @@ def _read_by_nixl(
     if coming:
         nixl.read(located.agent, addresses, views, deadline, lambda: visit.left)
     line.send(wire.Check(visit.token, [(group, key) for _, (group, key, _) in coming]), deadline)
-    _settle(reading, coming, [zlib.crc32(view) for view in views], line.receive(wire.Sent, deadline))
+    _settle(reading, coming, [wire.checksum(view) for view in views], line.receive(wire.Sent, deadline))
 
 
 def _as_many(answers: list[Kind], part: list[tuple[int, Page]]) -> list[Kind]:
@@ -465,7 +464,7 @@ def _as_many(answers: list[Kind], part: list[tuple[int, Page]]) -> list[Kind]:
     return answers
 
 
-def _settle(reading: _Read, coming: list[tuple[int, Page]], sums: list[int], sent: wire.Sent) -> None:
+def _settle(reading: _Read, coming: list[tuple[int, Page]], sums: list[bytes], sent: wire.Sent) -> None:
     if sent.held and len(sent.sums) != len(sums):
         raise WireError(f"has sent {len(sums)} pages, and {len(sent.sums)} checksums")
     for (index, _), ours, theirs in zip(coming, sums, sent.sums if sent.held else (), strict=sent.held):

@@ -5,9 +5,12 @@ A message is its length in 4 bytes (little-endian) and msgpack. Both sides prove
     client              server
     Hello       ->
                 <-      Challenge
-    Proof       ->                      HMAC-SHA256 of both nonces
+    Proof       ->                      HMAC-SHA256 of both nonces and the server's address
     Open        ->                      what the client's pages look like, field by field
                 <-      Welcome, or Refused with the fields that differ
+
+Open and all that follows is sealed by keys made of the secret and the nonces, one for each direction: 16 bytes behind each message. Pages have
+their checksums in such a message. So who stands between two engines, or relays what they prove, can't change a message, repeat one or put a page in.
 
 Then the client asks and the server answers, one thing at a time:
 
@@ -45,11 +48,11 @@ from msgspec import Meta
 
 from pagerunner.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 MAX_GREETING = 256  # bytes of a message before the other side is known
 MAX_MESSAGE = 1 << 21
 MAX_PAGES = 8_192  # of one message
-NONCE = 32
+NONCE, SEAL = 32, 16
 LOOPBACK = ("127.0.0.0/8", "::1")
 
 Key = Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -143,10 +146,10 @@ class Sending(Message, frozen=True):
 
 
 class Sent(Message, frozen=True):
-    """After the last byte: whether the loan still stood, and the CRC-32 of each page that was sent."""
+    """After the last byte: whether the loan still stood, and the checksum of each page that was sent."""
 
     held: bool
-    sums: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=MAX_PAGES)]
+    sums: Annotated[list[Annotated[bytes, Meta(min_length=32, max_length=32)]], Meta(max_length=MAX_PAGES)]
 
 
 class Locate(Pull, frozen=True):
@@ -191,18 +194,42 @@ Kind = TypeVar("Kind")
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def checksum(page: memoryview) -> bytes:
+    """Nobody finds another page with the same one, as he would with a CRC."""
+    return hashlib.sha256(page).digest()
+
+
+class _Seal:
+    """Seals the messages of one direction, with their numbers, so that none can be left out or repeated."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def of(self, data: bytes | bytearray) -> bytes:
+        self._number += 1
+        return hashlib.blake2b(data, digest_size=SEAL, key=self._key, salt=self._number.to_bytes(16, "little")).digest()
+
+
 class Line:
     """One connection. Every call ends by its deadline, a time of `time.monotonic`, or raises WireError."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._own: _Seal | None = None
+        self._other: _Seal | None = None
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def seal(self, own: bytes, other: bytes) -> None:
+        """Seal all messages from now on: those sent by one key, those received by the other one."""
+        self._own, self._other = _Seal(own), _Seal(other)
 
     def send(self, message: Message, deadline: float) -> None:
         """One message."""
         data = _encode(message)
-        self.send_bytes(len(data).to_bytes(4, "little") + data, deadline)
+        self.send_bytes(
+            len(data).to_bytes(4, "little") + data + (self._own.of(data) if self._own is not None else b""), deadline
+        )
 
     def send_bytes(self, data: bytes | memoryview, deadline: float) -> None:
         """Bytes as they are."""
@@ -223,6 +250,10 @@ class Line:
             raise WireError(f"has announced a message of {size:,} bytes, of at most {limit:,}")
         data = bytearray(size)
         self.receive_into(memoryview(data), deadline)
+        if self._other is not None:
+            self.receive_into(memoryview(seal := bytearray(SEAL)), deadline)
+            if not hmac.compare_digest(seal, self._other.of(data)):
+                raise WireError("has sent a message that was changed on its way")
         try:
             found = _decoder(kind).decode(data)  # type: ignore[arg-type]
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -266,20 +297,24 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind | Refused)
 
 
-def greet(line: Line, secret: bytes, fields: Mapping[str, str], deadline: float) -> bytes:
-    """The client's part of the handshake. Returns the server's boot id."""
+def greet(line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, str], deadline: float) -> bytes:
+    """The client's part of the handshake with the server that listens `at` this address. Returns the server's boot id."""
     nonce = secrets.token_bytes(NONCE)
     line.send(Hello("pagerunner-kv", VERSION, nonce), deadline)
     challenge = line.receive(Challenge, deadline, MAX_GREETING)
-    if not hmac.compare_digest(challenge.proof, _proof(secret, b"server", nonce, challenge.nonce)):
-        raise WireError("doesn't know the secret")
-    line.send(Proof(_proof(secret, b"client", nonce, challenge.nonce)), deadline)
+    key = _Keys(secret, at, nonce + challenge.nonce)
+    if not hmac.compare_digest(challenge.proof, key.of(b"server")):
+        raise WireError("doesn't know the secret, or has another kv_ip and kv_port than those dialled")
+    line.send(Proof(key.of(b"client")), deadline)
+    line.seal(key.of(b"from client"), key.of(b"from server"))
     line.send(Open(dict(fields)), deadline)
     return line.receive(Welcome, deadline).boot
 
 
-def welcome(line: Line, secret: bytes, fields: Mapping[str, str], boot: bytes, deadline: float) -> None:
-    """The server's part. Raises WireError about a client that can't be served."""
+def welcome(
+    line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, str], boot: bytes, deadline: float
+) -> None:
+    """The server's part, which listens `at` this address. Raises WireError about a client that can't be served."""
     hello = line.receive(Hello, deadline, MAX_GREETING)
     if hello.magic != "pagerunner-kv":
         raise WireError("has begun with another protocol")
@@ -288,10 +323,12 @@ def welcome(line: Line, secret: bytes, fields: Mapping[str, str], boot: bytes, d
         line.send(Refused(reason), deadline)
         raise WireError(f"speaks version {hello.version} of the protocol, and this engine version {VERSION}")
     nonce = secrets.token_bytes(NONCE)
-    line.send(Challenge(nonce, _proof(secret, b"server", hello.nonce, nonce)), deadline)
+    key = _Keys(secret, at, hello.nonce + nonce)
+    line.send(Challenge(nonce, key.of(b"server")), deadline)
     proof = line.receive(Proof, deadline, MAX_GREETING)
-    if not hmac.compare_digest(proof.proof, _proof(secret, b"client", hello.nonce, nonce)):
-        raise WireError("doesn't know the secret")
+    if not hmac.compare_digest(proof.proof, key.of(b"client")):
+        raise WireError("doesn't know the secret, or has dialled another address")
+    line.seal(key.of(b"from server"), key.of(b"from client"))
     other = line.receive(Open, deadline).fields
     if reason := differences(fields, other):
         line.send(Refused(f"its pages are others: {differences(other, fields)}"[:1_024]), deadline)
@@ -307,8 +344,14 @@ def differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     )
 
 
-def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(secret, side + b"".join(nonces), hashlib.sha256)
+class _Keys:
+    """Proofs and keys of one connection. They are of the address too: a stranger elsewhere who relays the handshake proves nothing."""
+
+    def __init__(self, secret: bytes, at: tuple[str, int], nonces: bytes) -> None:
+        self._secret, self._of = secret, nonces + f"{ipaddress.ip_address(at[0])} {at[1]}".encode()
+
+    def of(self, use: bytes) -> bytes:
+        return hmac.digest(self._secret, use.ljust(16, b"\0") + self._of, hashlib.sha256)
 
 
 def place(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, int]:
