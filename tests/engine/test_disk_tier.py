@@ -66,6 +66,8 @@ def test_prompts_are_warm_after_a_restart(
     first = engine(path, tmp_path, kv_cache_dtype=dtype)
     assert run(first, PROMPTS)[0] == wanted
     pages = written(first)
+    memory = first.memory_state()["host"]["disk"]
+    assert (memory["pages"], memory["waiting"], memory["read_only"]) == (pages, 0, "")
     nothing_held(first)
     shutil.copytree(tmp_path, tmp_path / "left")  # as a crash would leave it
     again = engine(path, tmp_path / "left", kv_cache_dtype=dtype)

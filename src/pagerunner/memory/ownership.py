@@ -60,8 +60,17 @@ class HostPagesState(msgspec.Struct, frozen=True, kw_only=True):
     kept: int
 
 
+class DiskState(msgspec.Struct, frozen=True, kw_only=True):
+    """The disk tier: its pages, the bytes of all files in its directory, requests that wait for pages from it, and why it isn't written to, if so."""
+
+    pages: int
+    num_bytes: int
+    waiting: int
+    read_only: str
+
+
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
-    """The host memory of each rank: all of its bytes, those that can be used by now, and those that hold pages; transfers under way."""
+    """The host memory of each rank: all of its bytes, those that can be used by now, and those that hold pages; transfers under way; the disk below it."""
 
     num_bytes: int
     ready_bytes: int
@@ -69,6 +78,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     loads: int
     stores: int
     groups: list[HostPagesState]
+    disk: DiskState | None = None
 
 
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):

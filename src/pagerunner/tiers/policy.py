@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.ownership import HostPagesState, HostState
+from pagerunner.memory.ownership import DiskState, HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.below import Below
@@ -419,7 +419,11 @@ class Tiering:
     def memory_state(self) -> HostState:
         """What lies in host memory now."""
         stats, pool = self.stats(), self.host.pool
+        disk = stats.disk
         return HostState(
+            disk=None
+            if disk is None
+            else DiskState(pages=disk.pages, num_bytes=disk.bytes, waiting=disk.waiting, read_only=disk.read_only),
             num_bytes=stats.num_bytes,
             ready_bytes=stats.ready_bytes,
             used_bytes=stats.used_bytes,
