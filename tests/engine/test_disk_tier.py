@@ -89,7 +89,7 @@ def test_a_fine_tune_finds_nothing_of_its_parent(checkpoint: Callable[[str], str
     tuned = tmp_path / "tuned"
     shutil.copytree(path, tuned)
     data = bytearray((tuned / "model.safetensors").read_bytes())
-    data[-3] ^= 0x40  # of the last tensor's last number
+    data[len(data) // 2] ^= 0x40  # of one number: training new tokens changes a few rows alone
     (tuned / "model.safetensors").write_bytes(data)
     for model, options, finds in (
         (path, {}, 4),

@@ -290,6 +290,21 @@ def test_sleep_ends_loans_and_pulls(make, monkeypatch: pytest.MonkeyPatch, mode:
     assert decode.tokens(name) == wanted and decode.found(name) == 144, "both lend and pull again"
 
 
+def test_pages_of_weights_that_have_changed_since_are_refused(make, caplog: pytest.LogCaptureFixture) -> None:
+    """In place, as a trainer's come: in the same directory and after as many changes, yet not the same ones."""
+    lender, taker, alone = (make(role, enable_sleep_mode=True) for role in ("kv_producer", "kv_consumer", None))
+    for engine, factor in ((lender, 1.5), (taker, 0.5), (alone, 0.5)):
+        model = engine.core._executor._weights._model
+        module = next(module for module in model.modules() if "weight" in module.weights)
+        module.weights["weight"].mul_(factor)
+        engine.core.sleep(1)
+        engine.core.wake_up()
+    wanted = alone.tokens(alone.add(PROMPT))
+    name = taker.add(PROMPT, lender.lend(PROMPT))
+    assert taker.tokens(name) == wanted and not taker.found(name)
+    assert "weights" in caplog.text
+
+
 def test_engines_of_other_pages_are_refused_by_name(pair, make, caplog: pytest.LogCaptureFixture) -> None:
     prefill, _, wanted = pair
     other = make("kv_consumer", kv_cache_dtype="fp8")

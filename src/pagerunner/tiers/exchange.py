@@ -81,7 +81,6 @@ class Exchange:
     ) -> None:
         """`host_bytes`: the memory whose places `scheduler.tiers` knows. `fields()`: what pages look like; see `wire.Open`."""
         self._config, self._fields, self._bytes = config, fields, host_bytes
-        self.epoch = 0
         self._news = threading.Event()
         self._given_back: deque[bytes] = deque()
         self.loans = Loans(self._on_loan_end)
@@ -111,9 +110,9 @@ class Exchange:
         self._page_bytes = [group.page_bytes for group in manager.plan.groups]
 
     def open(self) -> None:
-        """Lend and pull, unless that is so. Weights that were replaced `epoch` times are others. Raises ConfigError for an address that can't be had."""
+        """Lend and pull, unless that is so. Raises ConfigError for an address that can't be had."""
         if not self._is_open:
-            self._peers.fields = {**self._fields(), "replaced weights": str(self.epoch)}
+            self._peers.fields = self._fields()
             if self._server is not None:
                 self._shared = Shared(self._bytes) if self._nixl else None
                 self._server.open(self._peers.fields, self._shared)

@@ -448,7 +448,6 @@ class EngineCore:
             self.reset_prefix_cache()
             if self._exchange is not None:
                 self._unreported += self._stop_exchange("new weights")
-                self._exchange.epoch += 1
                 self._exchange.open()
         self._publish_events()
 

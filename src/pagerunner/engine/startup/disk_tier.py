@@ -11,7 +11,6 @@ from typing import Any
 from pagerunner.engine.core.executors.base import Executor
 from pagerunner.engine.startup.exchange import page_fields
 from pagerunner.engine.startup.resolve import Resolved
-from pagerunner.errors import ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, chain_seed
 from pagerunner.tiers.below import Below
@@ -36,7 +35,7 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
     page_bytes = [group.page_bytes for group in plan.groups]
     store = DiskStore(
         Path(asked.root_dir).expanduser(),
-        pages_fingerprint(resolved, plan),
+        pages_fingerprint(resolved, plan, executor.weights_digest()),
         max_bytes=asked.max_bytes,
         largest_page=max(page_bytes),
         read_threads=asked.n_read_threads,
@@ -54,18 +53,9 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
     return lambda host: Below(store, host, memory, page_bytes, store.stats)
 
 
-def pages_fingerprint(resolved: Resolved, plan: MemoryPlan) -> bytes:
-    """What two engines must have in common for a page's key to mean the same bytes.
-
-    Raises:
-        ConfigError: a file of the weights can't be read any more.
-    """
+def pages_fingerprint(resolved: Resolved, plan: MemoryPlan, weights: str) -> bytes:
+    """What two engines must have in common for a page's key to mean the same bytes. `weights` tells the weights from all others."""
     config = resolved.config
-    try:
-        facts: dict[str, object] = dict(page_fields(resolved, plan))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"secondary_tiers: the weights of {config.model_path} can't be told from others: {error}."
-        ) from None
+    facts: dict[str, object] = dict(page_fields(resolved, plan, weights))
     facts |= {"device": (config.device, config.attention_backend), "rank": (0, 1), "keys": (chain_seed(), UNIT_TOKENS)}
     return fingerprint(facts)

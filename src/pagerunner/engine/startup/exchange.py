@@ -5,32 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 from pagerunner.engine.core.executors.base import Executor
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.tiers.exchange import Books, Exchange
-from pagerunner.tiers.fingerprint import fingerprint, weights_digest
+from pagerunner.tiers.fingerprint import fingerprint
 from pagerunner.tiers.secret import read_secret
 
 _NOT_OF_PAGES = frozenset(("path", "bos_token_id", "eos_token_ids", "sampling_defaults", "max_position_embeddings"))
 _SHORT = 80
 
 
-def page_fields(resolved: Resolved, plan: MemoryPlan) -> dict[str, str]:
-    """What must be equal for a page's key to mean equal bytes, by name. What is long is a digest.
-
-    Raises:
-        ConfigError, OSError: a weights file can't be read.
-    """
+def page_fields(resolved: Resolved, plan: MemoryPlan, weights: str) -> dict[str, str]:
+    """What must be equal for a page's key to mean equal bytes, by name. What is long is a digest. `weights` tells the weights from all others."""
     config, model = resolved.config, resolved.model
     found: dict[str, object] = {
         "page format": 1,
         "byte order": sys.byteorder,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "weights": _weights(resolved),
+        "weights": weights,
         "activation_quantization": resolved.args.activation_quantization,
         "quantization": resolved.args.quantization,
         "kv scales": resolved.kv_scales,
@@ -56,12 +51,6 @@ def _text(value: object) -> str:
     )
 
 
-def _weights(resolved: Resolved) -> str:
-    if resolved.config.load_format == "dummy":
-        return f"dummy weights of seed {resolved.config.seed}"
-    return weights_digest(Path(resolved.config.model_path).glob("*.safetensors"))
-
-
 def make_exchange(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> Callable[[Books], Exchange] | None:
     """The maker of the engine's exchange with others, if it has one. Raises ConfigError for a secret that can't be read."""
     config = resolved.config.exchange
@@ -70,4 +59,5 @@ def make_exchange(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> C
     secret = read_secret(config.secret_file)
     host_bytes = executor.host_view
     assert host_bytes is not None
-    return lambda scheduler: Exchange(config, secret, scheduler, host_bytes, lambda: page_fields(resolved, plan))
+    fields = lambda: page_fields(resolved, plan, executor.weights_digest())  # noqa: E731  asked again for new weights
+    return lambda scheduler: Exchange(config, secret, scheduler, host_bytes, fields)

@@ -11,7 +11,8 @@ from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.layers.shares import Share
 from pagerunner.memory.units import human_bytes
-from pagerunner.models.checkpoint.loader import Model
+from pagerunner.models.checkpoint.digest import weights_digest
+from pagerunner.models.checkpoint.loader import Model, stored_tensors
 from pagerunner.models.checkpoint.updates import Claimed, Update
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.types.weights import (
@@ -37,6 +38,10 @@ class WorkerWeights:
         self._group: TransferGroup | None = None
         self._update: Update | None = None
         self._claimed: Claimed | None = None
+
+    def digest(self) -> str:
+        """See Executor.weights_digest."""
+        return weights_digest(stored_tensors(self._model))
 
     def change(self, change: RankChange, sleeper: Sleeper) -> None:
         """See Executor.change_weights. Calls come in an order that the core has checked."""

@@ -97,6 +97,10 @@ class Worker:
         """See Executor.host_view."""
         return None if self._transfers is None else memoryview(self._transfers.host.bytes.numpy())
 
+    def weights_digest(self) -> str:
+        """See Executor.weights_digest."""
+        return self._weights.digest()
+
     @property
     def busy_seconds(self) -> float:
         """See Executor.busy_seconds."""

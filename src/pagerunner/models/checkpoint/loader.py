@@ -101,7 +101,13 @@ def build_model(
 
 def weights_bytes(model: Model) -> int:
     """Bytes of the region that `materialize` needs."""
-    return sum(_aligned(tensor.nbytes) for module in model.modules() for tensor in module.weights.values())
+    return sum(_aligned(tensor.nbytes) for _, tensor in stored_tensors(model))
+
+
+def stored_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights in the forms in which they are stored, with their modules' names for them, in an order that the config decides."""
+    for module in model.modules():
+        yield from module.weights.items()
 
 
 def materialize(model: Model, region: torch.Tensor) -> None:

@@ -49,6 +49,10 @@ class Executor(Protocol):
         """The host memory for pages, if there is one rank, which has it in this process."""
         ...
 
+    def weights_digest(self) -> str:
+        """What tells the weights from all others, if there is one rank, which has them in this process; see `models/checkpoint/digest.py`."""
+        ...
+
     @property
     def busy_seconds(self) -> float:
         """How long the device has worked on steps that are done."""

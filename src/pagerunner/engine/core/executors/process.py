@@ -361,6 +361,10 @@ class ProcessExecutor:
     host_view = None
     """See Executor.host_view. Each rank has its own."""
 
+    def weights_digest(self) -> str:
+        """See Executor.weights_digest. No store of pages is opened for several ranks."""
+        raise RuntimeError("each rank has weights of its own")
+
     @property
     def busy_seconds(self) -> float:
         """See Executor.busy_seconds. Rank 0's."""
