@@ -414,7 +414,9 @@ def test_offline_engines_have_no_requests_that_could_be_exchanged(checkpoint) ->
     [
         ({"kv_role": "prefill"}, {}, "kv_role of PeerConnector must be one of kv_producer, kv_consumer, kv_both"),
         ({"kv_ip": "10.0.0.1"}, {}, "kv_ip='10.0.0.1' is open to other machines: give secret_file"),
-        ({"kv_ip": "localhost"}, {}, "an entry is an IP address"),
+        ({"kv_ip": "localhost"}, {}, "kv_ip='localhost' in kv_transfer_config must be the IP address"),
+        ({"kv_ip": "0.0.0.0"}, {}, "kv_ip='0.0.0.0' in kv_transfer_config must be the IP address"),
+        ({"kv_ip": "10.0.0.0/24"}, {}, "kv_ip='10.0.0.0/24' in kv_transfer_config must be the IP address"),
         ({"kv_port": 0}, {}, r"kv_port in kv_transfer_config must be in \[1, 65535\], got 0"),
         ({"kv_connector_extra_config": {"peer": []}}, {}, "PeerConnector knows .*peers"),
         ({"kv_connector_extra_config": {"kv_lease_duration": 0}}, {}, "kv_lease_duration"),

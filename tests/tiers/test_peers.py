@@ -155,9 +155,9 @@ def test_two_loans_with_the_same_page_are_told_apart(owner, make) -> None:
     for number in (1, 2):
         store.visit(number, owner.server.address, owner.loans.lend(LENT, 30), owner.server.boot)
         assert news(store, number) == ""
-    store.leave(2)
-    assert check(read(store, 1, list(LENT))) == PAGES
     store.leave(1)
+    assert check(read(store, 2, list(LENT))) == PAGES, "a request reads by its own loan"
+    store.leave(2)
     assert store.find(0, [key(0)]) == [False]
 
 
@@ -292,6 +292,31 @@ def test_who_takes_pages_too_slowly_is_cut_off(owner, hasty, monkeypatch) -> Non
     assert not owner.ends, "the page is being sent"
     until(lambda: owner.ends == [(token, "released")])
     line.close()
+
+
+def test_sending_ends_by_its_deadline_though_a_little_is_taken_all_the_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.socket()
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        far.connect(listener.getsockname())
+        near = listener.accept()[0]
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    over = threading.Event()
+
+    def take() -> None:
+        while not over.wait(0.05):
+            far.recv(2048)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    line, begun = wire.Line(near), time.monotonic()
+    with pytest.raises(wire.WireError, match="takes its bytes too slowly"):
+        line.send_bytes(bytes(400_000), begun + 0.3)  # 40 kB a second would take ten
+    assert time.monotonic() - begun < patient(1.5)
+    over.set()
+    thread.join()
+    line.close()
+    far.close()
 
 
 def test_a_loan_that_ends_while_it_is_sent_is_not_believed(owner) -> None:
@@ -474,7 +499,8 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
         thread.join()
 
 
-def test_a_visit_that_is_left_writes_nothing_any_more(owner, make) -> None:
+def test_a_visit_that_is_left_writes_nothing_any_more(owner, make, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "PULL_BYTES", 1 << 30)  # one after the other
     size = 64 << 20
     big = {(0, key(at)): memoryview(bytes(size)) for at in range(2)}
     store = make()

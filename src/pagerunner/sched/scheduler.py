@@ -220,7 +220,7 @@ class Scheduler:
     def needs_pages(self, request_id: str) -> bool:
         """Whether a request waits that hasn't looked into other memories yet."""
         sequence = self._state.sequences.get(request_id)
-        return sequence is not None and not sequence.looked_up
+        return sequence is not None and not sequence.looked_up and sequence.grant is None  # one may run without
 
     def host_ready(self, num_bytes: int) -> None:
         """So many bytes of host memory can be used by now. What has come there from a store below is found."""

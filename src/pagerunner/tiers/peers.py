@@ -143,11 +143,14 @@ class PeerStore:
 
     def read(self, number: int, pages: Sequence[Page]) -> None:
         """See PageStore."""
+        own = self._visits.get(number)  # goes before others', which may be left in the middle of this read
+        mine = frozenset(own.names if own is not None and not own.failed else ())
         reading = _Read(number, len(pages))
         parts: list[tuple[Visit, list[tuple[int, Page]], int]] = []
         last: dict[Visit, tuple[list[tuple[int, Page]], int]] = {}
         for at, page in enumerate(pages):
-            if (visit := self._found.get(page[:2])) is not None:
+            visit = own if page[:2] in mine else self._found.get(page[:2])
+            if visit is not None:
                 part, nbytes = last.get(visit, ([], 0))
                 part.append((at, page))
                 nbytes += len(page[2])

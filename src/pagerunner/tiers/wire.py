@@ -233,9 +233,11 @@ class Line:
 
     def send_bytes(self, data: bytes | memoryview, deadline: float) -> None:
         """Bytes as they are."""
+        view, sent = memoryview(data), 0
         try:
-            self._limit(socket.SO_SNDTIMEO, deadline)
-            self._sock.sendall(data)
+            while sent < len(view):
+                self._limit(socket.SO_SNDTIMEO, deadline)
+                sent += self._sock.send(view[sent:])
         except BlockingIOError:
             raise WireError("takes its bytes too slowly", late=True) from None
         except OSError as error:

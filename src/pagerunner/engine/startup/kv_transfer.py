@@ -222,9 +222,18 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
             f'kv_connector_extra_config: backends={extra.backends!r} must be ["UCX"], and goes with NixlConnector alone; leave it out.'
         )
     peers = tuple(LOOPBACK if extra.peers is None else extra.peers)
-    for entry in (config.kv_ip, *peers):
+    for entry in peers:
         place(entry)
-    if not ip_address(config.kv_ip).is_loopback and extra.secret_file is None:
+    try:
+        own = ip_address(config.kv_ip)
+    except ValueError:
+        own = None
+    if own is None or own.is_unspecified:
+        raise ConfigError(
+            f"kv_ip={config.kv_ip!r} in kv_transfer_config must be the IP address that other engines reach this one by, such as 10.0.0.7: "
+            "answers name it as remote_host."
+        )
+    if not own.is_loopback and extra.secret_file is None:
         raise ConfigError(
             f"kv_ip={config.kv_ip!r} is open to other machines: give secret_file in kv_connector_extra_config, a file of at least 32 random "
             "bytes that all engines have and only their user can read."
