@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import socket
@@ -176,6 +177,15 @@ def test_the_answer_says_where_the_pages_are_in_vllms_words(pair) -> None:
     assert prefill.lend(PROMPT[:10]) is None, "no page of it is full"
 
 
+def test_loans_leave_half_of_host_memory(pair, monkeypatch) -> None:
+    prefill, _, _ = pair
+    page = prefill.core.memory_plan.groups[0].page_bytes
+    monkeypatch.setattr(exchange_module, "MOST_LENT", 8.5 * page / prefill.core._exchange._tiers.host.num_bytes)
+    assert prefill.lend(PROMPT) and prefill.lend(OTHER) is None
+    prefill.core._exchange.loans.end_all("released")
+    assert prefill.lend(OTHER)
+
+
 def test_prompts_share_pages_only_with_the_same_salt(pair) -> None:
     prefill, decode, wanted = pair
     lent = prefill.lend(PROMPT, salt="a")
@@ -303,6 +313,17 @@ def test_pages_of_weights_that_have_changed_since_are_refused(make, caplog: pyte
     name = taker.add(PROMPT, lender.lend(PROMPT))
     assert taker.tokens(name) == wanted and not taker.found(name)
     assert "weights" in caplog.text
+
+
+def test_an_engine_that_has_ended_lets_its_port_and_memory_go(checkpoint) -> None:
+    engine = Engine(checkpoint("qwen3"), "kv_both")
+    assert engine.lend(PROMPT)
+    server = engine.core._exchange._server
+    del engine
+    gc.collect()
+    assert server._listener is None and not len(server._loans)
+    with socket.create_server(server.address):
+        pass
 
 
 def test_engines_of_other_pages_are_refused_by_name(pair, make, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,17 +9,21 @@ Example: a prompt of 8,200 tokens with pages of 16. 512 pages come, and the last
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from pagerunner.config import ExchangeConfig
 from pagerunner.errors import InvalidRequestError
+from pagerunner.logs import SparingLog
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
@@ -32,8 +36,12 @@ from pagerunner.tiers.stats import ExchangeStats
 from pagerunner.types import EngineRequest, RequestUpdate
 from pagerunner.types.kv_transfer import KVTransferParams
 
+log = logging.getLogger(__name__)
+
 STORE_SECONDS = 10.0
 """How long an answer waits for its prompt to lie in host memory. After that it says nothing of pages."""
+MOST_LENT = 0.5
+"""No more is lent while this share of host memory is in use: stores and pulls need the rest."""
 PATIENCE, LEAST_PATIENCE = 10.0, 2.0
 """A pull that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
 
@@ -83,7 +91,7 @@ class Exchange:
         self._config, self._fields, self._bytes = config, fields, host_bytes
         self._news = threading.Event()
         self._given_back: deque[bytes] = deque()
-        self.loans = Loans(self._on_loan_end)
+        self.loans = Loans(partial(_on_loan_end, self._given_back, self._news))
         self._server = PageServer(self.loans, secret, config.host, config.port, config.peers) if config.lends else None
         self._shared: Shared | None = None
         self._nixl = config.nixl
@@ -91,6 +99,7 @@ class Exchange:
         reader = Reader(PULL_BYTES + largest) if config.nixl and config.pulls else None
         self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads, reader)
         self._is_open = False
+        self._refusals = SparingLog(log, most=5)
         self._to_lend: dict[str, EngineRequest] = {}
         self._answers: list[_Answer] = []
         self._lent: dict[bytes, list[list[int]]] = {}
@@ -98,6 +107,9 @@ class Exchange:
         self._reading: dict[int, _Pull] = {}
         self._arrived: list[tuple[list[str], list[list[int]]]] = []
         self._made = self._pulled = self._failed = 0
+        self.close = weakref.finalize(self, _close, self._server, self._peers)
+        """End all threads and let host memory go, as when nobody has the exchange any more: threads know nothing of it."""
+        self.close.atexit = False
         self.use(scheduler)
         self.open()
 
@@ -277,6 +289,9 @@ class Exchange:
         hit = joint_hit(self._rules, host.index.pages, chain, answer.tokens - 1)  # the last token is computed anyway
         if not hit or self._server is None:
             return None
+        if host.in_use_bytes > MOST_LENT * host.num_bytes:
+            self._refusals.warn("Loans hold half of host memory: prompts are computed where they are decoded, too.")
+            return None
         keys = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
         pages = [host.share(group, some) for group, some in enumerate(keys)]
         views = {
@@ -300,10 +315,6 @@ class Exchange:
             remote_lease=token.hex(),
             remote_boot_id=self._server.boot.hex(),
         )
-
-    def _on_loan_end(self, token: bytes, why: str) -> None:
-        self._given_back.append(token)  # by another thread
-        self._news.set()
 
     # -- pulling
 
@@ -368,3 +379,14 @@ class Exchange:
         chain = self._manager.chain(request.cache_salt)
         chain.cover(request.prompt_token_ids, len(request.prompt_token_ids))
         return chain
+
+
+def _on_loan_end(given_back: deque[bytes], news: threading.Event, token: bytes, why: str) -> None:
+    given_back.append(token)  # by another thread
+    news.set()
+
+
+def _close(server: PageServer | None, peers: PeerStore) -> None:
+    if server is not None:
+        server.close("the engine has ended")
+    peers.close()

@@ -73,6 +73,11 @@ class HostTier:
         return sum(size * count for size, count in zip(self._page_bytes, counts, strict=True))
 
     @property
+    def in_use_bytes(self) -> int:
+        """Bytes of pages that can't be given away."""
+        return sum(size * used for size, used in zip(self._page_bytes, self.pool.used, strict=True))
+
+    @property
     def ready_bytes(self) -> int:
         """Bytes of the slabs that can be used by now."""
         return self.pool.num_slabs * self._slab_bytes

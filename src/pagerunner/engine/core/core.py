@@ -259,6 +259,8 @@ class EngineCore:
             never_free(error, self._executor, *self._in_flight)
         self._death = step_fault(error, failure)
         self._in_flight.clear()
+        if self._exchange is not None:
+            self._exchange.close()
         self._executor.close()
         return EngineDeadError(self._death)
 
