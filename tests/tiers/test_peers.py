@@ -198,6 +198,17 @@ def test_requests_cannot_send_an_engine_anywhere(make) -> None:
         make(allowed=["example.org"])
 
 
+def test_requests_that_name_many_engines_take_few_threads(make, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "MAX_PEERS", 5)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(12)]
+        store = make()
+        for number, server in enumerate(silent):
+            store.visit(number, server.getsockname(), b"t" * 16, b"b" * 16)
+        assert sum(thread.name == "pages of a peer" for thread in threading.enumerate()) <= 5
+        assert "isn't asked: 5 others are already" in news(store, 11)
+
+
 def test_clients_from_elsewhere_are_turned_away(owner, make, caplog) -> None:
     server = PageServer(owner.loans, SECRET, allowed=["10.0.0.1"])
     server.open(FIELDS)

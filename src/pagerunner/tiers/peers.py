@@ -34,7 +34,8 @@ GRACE_SECONDS, MIN_RATE = 5.0, 20e6
 """An engine answers within 5 s, and sends at 20 MB/s besides."""
 PULL_BYTES, PULL_PAGES = 32 << 20, 1_024
 """Of one pull, so that deadlines are short and a visit can end between two."""
-MAX_IDLE_PEERS = 16
+MAX_PEERS, MAX_IDLE_PEERS = 64, 16
+"""Engines that are asked at a time, and that are remembered though nothing is asked."""
 
 
 class Visit:
@@ -102,8 +103,11 @@ class PeerStore:
             idle = [at for at, other in self._peers.items() if not other.visits]
             for at in idle[: max(len(self._peers) - MAX_IDLE_PEERS + 1, 0)]:
                 self._peers.pop(at).end()
-            peer = self._peers[address] = _Peer(self, address)
+            peer = _Peer(self, address)
         visit = self._visits[number] = Visit(number, peer, token, boot)
+        if address not in self._peers and len(self._peers) >= MAX_PEERS:
+            return peer.fail(f"isn't asked: {MAX_PEERS} others are already", visit)
+        self._peers[address] = peer
         peer.begin(visit)
 
     def visited(self) -> list[tuple[int, str]]:
@@ -321,7 +325,7 @@ class _Peer:
 
 
 class _Caller:
-    """A thread with one connection to an engine, which is made when there is something to do."""
+    """A thread with one connection to an engine. Both are made when there is something to do."""
 
     def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] = lambda line: math.inf) -> None:
         self._peer, self._renew = peer, renew
@@ -331,13 +335,15 @@ class _Caller:
         self._boot = b""
         self._busy: Visit | None = None
         self._over, self._last = False, math.inf
-        self._thread = threading.Thread(target=self._run, name="pages of a peer", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def call(self, visit: Visit | None, job: Callable[[Line], object], then: Callable[[], None] = lambda: None) -> None:
         """Run `job` with the connection, unless the visit has failed or was left; then `then` in any case."""
         with self._wake:
             self._jobs.append((visit, job, then))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pages of a peer", daemon=True)
+                self._thread.start()
             self._wake.notify()
 
     def stop(self, visit: Visit) -> None:
@@ -356,7 +362,8 @@ class _Caller:
 
     def join(self) -> None:
         """Wait for the thread."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         renewal = time.monotonic()
