@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,9 @@ from helpers.effort import effort
 from helpers.patience import until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
+from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
-from pagerunner.tiers.segments import Segment
+from pagerunner.tiers.segments import Record, Segment
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB: three pages of 12 KiB of disk do not fit, two do
 
@@ -292,6 +294,66 @@ def test_what_is_cleared_is_found_at_the_next_start(
     store.close()
     again = opened(root)
     assert read(again, range(6)) == [True] * 6
+    again.close()
+
+
+def test_what_is_on_its_way_when_all_is_cleared_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(root)
+    usual, begun, go_on = Segment.append, threading.Semaphore(0), threading.Event()
+
+    def slow(*given: Any) -> Record:
+        begun.release()
+        go_on.wait(60)
+        return usual(*given)
+
+    monkeypatch.setattr(Segment, "append", slow)
+    store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(8)])
+    assert begun.acquire(timeout=60) and begun.acquire(timeout=60)  # both threads are within a page
+    store.clear()
+    go_on.set()
+    assert outcomes(store) == [False] * 8
+    assert found(store, range(8)) == []
+    assert write(store, range(2, 4)) == [True] * 2
+    assert found(store, range(8)) == [2, 3]
+    store.close()
+    again = opened(root)
+    assert read(again, range(8)) == [
+        number in (2, 3) for number in range(8)
+    ]  # nor later: nobody could have forgotten it
+    again.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+def test_what_is_cleared_is_not_found_by_a_look_at_the_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    first = opened(root)
+    write(first, range(4))
+    first.close()
+    usual, begun, go_on = Directory.adopt, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> tuple[list[Record], bool]:
+        done = usual(*given) if moment == "after" else None
+        begun.set()
+        go_on.wait(60)
+        return done or usual(*given)
+
+    monkeypatch.setattr(Directory, "adopt", slow)
+    if moment == "before":
+        monkeypatch.setattr(Directory, "segments", lambda _: begun.set() or go_on.wait(60) and [])
+    store = DiskStore(root, OF, max_bytes=4 << 20, largest_page=6000, rate=1e9)
+    assert begun.wait(60)
+    store.clear()
+    monkeypatch.undo()
+    go_on.set()
+    assert write(store, [9]) == [True]  # goes on with one of the segments
+    until(lambda: store._hidden == 1 and not store._look.is_set())
+    store._look.set()
+    until(lambda: not store._look.is_set())
+    assert found(store, range(10)) == [9]
+    store.close()
+    again = opened(root)
+    assert read(again, [*range(4), 9]) == [True] * 5
     again.close()
 
 

@@ -63,15 +63,15 @@ class DiskStats(msgspec.Struct, kw_only=True):
 
 
 class _Begun:
-    """A number, how many of its pages are left, and the outcomes."""
+    """A number, how many of its pages are left, and the outcomes. `clears`: how often the store had been cleared when it began."""
 
-    __slots__ = ("deadline", "left", "nbytes", "number", "outcomes", "reads", "started")
+    __slots__ = ("clears", "deadline", "left", "nbytes", "number", "outcomes", "reads", "started")
 
     def __init__(self, number: int, pages: Sequence[Page], seconds: float, *, reads: bool) -> None:
         self.number, self.left, self.outcomes, self.reads = number, len(pages), [False] * len(pages), reads
         self.nbytes = sum(len(place) for *_, place in pages)
         self.started = time.monotonic()
-        self.deadline = self.started + seconds
+        self.deadline, self.clears = self.started + seconds, 0
 
 
 Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
@@ -118,6 +118,9 @@ class DiskStore:
         self._closing, self._look = threading.Event(), threading.Event()
         self._end = math.inf  # of writing, when the store is being closed
         self._passed_over: set[bytes] = set()  # identities of segments that nothing is found in any more
+        self._clears = self._hidden = (
+            0  # how often clear() was called, and for how many of these `_passed_over` is complete
+        )
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Piece | tuple[Segment, int] | None] = queue.SimpleQueue()
@@ -164,6 +167,7 @@ class DiskStore:
     def write(self, number: int, pages: Sequence[Page]) -> None:
         """See PageStore. A page that is there already isn't written again."""
         begun = _Begun(number, pages, _WRITE_SECONDS, reads=False)
+        begun.clears = self._clears
         closed = self._closing.is_set()
         for at, page in enumerate(pages if not closed else ()):
             piece: Piece = begun, [(at, page, None, 0)]
@@ -205,10 +209,12 @@ class DiskStore:
                 self._to_write.put(found)
 
     def clear(self) -> None:
-        """See KeepingStore."""
+        """See KeepingStore. What is on its way isn't kept, and what the next look lists was there before."""
         with self._lock:
+            self._clears += 1
             self._passed_over.update(self._known)
             self._index, self._hot = {}, set()
+        self._look.set()
 
     def stats(self) -> DiskStats:
         """A copy of the figures as they are now."""
@@ -319,22 +325,26 @@ class DiskStore:
             begun, [(at, (group, key, place), *_)] = piece
             well = False
             try:
-                well = not self._late(begun) and self._write_page(writer, group, key, place)
+                well = not self._late(begun) and self._write_page(writer, group, key, place, begun.clears)
             except Exception:  # the thread goes on, with another segment
                 logger.exception("The disk tier couldn't write a page")
                 writer.seal()
             self._settle(begun, [at], well=well)
         writer.seal()
 
-    def _write_page(self, writer: _Writer, group: int, key: bytes, place: memoryview) -> bool:
+    def _write_page(self, writer: _Writer, group: int, key: bytes, place: memoryview, clears: int) -> bool:
         if self.find(group, [key])[0]:
             return True
         try:
-            if self._stats.read_only or len(key) > LONGEST_KEY:
+            if self._stats.read_only or len(key) > LONGEST_KEY or clears != self._clears:
                 raise NoRoomError
             if not writer.takes(len(place)):
                 self._next_segment(writer, len(place))
-            self._written(writer, writer.append(group, key, place))
+            record = writer.append(group, key, place)
+            if not self._written(writer, record, clears):
+                assert writer.segment is not None
+                writer.segment.strike(record.offset)  # nobody could forget it, as it isn't in the index
+                raise NoRoomError
         except (NoRoomError, TimeoutError):
             with self._lock:
                 self._stats.skipped += 1
@@ -359,6 +369,7 @@ class DiskStore:
     def _next_segment(self, writer: _Writer, nbytes: int) -> None:
         """Make room, and begin a segment that takes such a page, or go on with one. Then copy what was hot in those that were given up."""
         writer.seal()
+        clears = self._clears
         with contextlib.ExitStack() as stack:
             hot = list[tuple[Segment, int, Record]]()
             with self.directory.locked():
@@ -370,19 +381,23 @@ class DiskStore:
                     victim.unlink()
                 segment, fd = self.directory.unfinished(nbytes) or self.directory.create()
             records = segment.records(fd, self.directory.fingerprint, walk=True)
-            writer.begin(self._found(segment, records, whole=False), fd, records)
+            writer.begin(self._found(segment, records, clears, whole=False), fd, records)
             for victim, source, record in hot:
                 place = memoryview(bytearray(record.nbytes))
                 if writer.takes(record_bytes(record.nbytes) + nbytes) and victim.read(source, record, place):
-                    self._written(writer, writer.append(record.group, record.key, place), copied=True)
+                    self._written(writer, writer.append(record.group, record.key, place), clears, copied=True)
 
-    def _written(self, writer: _Writer, record: Record, *, copied: bool = False) -> None:
+    def _written(self, writer: _Writer, record: Record, clears: int, *, copied: bool = False) -> bool:
+        """A page is on the disk. False if it isn't found there, as the store was cleared meanwhile."""
         assert writer.segment is not None
         with self._lock:
+            if clears != self._clears:
+                return False
             self._index[record.group, record.key] = writer.segment, record.offset
             self._stats.pages_copied += copied
             self._stats.writes += not copied
             self._stats.write_bytes += 0 if copied else record.nbytes
+        return True
 
     def _drop(self, victim: Segment, fd: int) -> list[Record]:
         """Forget a segment that is about to be unlinked. Returns what is worth copying: at most half of a segment in all."""
@@ -420,17 +435,27 @@ class DiskStore:
 
     def _scan(self) -> None:
         """Read the indices of segments that aren't known whole, and forget those that are gone."""
-        there = {segment.identity: segment for segment, _ in self.directory.segments()}
+        clears = self._clears
+        with (
+            self.directory.locked() if clears != self._hidden else contextlib.nullcontext()
+        ):  # a list of all, none just renamed
+            there = {segment.identity: segment for segment, _ in self.directory.segments()}
+        with self._lock:
+            if clears not in (self._hidden, self._clears):
+                return  # cleared again: the next look is at once
+            if clears != self._hidden:
+                self._passed_over.update(there)
+                self._hidden = clears
         for identity, found in there.items():
             segment, whole = self._known.get(identity, (found, False))
-            if self._closing.is_set():
+            if self._closing.is_set() or clears != self._clears:
                 return
             if segment.path != found.path:  # an engine goes on with it
                 segment.path, whole = found.path, False
             if not whole and identity not in self._passed_over and segment.of(self.directory.fingerprint):
                 with contextlib.suppress(OSError):
                     records, whole = self.directory.adopt(segment)
-                    self._found(segment, records, whole=whole)
+                    self._found(segment, records, clears, whole=whole)
         with self._lock:
             for identity in self._known.keys() - there.keys():
                 self._known.pop(identity)[0].gone = True
@@ -438,12 +463,17 @@ class DiskStore:
                 self._index = {name: entry for name, entry in self._index.items() if not entry[0].gone}
                 self._hot &= self._index.keys()
 
-    def _found(self, segment: Segment, records: Sequence[Record], *, whole: bool) -> Segment:
-        """A segment has these records, and if it is `whole` never others. Returns the object that stands for it."""
+    def _found(self, segment: Segment, records: Sequence[Record], clears: int, *, whole: bool) -> Segment:
+        """A segment has these records, and if it is `whole` never others. Returns the object that stands for it.
+
+        They aren't found if the store has been cleared since they were there.
+        """
         with self._lock:
             known, _ = self._known.get(segment.identity, (segment, whole))
             known.path = segment.path
             self._known[segment.identity] = known, whole
+            if not clears == self._clears == self._hidden or segment.identity in self._passed_over:
+                return known
             for record in records:
                 name = record.group, record.key
                 if name not in self._index or self._index[name][0].gone:
