@@ -425,6 +425,40 @@ def test_the_rate_is_measured_at_the_start_and_follows_what_is_read(
     store.close()
 
 
+@pytest.mark.parametrize("where", ["posix_fallocate pwrite pwritev", "fdatasync"])
+def test_a_disk_that_is_full_at_the_start_is_measured_by_pages_that_are_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.02)
+    store = opened(root)
+    write(store, range(20))
+    store.close()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in where.split():
+        monkeypatch.setattr(os, name, full)
+    with caplog.at_level(logging.WARNING):
+        again = opened(root, rate=None)
+    assert math.isfinite(again.seconds(10**6))
+    assert read(again, range(20)) == [True] * 20
+    assert not caplog.records
+    again.close()
+    with caplog.at_level(logging.WARNING):
+        empty = opened(root.with_name("empty"), rate=None)
+        time.sleep(0.2)  # it looks again and again
+    assert empty.seconds(1) == math.inf
+    assert [record.message.split(", and reads nothing")[0] for record in caplog.records] == [
+        f"The disk tier can't measure how fast {empty.directory.path} reads"
+    ]
+    monkeypatch.undo()
+    empty._look.set()
+    until(lambda: math.isfinite(empty.seconds(1)))
+    empty.close()
+    assert not [path for path in (root / "pagerunner-pages").iterdir() if path.name.startswith("probe")]
+
+
 def test_a_stopped_engine_that_has_the_lock_costs_pages_and_no_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

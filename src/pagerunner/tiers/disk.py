@@ -121,6 +121,7 @@ class DiskStore:
         self._clears = self._hidden = (
             0  # how often clear() was called, and for how many of these `_passed_over` is complete
         )
+        self._unmeasured = False
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Piece | tuple[Segment, int] | None] = queue.SimpleQueue()
@@ -426,12 +427,28 @@ class DiskStore:
             self._look.clear()
             try:
                 self._scan()
-                if not self._stats.read_rate:
-                    self._stats.read_rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0])
             except OSError as error:
                 logger.warning("The disk tier can't look through %s: %s", self.directory.path, error)
+            self._probe()
             self.ready.set()
             self._look.wait(_SCAN_SECONDS)
+
+    def _probe(self) -> None:
+        """Measure how fast the disk reads. On a full disk that takes pages that are there, and while there are none nothing is to be read."""
+        if self._stats.read_rate:
+            return
+        with self._lock:
+            there = [segment.path for segment, whole in self._known.values() if whole]
+        try:
+            self._stats.read_rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0], there)
+        except OSError as error:
+            first, self._unmeasured = not self._unmeasured, True
+            if first:
+                logger.warning(
+                    "The disk tier can't measure how fast %s reads, and reads nothing from it until it can: %s.",
+                    self.directory.path,
+                    error,
+                )
 
     def _scan(self) -> None:
         """Read the indices of segments that aren't known whole, and forget those that are gone."""
