@@ -159,6 +159,7 @@ def _config(**extra: Any) -> dict[str, Any]:
     [
         ({"secondary_tiers": [{"type": "obj"}]}, "type of secondary_tiers must be one of fs, got 'obj'"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x"}]}, "missing required field `max_bytes`.* An entry of type fs has"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "", "max_bytes": 9}]}, "root_dir of secondary_tiers must name a directory, got ''"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 0}]}, "max_bytes of secondary_tiers must be from 1 to .*, got 0"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 9, "locality": "x"}]}, "unknown field `locality`"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_bytes": 9}] * 2}, "2 entries; there can be one"),

@@ -133,6 +133,8 @@ def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | No
         raise ConfigError(
             f"secondary_tiers: {error}. An entry of type fs has {known}, such as {_FS_EXAMPLE}."
         ) from None
+    if not asked.root_dir:
+        raise ConfigError("root_dir of secondary_tiers must name a directory, got ''.")
     for name in ("max_bytes", "n_read_threads", "n_write_threads"):
         most = 2**62 if name == "max_bytes" else 256
         if not 0 < (value := getattr(asked, name)) <= most:
