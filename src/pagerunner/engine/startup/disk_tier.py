@@ -29,8 +29,8 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
     Raises:
         ConfigError: the directory can't be used, or max_bytes is too small.
     """
-    asked, memory = resolved.config.disk_tier, executor.host_view
-    if asked is None or memory is None:
+    asked = resolved.config.disk_tier
+    if asked is None or (memory := executor.host_view) is None:
         return None
     page_bytes = [group.page_bytes for group in plan.groups]
     store = DiskStore(
