@@ -251,7 +251,7 @@ def test_ranks_stages_and_teams_have_the_same_places(
         ({"kv_transfer_config": {"kv_conector": "x"}}, "unknown field `kv_conector`"),
         (
             {"kv_transfer_config": {"kv_connector": "MoRIIO", "kv_role": "kv_both"}},
-            "must be one of OffloadingConnector, PeerConnector, got 'MoRIIO'",
+            "must be one of OffloadingConnector, PeerConnector, NixlConnector, got 'MoRIIO'",
         ),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_role of OffloadingConnector"),
         (connector(), "doesn't say how much of it: give cpu_bytes_to_use"),

@@ -97,7 +97,8 @@ def load_model(
             join_ranks(model, share, comm, teams)
 
     def fill_weights() -> None:
-        weights.zero_()  # what pads a form isn't loaded, and belongs to the weights' digest
+        with torch.inference_mode():  # weights that were made in this mode change only in it
+            weights.zero_()  # what pads a form isn't loaded, and belongs to the weights' digest
         if config.load_format == "dummy":
             dummy_weights(model, config.seed, divided=share is not None)
             return
