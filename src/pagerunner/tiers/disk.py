@@ -118,6 +118,7 @@ class DiskStore:
         self._closing, self._look = threading.Event(), threading.Event()
         self._end = math.inf  # of writing, when the store is being closed
         self._passed_over: set[bytes] = set()  # identities of segments that nothing is found in any more
+        self._wrong: set[tuple[bytes, int]] = set()  # records, by segment and offset, that couldn't be used
         self._clears = self._hidden = (
             0  # how often clear() was called, and for how many of these `_passed_over` is complete
         )
@@ -302,6 +303,7 @@ class DiskStore:
                 self._stats.read_bytes += record.nbytes
             else:
                 self._stats.failures += 1
+                self._wrong.add((segment.identity, record.offset))
                 if self._index.get(name) == (segment, record.offset):
                     del self._index[name]
             first = self._stats.failures == 1 and not well
@@ -395,6 +397,7 @@ class DiskStore:
             if clears != self._clears:
                 return False
             self._index[record.group, record.key] = writer.segment, record.offset
+            self._wrong.discard((writer.segment.identity, record.offset))
             self._stats.pages_copied += copied
             self._stats.writes += not copied
             self._stats.write_bytes += 0 if copied else record.nbytes
@@ -493,6 +496,8 @@ class DiskStore:
                 return known
             for record in records:
                 name = record.group, record.key
+                if (known.identity, record.offset) in self._wrong:
+                    continue
                 if name not in self._index or self._index[name][0].gone:
                     self._index[name] = known, record.offset
         return known
