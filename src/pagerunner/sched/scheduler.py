@@ -247,6 +247,11 @@ class Scheduler:
         assert not self.manager.num_transfers, "transfers are under way"
         while self._state.running:
             self._state.send_back(self._state.running.pop())
+        if self.tiers is not None:
+            self.tiers.let_all_go()
+            for sequence in self._state.sequences.values():  # those that wait too: what they had found is gone
+                if sequence not in self.tiers.fetching:
+                    sequence.looked_up = sequence.fetched = False
         self.manager.reset_prefix_cache()
 
     # -- results

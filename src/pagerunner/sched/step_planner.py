@@ -159,7 +159,8 @@ class StepPlanner:
             # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
             if sequence.in_flight or budget < sequence.retry_budget:
                 break
-            if tiers is not None and not sequence.looked_up and not sequence.blocked:
+            refused = sequence.retry_version == manager.version
+            if tiers is not None and not (sequence.looked_up or sequence.blocked or refused):
                 tiers.look_up(sequence)
             if tiers is not None and sequence in tiers.fetching:
                 passed += 1

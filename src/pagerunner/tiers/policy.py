@@ -107,6 +107,7 @@ class Tiering:
         self._has_state = any(rule.snapshots for rule in self._rules)
         self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
         self._wishes: dict[bytes, tuple[PrefixChain, int]] = {}
+        self._put_by: dict[bytes, tuple[PrefixChain, int]] = {}
         self._under_way: dict[int, Transfer] = {}
         self._ahead: dict[Waiting, Ahead] = {}
         self._seen: tuple[int, int] = (-1, -1)
@@ -135,6 +136,8 @@ class Tiering:
         self.host.grow(ready_bytes)
         if self.host.ready_bytes > before:
             self._refused_at = -1
+            self._wishes = self._put_by | self._wishes
+            self._put_by = {}
 
     def wish(self, chain: PrefixChain, tokens: int) -> None:
         """Store what the device has of a chain's first `tokens` tokens, as soon as there is room."""
@@ -172,8 +175,9 @@ class Tiering:
         if self._wishes and self._refused_at != self._manager.version:
             self._begin_stores()
         if idle and not self._under_way:
-            self.counts.stores_skipped += len(self._wishes)
+            self.counts.stores_skipped += len(self._wishes) + len(self._put_by)
             self._wishes.clear()
+            self._put_by.clear()
         if self._seen != (self._manager.version, arrivals):
             for request in islice(waiting, LOOK_AHEAD):
                 if not request.looked_up and not self.look_up(request):
@@ -213,8 +217,9 @@ class Tiering:
                 self.below.keep(pages)
             host.release(pages)
             if any(missing) and host.ready_bytes < host.num_bytes:
-                return None
-            self.counts.stores_skipped += any(missing)
+                self._put_off(chain, tokens)
+            else:
+                self.counts.stores_skipped += any(missing)
             return 0
         lease = self._manager.store(missing, [host.places(group, some) for group, some in enumerate(fresh)])
         if lease is None:
@@ -226,6 +231,13 @@ class Tiering:
             for keys, held, new in zip(wanted, host.index.pages, named, strict=True)
         ]
         return self._begun(lease, in_order, named, loads=False)
+
+    def _put_off(self, chain: PrefixChain, tokens: int) -> None:
+        """Try again to store this when more host memory can be used. Others go on meanwhile, as it may be that no more ever can."""
+        if len(self._put_by) >= MOST_WISHES:
+            self.counts.stores_skipped += 1
+        else:
+            self._put_by[chain.hashes[min(tokens // UNIT_TOKENS, len(chain.hashes)) - 1]] = (chain, tokens)
 
     def _hits(self, chain: PrefixChain, tokens: int) -> list[int]:
         """Lengths of prefixes that the device can supply, longest first: one, or those of the last snapshots."""
@@ -363,6 +375,11 @@ class Tiering:
         for lease in self._ahead.pop(request).leases:
             self._manager.let_go(lease)
 
+    def let_all_go(self) -> None:
+        """Keep nothing for requests that wait."""
+        for request in list(self._ahead):
+            self._let_go(request)
+
     # -- ends
 
     def end(self, end: TransferEnd) -> None:
@@ -413,8 +430,8 @@ class Tiering:
             if new_weights:
                 self.below.detach()
         self._wishes.clear()
-        for request in list(self._ahead):
-            self._let_go(request)
+        self._put_by.clear()
+        self.let_all_go()
 
     def memory_state(self) -> HostState:
         """What lies in host memory now."""

@@ -93,7 +93,7 @@ def read_kv_transfer(args: EngineArgs) -> KVTransfer:
     extra = _offloading(config, args)
     size = args.kv_offloading_size
     if size is not None and not 0 < size < 2**20:
-        raise ConfigError(f"kv_offloading_size must be a number of GiB above 0, got {size:g}.")
+        raise ConfigError(f"kv_offloading_size must be a number of GiB above 0, got {size:g} (and below 1,048,576).")
     asked = extra.cpu_bytes_to_use
     if size is not None and asked is not None:
         raise ConfigError(
@@ -196,6 +196,8 @@ def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
             f"kv_connector_extra_config: {name}={value} would join pages on their way; a page of block_size={args.block_size} tokens goes to host "
             "memory as it is, with all its layers. Leave it out."
         )
+    if extra.store_threshold < 0:
+        raise ConfigError(f"store_threshold must be 0 or 1, got {extra.store_threshold}.")
     if extra.store_threshold > 1:
         raise ConfigError(
             f"store_threshold={extra.store_threshold} would store a prompt when it has come so many times; prompts are stored the "
