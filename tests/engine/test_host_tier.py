@@ -261,6 +261,8 @@ def test_ranks_stages_and_teams_have_the_same_places(
         (connector(cpu_bytes_to_use=2**26, eviction_policy="arc"), "eviction_policy must be one of lru, got 'arc'"),
         (connector(cpu_bytes_to_use=2**26, block_size=64), "block_size=64 would join pages on their way"),
         (connector(cpu_bytes_to_use=2**26, store_threshold=2), "store_threshold=2 would store a prompt when"),
+        (connector(cpu_bytes_to_use=2**26, store_threshold=-3), "store_threshold must be 0 or 1, got -3"),
+        ({"kv_offloading_size": 1e9}, r"got 1e\+09 \(and below 1,048,576\)"),
         ({"kv_transfer_config": {"kv_load_failure_policy": "retry"}}, "must be one of recompute, fail, got 'retry'"),
     ],
 )
