@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,8 +22,8 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_core
 from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.tiers import below, nixl, peers
 from pagerunner.tiers import exchange as exchange_module
-from pagerunner.tiers import nixl, peers
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 from pagerunner.types.kv_transfer import KVTransferParams
 
@@ -227,10 +228,40 @@ def test_a_wrong_page_is_computed(pair, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_pull_that_takes_too_long_is_given_up(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode, wanted = pair
-    monkeypatch.setattr(exchange_module, "LEAST_PATIENCE", 0.05)
+    monkeypatch.setattr(below, "LEAST_PATIENCE", 0.05)
     monkeypatch.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
     name = decode.add(PROMPT, prefill.lend(PROMPT))
     assert decode.tokens(name) == wanted and decode.found(name) == 0
+
+
+def held_pull(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Pulls wait for this before they begin."""
+    go, real = threading.Event(), peers._pull
+    monkeypatch.setattr(peers, "_pull", lambda *given: go.wait(patient(20)) and real(*given))
+    return go
+
+
+def test_what_comes_after_a_reset_is_not_found(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, wanted = pair
+    go = held_pull(monkeypatch)
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    until(lambda: decode.step() or decode.core._exchange._arrivals.num_reads)
+    decode.core.reset_prefix_cache()
+    go.set()
+    assert decode.tokens(name) == wanted and decode.found(name) == 0
+
+
+def test_pulls_have_a_share_of_host_memory(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, wanted = pair
+    page, host = decode.core.memory_plan.groups[0].page_bytes, decode.core._exchange._tiers.host
+    monkeypatch.setattr(below, "MOST_READ", 10 * page / host.num_bytes)
+    go = held_pull(monkeypatch)
+    first = decode.add(PROMPT, prefill.lend(PROMPT))
+    until(lambda: decode.step() or decode.core._exchange._arrivals.num_reads)
+    second = decode.add(OTHER, prefill.lend(OTHER))
+    assert decode.found(second) == 0, "there is room for one"
+    go.set()
+    assert decode.tokens(first) == wanted and decode.found(first) == 144
 
 
 def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +269,7 @@ def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.Monkey
     lent = prefill.lend(PROMPT)
     monkeypatch.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
     name = decode.add(PROMPT, lent)
-    until(lambda: decode.step() or decode.core._exchange._reading)
+    until(lambda: decode.step() or decode.core._exchange._arrivals.num_reads)
     decode.take(decode.core.abort([name]))
     assert decode.last(name).finish_reason == "abort"
     until(lambda: not len(prefill.core._exchange.loans))
@@ -288,7 +319,7 @@ def test_sleep_ends_loans_and_pulls(make, monkeypatch: pytest.MonkeyPatch, mode:
     with monkeypatch.context() as slow:
         slow.setattr(peers, "_pull", lambda line, *_: line.receive_into(memoryview(bytearray(1)), 1e18))
         name = decode.add(PROMPT, prefill.lend(PROMPT))
-        until(lambda: decode.step() or decode.core._exchange._reading)
+        until(lambda: decode.step() or decode.core._exchange._arrivals.num_reads)
         decode.take(decode.core.sleep(1, mode))
     decode.core.wake_up()
     if mode == "keep":

@@ -128,7 +128,7 @@ class World:
 
     def read(self) -> tuple[list[bool], list[bytearray]]:
         room = [bytearray(b"\xee" * SIZE) for _ in self.lent]
-        self.store.read(5, [(*name, memoryview(view)) for name, view in zip(self.lent, room, strict=True)])
+        self.store.read(self.number, [(*name, memoryview(view)) for name, view in zip(self.lent, room, strict=True)])
         ended: list[tuple[int, list[bool]]] = []
         until(lambda: ended.extend(self.store.ended()) or ended)
         return ended[0][1], room

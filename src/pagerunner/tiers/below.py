@@ -1,8 +1,10 @@
-"""A store below host memory: pages go there from places of the host tier, and come back into such places.
+"""Stores below host memory: pages come from there into places of the host tier, and go there from such places.
 
-Reading is the first half of a load. A request waits while its pages come into host memory. There they are found as any others, and the second half
-is the usual load to the device. What is written is what a store to host memory has just brought. It is written at once, and not when host memory
-gives it up: so it is there after a crash too, and whoever needs a place never waits for a disk.
+Reading (`Arrivals`) is the first half of a load, from a disk as from another engine. A request waits while its pages come into host memory.
+There they are found as any others, and the second half is the usual load to the device.
+
+`Below` writes too: what a store to host memory has just brought. It is written at once, and not when host memory gives it up: so it is there
+after a crash too, and whoever needs a place never waits for a disk.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 
-from pagerunner.memory.prefix import PageKey
+from pagerunner.memory.prefix import PageKey, PrefixChain
+from pagerunner.memory.rules import GroupRule
 from pagerunner.tiers.disk import DiskStats
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.stores import KeepingStore
+from pagerunner.tiers.stores import KeepingStore, PageStore
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
@@ -32,6 +35,19 @@ _DRAIN_SECONDS = 30.0
 
 Place = tuple[int, PageKey, int]
 """A group, a key, and the page of host memory."""
+
+
+def lacking(
+    rules: Sequence[GroupRule],
+    chain: PrefixChain,
+    hit: int,
+    near: Sequence[Mapping[PageKey, object]],
+    held: Sequence[Mapping[PageKey, object]],
+) -> tuple[list[list[PageKey]], list[list[PageKey]]]:
+    """Of a hit's pages, by group, those that aren't `near`, and those that host memory has: what to read, and what to keep beside."""
+    wanted = [rule.keys(chain, *rule.hit_span(hit)) for rule in rules]
+    missing = [[key for key in keys if key not in some] for keys, some in zip(wanted, near, strict=True)]
+    return missing, [[key for key in keys if key in some] for keys, some in zip(wanted, held, strict=True)]
 
 
 class _Moving(Generic[Request]):
@@ -60,50 +76,47 @@ class _Index(dict[PageKey, int]):
         return True  # it isn't known to be empty
 
 
-class Below(Generic[Request]):
-    """A store, and what is under way between it and the places of a host tier, whose bytes are `memory`.
+class Arrivals(Generic[Request]):
+    """What is on its way from a store into the places of a host tier, whose bytes are `memory`, and what has come and is kept for requests.
 
-    The counts only grow: `hits` are tokens whose pages were read, `given_up` requests that waited for too long, `skipped` pages that weren't written.
+    The counts only grow: reads of which every page came, or not every one; and `given_up`, requests that waited for too long.
     """
 
     def __init__(
         self,
-        store: KeepingStore,
+        store: PageStore,
         host: HostTier,
         memory: memoryview,
         page_bytes: Sequence[int],
-        store_stats: Callable[[], DiskStats] = DiskStats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
-        self.detached = False
-        self.given_up = self.skipped = self.hits = 0
-        self._store_stats = store_stats
-        self._store, self._host, self._memory, self._page_bytes, self._clock = store, host, memory, page_bytes, clock
-        self._numbers = itertools.count()
+        self.whole = self.broken = self.given_up = 0
+        self._store: PageStore = store
+        self._host, self._memory, self._page_bytes, self._clock = host, memory, page_bytes, clock
         self._reads: dict[int, _Moving[Request]] = {}
-        self._writes: dict[int, _Moving[Request]] = {}
         self._arrived: list[_Moving[Request]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way, or kept for a request."""
+        return bool(self._reads or self._arrived)
 
     @property
     def num_reads(self) -> int:
         """Reads under way that a request waits for."""
         return sum(moving.request is not None for moving in self._reads.values())
 
-    @property
-    def num_writes(self) -> int:
-        """Writes under way. Nobody waits for them."""
-        return len(self._writes)
-
     def seconds(self, keys: Sequence[Sequence[PageKey]]) -> float:
         """How long reading these pages, by group, would take now."""
         return self._store.seconds(sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True)))
 
-    def fetch(self, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]) -> bool:
+    def read(
+        self, number: int, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]
+    ) -> bool:
         """Begin to read pages, by group, for a request. Those of host memory that it needs `beside` are kept. False if there is no room."""
         num_bytes = sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True))
-        under_way = sum(moving.num_bytes for moving in self._reads.values())
-        if under_way + num_bytes > MOST_READ * self._host.num_bytes:
+        taken = sum(moving.num_bytes for moving in (*self._reads.values(), *self._arrived))
+        if taken + num_bytes > MOST_READ * self._host.num_bytes:
             return False
         kept = [self._host.share(group, some) for group, some in enumerate(beside)]
         pages = self._host.take([len(some) for some in keys])
@@ -118,10 +131,103 @@ class Below(Generic[Request]):
         moving: _Moving[Request] = _Moving(places, num_bytes, self._host.index.epoch)
         moving.request, moving.kept = request, kept
         moving.until = self._clock() + max(LEAST_PATIENCE, PATIENCE * self._store.seconds(num_bytes))
-        number = next(self._numbers)
         self._reads[number] = moving
-        self._store.read(number, [(group, key, self._view(group, page)) for group, key, page in places])
+        self._store.read(number, [(group, key, self.view(group, page)) for group, key, page in places])
         return True
+
+    def use(self, host: HostTier) -> None:
+        """Go on with other books of the same memory. Nothing is under way."""
+        self._host = host
+        self._arrived.clear()
+
+    def leave(self, request: Request) -> None:
+        """A request doesn't wait any more. Its pages are used until their read has ended, and found if they came well."""
+        for moving in self._reads.values():
+            if moving.request is request:
+                moving.request = None
+
+    def settle(self) -> None:
+        """Take what has ended. What came for a request is found, and kept as `arrivals` says."""
+        for number, outcomes in self._store.ended():
+            self._end(number, outcomes)
+        now = self._clock()
+        for moving in self._reads.values():
+            if moving.request is not None and now > moving.until:
+                # its places stay in use until reading has ended, whenever that is
+                self.given_up += 1
+                late: _Moving[Request] = _Moving([], 0, moving.epoch)
+                late.request, moving.request = moving.request, None
+                self._arrived.append(late)
+
+    def arrivals(self, served: Callable[[Request], bool]) -> None:
+        """Ask `served` for each request whose pages have come, or won't. They are kept until it says that they needn't be."""
+        arrived, self._arrived = self._arrived, []
+        for moving in arrived:
+            if moving.request is not None and not served(moving.request):
+                self._arrived.append(moving)
+            else:
+                self._release(moving)
+
+    def view(self, group: int, page: int) -> memoryview:
+        """The bytes of a page of host memory."""
+        [start] = self._host.places(group, [page])
+        return self._memory[start : start + self._page_bytes[group]]
+
+    def _end(self, number: int, outcomes: list[bool]) -> None:
+        if number in self._reads:
+            self.whole += all(outcomes)
+            self.broken += not all(outcomes)
+            self._end_read(self._reads.pop(number), outcomes)
+
+    def _end_read(self, moving: _Moving[Request], outcomes: Iterable[bool]) -> None:
+        index = self._host.index
+        for (group, key, page), well in zip(moving.places, outcomes, strict=True):
+            if well and (group, key) not in moving.wrong and moving.epoch == index.epoch:
+                index.publish(group, key, page)
+        if moving.request is None:
+            self._release(moving)
+        else:
+            self._arrived.append(moving)
+
+    def _release(self, moving: _Moving[Request]) -> None:
+        pages: list[list[int]] = [list(some) for some in moving.kept] or [[] for _ in self._page_bytes]
+        for group, _, page in moving.places:
+            pages[group].append(page)
+        self._host.release(pages)
+
+
+class Below(Arrivals[Request]):
+    """A store that is written to as well.
+
+    Besides, `hits` are tokens whose pages were read, and `skipped` pages that weren't written.
+    """
+
+    def __init__(
+        self,
+        store: KeepingStore,
+        host: HostTier,
+        memory: memoryview,
+        page_bytes: Sequence[int],
+        store_stats: Callable[[], DiskStats] = DiskStats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, host, memory, page_bytes, clock)
+        self.index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
+        self.detached = False
+        self.skipped = self.hits = 0
+        self._store: KeepingStore = store
+        self._store_stats = store_stats
+        self._numbers = itertools.count()
+        self._writes: dict[int, _Moving[Request]] = {}
+
+    @property
+    def num_writes(self) -> int:
+        """Writes under way. Nobody waits for them."""
+        return len(self._writes)
+
+    def fetch(self, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]) -> bool:
+        """`read` by a number of its own."""
+        return self.read(next(self._numbers), request, keys, beside)
 
     def keep(self, pages: Sequence[Sequence[int]]) -> None:
         """Begin to write those of these pages of host memory, by group, that the store doesn't have."""
@@ -146,34 +252,7 @@ class Below(Generic[Request]):
             self._host.pool.share(group, [page])
         number = next(self._numbers)
         self._writes[number] = _Moving(places, num_bytes, self._host.index.epoch)
-        self._store.write(number, [(group, key, self._view(group, page)) for group, key, page in places])
-
-    def settle(self) -> None:
-        """Take what has ended. What came for a request is found, and kept until `arrivals`."""
-        for number, outcomes in self._store.ended():
-            if number in self._reads:
-                self._end_read(self._reads.pop(number), outcomes)
-            elif number in self._writes:
-                moving = self._writes.pop(number)
-                for group, key in moving.wrong:
-                    self._store.forget(group, [key])
-                self._release(moving)
-        now = self._clock()
-        for moving in self._reads.values():
-            if moving.request is not None and now > moving.until:
-                # its places stay in use until reading has ended, whenever that is
-                self.given_up += 1
-                late: _Moving[Request] = _Moving([], 0, moving.epoch)
-                late.request, moving.request = moving.request, None
-                self._arrived.append(late)
-
-    def arrivals(self, take: Callable[[Request], None]) -> None:
-        """Call `take` for each request that waits no more, and then keep nothing for it."""
-        arrived, self._arrived = self._arrived, []
-        for moving in arrived:
-            if moving.request is not None:
-                take(moving.request)
-            self._release(moving)
+        self._store.write(number, [(group, key, self.view(group, page)) for group, key, page in places])
 
     def distrust(self, group: int, key: PageKey) -> None:
         """What has this key is wrong."""
@@ -218,22 +297,9 @@ class Below(Generic[Request]):
                 )
             time.sleep(0.001)
 
-    def _end_read(self, moving: _Moving[Request], outcomes: Iterable[bool]) -> None:
-        index = self._host.index
-        for (group, key, page), well in zip(moving.places, outcomes, strict=True):
-            if well and (group, key) not in moving.wrong and moving.epoch == index.epoch:
-                index.publish(group, key, page)
-        if moving.request is None:
+    def _end(self, number: int, outcomes: list[bool]) -> None:
+        super()._end(number, outcomes)
+        if (moving := self._writes.pop(number, None)) is not None:
+            for group, key in moving.wrong:
+                self._store.forget(group, [key])
             self._release(moving)
-        else:
-            self._arrived.append(moving)
-
-    def _release(self, moving: _Moving[Request]) -> None:
-        pages: list[list[int]] = [list(some) for some in moving.kept] or [[] for _ in self._page_bytes]
-        for group, _, page in moving.places:
-            pages[group].append(page)
-        self._host.release(pages)
-
-    def _view(self, group: int, page: int) -> memoryview:
-        [start] = self._host.places(group, [page])
-        return self._memory[start : start + self._page_bytes[group]]

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from pagerunner.logs import SparingLog
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
+from pagerunner.tiers.below import Arrivals, lacking
 from pagerunner.tiers.loans import Loans
 from pagerunner.tiers.nixl import Reader, Shared
 from pagerunner.tiers.page_server import PageServer
@@ -42,8 +43,6 @@ STORE_SECONDS = 10.0
 """How long an answer waits for its prompt to lie in host memory. After that it says nothing of pages."""
 MOST_LENT = 0.5
 """No more is lent while this share of host memory is in use: stores and pulls need the rest."""
-PATIENCE, LEAST_PATIENCE = 10.0, 2.0
-"""A pull that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +57,13 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A loan's pages that some requests wait for. `given_up`: nobody waits for them any more, and what comes is of no use."""
+    """A visit to a loan that some requests wait for. `until`: how long to wait for news of it; then reading has its own patience."""
 
+    number: int
     token: bytes
     requests: list[EngineRequest]
     until: float
-    names: list[tuple[int, PageKey]] = field(default_factory=list)
-    pages: list[list[int]] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    given_up: bool = False
+    reading: bool = False
 
 
 class Books(Protocol):
@@ -95,8 +92,8 @@ class Exchange:
         self._server = PageServer(self.loans, secret, config.host, config.port, config.peers) if config.lends else None
         self._shared: Shared | None = None
         self._nixl = config.nixl
-        largest = max(group.page_bytes for group in scheduler.manager.plan.groups)
-        reader = Reader(PULL_BYTES + largest) if config.nixl and config.pulls else None
+        sizes = [group.page_bytes for group in scheduler.manager.plan.groups]
+        reader = Reader(PULL_BYTES + max(sizes)) if config.nixl and config.pulls else None
         self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads, reader)
         self._is_open = False
         self._refusals = SparingLog(log, most=5)
@@ -104,9 +101,9 @@ class Exchange:
         self._answers: list[_Answer] = []
         self._lent: dict[bytes, list[list[int]]] = {}
         self._pulls: dict[int, _Pull] = {}
-        self._reading: dict[int, _Pull] = {}
-        self._arrived: list[tuple[list[str], list[list[int]]]] = []
-        self._made = self._pulled = self._failed = 0
+        self._made = self._failed = 0
+        assert scheduler.tiers is not None
+        self._arrivals = Arrivals[_Pull](self._peers, scheduler.tiers.host, host_bytes, sizes)
         self.close = weakref.finalize(self, _close, self._server, self._peers)
         """End all threads and let host memory go, as when nobody has the exchange any more: threads know nothing of it."""
         self.close.atexit = False
@@ -116,10 +113,9 @@ class Exchange:
     def use(self, scheduler: Books) -> None:
         """Go on with other books of the same memory. No page is lent or pulled."""
         assert scheduler.tiers is not None
-        self._tiers, self._manager = scheduler.tiers, (manager := scheduler.manager)
-        self._arrived.clear()
-        self._rules = tuple(group.rule for group in manager.plan.groups)
-        self._page_bytes = [group.page_bytes for group in manager.plan.groups]
+        self._tiers, self._manager = scheduler.tiers, scheduler.manager
+        self._rules = tuple(group.rule for group in self._manager.plan.groups)
+        self._arrivals.use(self._tiers.host)
 
     def open(self) -> None:
         """Lend and pull, unless that is so. Raises ConfigError for an address that can't be had."""
@@ -133,7 +129,7 @@ class Exchange:
     @property
     def busy(self) -> bool:
         """Whether somebody waits for pages to be lent or pulled, or pulled pages wait to be looked up."""
-        return bool(self._answers or self._pulls or self._reading or self._arrived)
+        return bool(self._answers or self._pulls or self._arrivals.busy)
 
     def stats(self) -> ExchangeStats:
         """Counts for the metrics."""
@@ -142,8 +138,8 @@ class Exchange:
             pulls=len(self._pulls),
             lent_total=self.loans.num_lent,
             expired_total=self.loans.num_expired,
-            pulled_total=self._pulled,
-            failed_total=self._failed,
+            pulled_total=self._arrivals.whole,
+            failed_total=self._failed + self._arrivals.broken,
             pulled_bytes_total=self._peers.bytes_read,
             bytes_per_second=self._peers.bytes_per_second,
         )
@@ -184,7 +180,7 @@ class Exchange:
             return True
         self._made += 1
         self._peers.visit(self._made, (params.remote_host, params.remote_port), token, boot)
-        self._pulls[self._made] = _Pull(token, [request], time.monotonic() + STORE_SECONDS)
+        self._pulls[self._made] = _Pull(self._made, token, [request], time.monotonic() + STORE_SECONDS)
         return True
 
     def hold(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
@@ -211,7 +207,7 @@ class Exchange:
             if answer.update.request_id in gone:
                 updates.append(msgspec.structs.replace(answer.update, finish_reason="abort"))
         self._answers = [answer for answer in self._answers if answer.update.request_id not in gone]
-        for number, pull in list(self._pulls.items()):
+        for pull in list(self._pulls.values()):
             mine = [request for request in pull.requests if request.request_id in gone]
             pull.requests = [request for request in pull.requests if request.request_id not in gone]
             updates += [
@@ -219,7 +215,7 @@ class Exchange:
                 for request in mine
             ]
             if not pull.requests:
-                self._leave(number)
+                self._leave(pull)
         return updates
 
     @property
@@ -240,20 +236,15 @@ class Exchange:
             self._tiers.host.release(self._lent.pop(self._given_back.popleft()))
         ready: list[EngineRequest] = []
         for number, failed in self._peers.visited():
-            if number in self._pulls and number not in self._reading and (failed or not self._begin(number)):
+            pull = self._pulls.get(number)
+            if pull is not None and not pull.reading and (failed or not self._begin(pull)):
                 self._failed += bool(failed)
-                ready += self._leave(number)
-        for number, well in self._peers.ended():
-            self._end(self._reading.pop(number), well)
-            ready += self._leave(number)
+                ready += self._leave(pull)
         now = time.monotonic()
-        late = [number for number, pull in self._pulls.items() if now > pull.until]
-        for number in late:
-            ready += self._leave(number)
-        for ids, pages in self._arrived[:]:
-            if not any(map(needs_pages, ids)) and not any(request.request_id in ids for request in ready):
-                self._arrived.remove((ids, pages))
-                self._tiers.host.release(pages)
+        for pull in [one for one in self._pulls.values() if not one.reading and now > one.until]:
+            ready += self._leave(pull)
+        self._arrivals.settle()
+        self._arrivals.arrivals(lambda pull: self._served(pull, ready, needs_pages))
         return self._answered(now), ready
 
     def stop(self, why: str) -> tuple[list[RequestUpdate], list[EngineRequest]]:
@@ -264,7 +255,7 @@ class Exchange:
         if self._shared is not None:  # before the memory may go
             self._shared.close()
             self._shared = None
-        ready = [request for number in list(self._pulls) for request in self._leave(number)]
+        ready = [request for pull in list(self._pulls.values()) for request in self._leave(pull)]
         self._peers.close()
         updates, ids = self._answered(float("inf")), {request.request_id for request in ready}
         more, rest = self.poll(lambda request_id: request_id in ids)
@@ -295,7 +286,7 @@ class Exchange:
         keys = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
         pages = [host.share(group, some) for group, some in enumerate(keys)]
         views = {
-            (group, key): self._view(group, page)
+            (group, key): self._arrivals.view(group, page)
             for group, some in enumerate(keys)
             for key, page in zip(some, pages[group], strict=True)
         }
@@ -318,62 +309,35 @@ class Exchange:
 
     # -- pulling
 
-    def _begin(self, number: int) -> bool:
+    def _begin(self, pull: _Pull) -> bool:
         """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, or no room."""
-        pull, host = self._pulls[number], self._tiers.host
-        request = pull.requests[0]
+        request, held = pull.requests[0], self._tiers.host.index.pages
         chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
         lent: list[dict[PageKey, Any]] = [{} for _ in self._rules]
-        for group, key in self._peers.names(number):
+        for group, key in self._peers.names(pull.number):
             if group < len(lent):
                 lent[group][key] = 0
-        near = [ChainMap(there, held) for there, held in zip(self._manager.index.pages, host.index.pages, strict=True)]
-        far = [ChainMap(*held.maps, more) for held, more in zip(near, lent, strict=True)]
+        near = [ChainMap(*some) for some in zip(self._manager.index.pages, held, strict=True)]
+        far = [ChainMap(*some.maps, more) for some, more in zip(near, lent, strict=True)]
         have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
-        if could <= have:
-            return False
-        wanted = [rule.keys(chain, *rule.hit_span(could)) for rule in self._rules]
-        missing = [[key for key in keys if key not in held] for keys, held in zip(wanted, near, strict=True)]
-        known = [[key for key in keys if key in held] for keys, held in zip(wanted, host.index.pages, strict=True)]
-        held = [host.share(group, keys) for group, keys in enumerate(known)]
-        fresh = host.take([len(keys) for keys in missing])
-        if fresh is None:
-            host.release(held)
-            return False
-        pull.names = [(group, key) for group, keys in enumerate(missing) for key in keys]
-        pull.fresh = [page for pages in fresh for page in pages]
-        pull.pages = [[*some, *more] for some, more in zip(held, fresh, strict=True)]
-        views = [(*name, self._view(name[0], page)) for name, page in zip(pull.names, pull.fresh, strict=True)]
-        expected = self._peers.seconds(sum(len(view) for _, _, view in views))
-        pull.until = time.monotonic() + max(LEAST_PATIENCE, PATIENCE * expected)
-        self._reading[number] = pull
-        self._peers.read(number, views)
-        return True
+        pull.reading = could > have and self._arrivals.read(
+            pull.number, pull, *lacking(self._rules, chain, could, near, held)
+        )
+        return pull.reading
 
-    def _end(self, pull: _Pull, well: list[bool]) -> None:
-        """A read has ended: what came well can be found from now on."""
-        host = self._tiers.host
-        self._pulled += all(well)
-        self._failed += not all(well)
-        for (group, key), page, right in zip(pull.names, pull.fresh, well, strict=True):
-            if right and not pull.given_up:
-                host.index.publish(group, key, page)
-        if pull.given_up or not pull.requests:
-            host.release(pull.pages)
-        else:
-            self._arrived.append(([request.request_id for request in pull.requests], pull.pages))
+    def _served(self, pull: _Pull, ready: list[EngineRequest], needs_pages: Callable[[str], bool]) -> bool:
+        """Whether requests whose pages came needn't have them kept. Those that have waited until now are `ready`."""
+        if pull.number in self._pulls:
+            ready += self._leave(pull)
+            return not pull.requests
+        return not any(needs_pages(request.request_id) for request in pull.requests)
 
-    def _leave(self, number: int) -> list[EngineRequest]:
-        """Let a loan go. Returns the requests that have waited for it. A read that is under way ends soon, and is of no use."""
-        if (pull := self._pulls.pop(number, None)) is None:
-            return []
-        pull.given_up = True
-        self._peers.leave(number)
+    def _leave(self, pull: _Pull) -> list[EngineRequest]:
+        """Let a loan go. Returns the requests that have waited for it. A read that is under way ends soon."""
+        del self._pulls[pull.number]
+        self._arrivals.leave(pull)
+        self._peers.leave(pull.number)
         return pull.requests
-
-    def _view(self, group: int, page: int) -> memoryview:
-        [place] = self._tiers.host.places(group, [page])
-        return self._bytes[place : place + self._page_bytes[group]]
 
     def _chain(self, request: EngineRequest) -> PrefixChain:
         chain = self._manager.chain(request.cache_salt)

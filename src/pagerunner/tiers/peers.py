@@ -1,6 +1,6 @@
 """Pages of other engines: a store that reads what they lend. A visit is to one loan of one engine, as long as a request needs it.
 
-Example: a request names the loan that the prefill engine has made for it. `visit` asks that engine what the loan holds. Then `find` knows
+Example: a request names the loan that the prefill engine has made for it. `visit` asks that engine what the loan holds. Then `names` knows
 its pages, `read` pulls them into host memory, and `leave` gives the loan back. One thread asks an engine, renews and releases loans. Others
 pull pages, each on a connection of its own, so a long pull doesn't let loans expire. An engine that dies, restarts, hangs or is slower than
 `MIN_RATE` fails the visits to it: their pages weren't read well, and prompts are recomputed.
@@ -52,7 +52,7 @@ class Visit:
 
 
 class _Read:
-    """A read of several visits' pages, and how many parts of it haven't ended."""
+    """A read, and how many parts of it haven't ended."""
 
     __slots__ = ("number", "parts", "well")
 
@@ -61,7 +61,7 @@ class _Read:
 
 
 class PeerStore:
-    """What other engines lend, as a `PageStore` that can't be written to. One thread calls it.
+    """What other engines lend, as a `PageStore`. One thread calls it.
 
     `allowed` says which engines a request may name: "10.0.0.7:14579", "10.0.0.7" for any port there, "10.0.0.0/24" for a network.
     """
@@ -82,7 +82,6 @@ class PeerStore:
         self._allowed = [wire.place(entry) for entry in allowed]
         self._peers: dict[Address, _Peer] = {}
         self._visits: dict[int, Visit] = {}
-        self._found: dict[Name, Visit] = {}
         self._lock = threading.Lock()
         self._ended: list[tuple[int, list[bool]]] = []
         self._news: list[Visit] = []
@@ -111,67 +110,44 @@ class PeerStore:
         peer.begin(visit)
 
     def visited(self) -> list[tuple[int, str]]:
-        """Visits with news since the last call: "" says that their pages are found from now on, other texts why they have failed."""
+        """Visits with news since the last call: "" says that `names` knows their pages, other texts why they have failed."""
         with self._lock:
             news, self._news = self._news, []
-        told = []
-        for visit in news:
-            if visit.left:
-                continue
-            for name in visit.names:
-                if visit.failed and self._found.get(name) is visit:
-                    del self._found[name]
-                elif not visit.failed:
-                    self._found.setdefault(name, visit)
-            told.append((visit.number, visit.failed))
-        return told
+        return [(visit.number, visit.failed) for visit in news if not visit.left]
 
     def names(self, number: int) -> list[Name]:
-        """The pages of a visit that can be found."""
+        """The pages of a visit."""
         return self._visits[number].names
 
     def leave(self, number: int) -> None:
         """Give the loan back. Reads of it that are under way end, and not well."""
         if (visit := self._visits.pop(number, None)) is not None:
             visit.left = True
-            for name in visit.names:
-                if self._found.get(name) is visit:
-                    del self._found[name]
             visit.peer.leave(visit)
 
-    # -- a PageStore
-
-    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
-        """See PageStore."""
-        return [(group, key) in self._found for key in keys]
+    # -- PageStore
 
     def read(self, number: int, pages: Sequence[Page]) -> None:
-        """See PageStore."""
-        own = self._visits.get(number)  # goes before others', which may be left in the middle of this read
-        mine = frozenset(own.names if own is not None and not own.failed else ())
-        reading = _Read(number, len(pages))
-        parts: list[tuple[Visit, list[tuple[int, Page]], int]] = []
-        last: dict[Visit, tuple[list[tuple[int, Page]], int]] = {}
+        """See PageStore. `number` is that of a visit, whose pages these are: a request reads by its own loan, as others may be left meanwhile."""
+        reading, visit = _Read(number, len(pages)), self._visits.get(number)
+        known = frozenset(visit.names if visit is not None and not visit.failed else ())
+        parts: list[list[tuple[int, Page]]] = []
+        sizes: list[int] = []
         for at, page in enumerate(pages):
-            visit = own if page[:2] in mine else self._found.get(page[:2])
-            if visit is not None:
-                part, nbytes = last.get(visit, ([], 0))
-                part.append((at, page))
-                nbytes += len(page[2])
-                last[visit] = part, nbytes
-                if nbytes >= PULL_BYTES or len(part) == PULL_PAGES:
-                    parts.append((visit, *last.pop(visit)))
-        parts += [(visit, *rest) for visit, rest in last.items()]
+            if page[:2] not in known:
+                continue
+            if not parts or sizes[-1] >= PULL_BYTES or len(parts[-1]) == PULL_PAGES:
+                parts.append([])
+                sizes.append(0)
+            parts[-1].append((at, page))
+            sizes[-1] += len(page[2])
         reading.parts = len(parts) + 1
         with self._lock:
-            self._waiting_bytes += sum(nbytes for *_, nbytes in parts)
-        for visit, part, nbytes in parts:
+            self._waiting_bytes += sum(sizes)
+        for part, nbytes in zip(parts, sizes, strict=True):
+            assert visit is not None
             visit.peer.pull(visit, part, reading, nbytes)
         self.part_ended(reading, 0)
-
-    def write(self, number: int, pages: Sequence[Page]) -> None:
-        """Refused: nothing is stored in another engine."""
-        raise NotImplementedError("Pages are read from other engines, and never written to them.")
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """See PageStore."""

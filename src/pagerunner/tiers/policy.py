@@ -26,7 +26,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import DiskState, HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
-from pagerunner.tiers.below import Below
+from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
@@ -317,26 +317,23 @@ class Tiering:
         hit = joint_hit(self._rules, deep, chain, limit)
         if hit <= could:
             return False
-        wanted = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
-        keys = [[key for key in some if key not in held] for some, held in zip(wanted, far, strict=True)]
+        keys, beside = lacking(self._rules, chain, hit, far, self.host.index.pages)
         seconds = below.seconds(keys)
         if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
             return False
-        beside = [
-            [key for key in some if key in held] for some, held in zip(wanted, self.host.index.pages, strict=True)
-        ]
         if not below.fetch(request, keys, beside):
             return False
         below.hits += hit - could
         self.fetching.add(request)
         return True
 
-    def _arrived(self, request: Waiting) -> None:
-        """What was read for a request is in host memory, or won't come."""
+    def _arrived(self, request: Waiting) -> bool:
+        """What was read for a request is in host memory, or won't come. It is looked up once, now."""
         self.fetching.discard(request)
         request.fetched, request.looked_up = True, False
         if request.grant is None and not request.finished:
             self.look_up(request)
+        return True
 
     def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
         return sum(size * len(list(some)) for size, some in zip(self._page_bytes, pages, strict=True))

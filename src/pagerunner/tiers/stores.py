@@ -14,7 +14,7 @@ Page = tuple[int, bytes, memoryview]
 
 
 class PageStore(Protocol):
-    """Pages by group and key, in another memory. Nothing here waits for that memory: `read` and `write` begin, `ended` tells.
+    """Pages by group and key, in another memory. Nothing here waits for that memory: `read` begins, `ended` tells.
 
     Every store is opened for one fingerprint (`fingerprint.py`), so that a key means the same bytes to all that use it. What a store can't
     prove to be the page that was asked for is a miss.
@@ -23,14 +23,8 @@ class PageStore(Protocol):
     store's own threads tell the callback that the store was made with, so that the caller comes and asks.
     """
 
-    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
-        """Which pages are there, as far as memory knows: microseconds, and never a system call. A page that is found may be gone when it is read."""
-
     def read(self, number: int, pages: Sequence[Page]) -> None:
         """Begin to fill the places. Until `number` has ended they may be written to, whatever time has passed."""
-
-    def write(self, number: int, pages: Sequence[Page]) -> None:
-        """Begin to keep what the places hold. They stay as they are until `number` has ended."""
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """What has ended since the last call: numbers, and for each of their pages whether it went well.
@@ -47,6 +41,12 @@ class PageStore(Protocol):
 
 class KeepingStore(PageStore, Protocol):
     """A PageStore whose pages this engine writes."""
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """Which pages are there, as far as memory knows: microseconds, and never a system call. A page that is found may be gone when it is read."""
+
+    def write(self, number: int, pages: Sequence[Page]) -> None:
+        """Begin to keep what the places hold. They stay as they are until `number` has ended."""
 
     def forget(self, group: int, keys: Sequence[bytes]) -> None:
         """These pages are wrong: nobody finds them, in another life neither."""
