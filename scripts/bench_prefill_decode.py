@@ -1,6 +1,7 @@
 """What it brings to compute prompts on one engine and continue them on another: first tokens, and times between tokens of requests that decode.
 
     python scripts/bench_prefill_decode.py qwen3-8b
+    python scripts/bench_prefill_decode.py qwen3-8b --rate 32 --tokens 1024 --after 128   # requests in a stream, each decoded to its end
 
 Two engines in two processes, which may share a device. Weights are random, and the same in both. Each prompt is computed by the first engine before the
 second one's times are taken, as if it had a device of its own. Tokens are compared with those that the first engine goes on with itself.
@@ -27,6 +28,7 @@ from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import write_config
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.build import build_core
+from pagerunner.tiers import exchange
 from pagerunner.types import EngineRequest, SamplingParams
 from pagerunner.types.kv_transfer import KVTransferParams
 
@@ -44,6 +46,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pages-gib", type=float, default=16)
     parser.add_argument("--host-gib", type=float, default=20)
     parser.add_argument("--threads", type=int, default=4, help="connections that pages come by")
+    parser.add_argument("--rate", type=float, help="requests a second; then --prompts is how many come in all")
+    parser.add_argument("--after", type=int, default=128, help="tokens that each of these is answered with")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -66,8 +70,8 @@ class Engine:
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 max_model_len=longest,
-                max_num_seqs=options.decoding + 8,
-                max_num_batched_tokens=min(8_192, longest),
+                max_num_seqs=128 if options.rate else options.decoding + 8,
+                max_num_batched_tokens=8_192 if options.rate else min(8_192, longest),
                 kv_cache_memory_bytes=int(options.pages_gib * 2**30),
                 kv_offloading_size=options.host_gib,
                 kv_transfer_config={
@@ -86,7 +90,7 @@ class Engine:
         self.came: dict[str, list[tuple[float, list[int]]]] = {}
         self.ends: dict[str, Any] = {}
 
-    def add(self, tokens: list[int], most: int, params: KVTransferParams | None = None) -> str:
+    def add(self, tokens: list[int], most: int, params: KVTransferParams | None = None, salt: str = "") -> str:
         self._made += 1
         name = f"r{self._made}"
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
@@ -99,6 +103,7 @@ class Engine:
                 seed=0,
                 max_tokens=most,
                 kv_transfer=params,
+                cache_salt=salt,
             )
         )
         return name
@@ -164,6 +169,33 @@ class Engine:
             "worst": gaps[-1],
         }
 
+    def stream(
+        self, seeds: list[int], tokens: int, most: int, rate: float, lent: list[KVTransferParams | None], salt: str = ""
+    ) -> dict[str, Any]:
+        """Requests come at a rate: their first tokens and ends, from when each was due, and the times between tokens of all."""
+        names: list[str] = []
+        begin, prompts = time.perf_counter(), [prompt(seed, tokens) for seed in seeds]
+        begin += time.perf_counter() - begin
+        ended: dict[str, float] = {}
+        while len(ended) < len(seeds):
+            while len(names) < len(seeds) and time.perf_counter() >= begin + len(names) / rate:
+                names.append(self.add(prompts[len(names)], most, lent[len(names)], salt))
+            if self.core.has_work:
+                self.step()
+                now = time.perf_counter()
+                ended |= {name: now for name in names if name in self.ends and name not in ended}
+            else:
+                time.sleep(0.0002)
+        due = [begin + number / rate for number in range(len(seeds))]
+        gaps = [after[0] - before[0] for name in names for before, after in itertools.pairwise(self.came[name])]
+        return {
+            "first": [self.came[name][0][0] - at for name, at in zip(names, due, strict=True)],
+            "whole": [ended[name] - at for name, at in zip(names, due, strict=True)],
+            "gaps": sorted(gaps),
+            "tokens": [[token for _, some in self.came[name] for token in some] for name in names],
+            "lent": [self.ends[name].kv_transfer_params for name in names],
+        }
+
     def counts(self) -> dict[str, Any]:
         self.settle()
         found = self.core.stats().exchange
@@ -173,6 +205,7 @@ class Engine:
 
 def serve(options: argparse.Namespace) -> None:
     """Answer the parent's calls, one JSON line each."""
+    exchange.MOST_LENT = 0.95  # of a stream all is lent before anything is pulled
     engine = Engine(options, options.engine)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -226,7 +259,7 @@ def main() -> None:
         try:
             assert prefill.answer() == decode.answer() == "ready"
             print(f"start: {time.perf_counter() - began:.0f} s", flush=True)
-            measure(options, prefill, decode)
+            (stream if options.rate else measure)(options, prefill, decode)
         finally:
             prefill.close()
             decode.close()
@@ -270,6 +303,44 @@ def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> Non
         )
     counts = decode("counts")
     print(f"pulled {counts['bytes'] / 1e9:.2f} GB, failed {counts['failed']}, {counts['rate'] / 1e9:.2f} GB/s")
+
+
+def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None:
+    """The same requests apart and together. The two engines take turns, as if each had a device of its own."""
+    lend, count, asked = msgspec.to_builtins(LEND), options.prompts, {"tokens": options.tokens, "rate": options.rate}
+    for engine in (prefill, decode):  # kernels and graphs
+        engine("stream", seeds=list(range(24)), most=24, lent=[None] * 24, salt="warm", **asked)
+    equal = 0
+    for seed in range(100, 103):
+        lent = prefill("single", seed=seed, tokens=options.tokens, most=1, params=lend)["lent"]
+        wanted = prefill("single", seed=seed, tokens=options.tokens, most=options.after)["tokens"]
+        equal += decode("single", seed=seed, tokens=options.tokens, most=options.after, params=lent)["tokens"] == wanted
+    print(f"alone: {options.after} tokens equal in {equal} of 3", flush=True)
+    seeds = list(range(1_000, 1_000 + count))
+    one = prefill("stream", seeds=seeds, most=1, lent=[lend] * count, **asked)
+    apart = decode("stream", seeds=seeds, most=options.after, lent=one["lent"], **asked)
+    counts = decode("counts")
+    together = decode("stream", seeds=seeds, most=options.after, lent=[None] * count, salt="together", **asked)
+    both = [sum(times) for times in zip(one["whole"], apart["first"], strict=True)]
+    same = sum(mine == other for mine, other in zip(apart["tokens"], together["tokens"], strict=True))
+    lent_all, pulled = sum(map(bool, one["lent"])), counts["bytes"] / 1e9
+    print(
+        f"{count} requests at {options.rate:g} a second, {options.tokens:,} tokens in, {options.after} out: lent {lent_all}, pulled {pulled:.1f} GB at "
+        f"{counts['rate'] / 1e9:.2f} GB/s, failed {counts['failed']}; all tokens equal in {same} (others' steps decide how sums are rounded)"
+    )
+    print("| ms | between tokens p50 | p99 | worst | first token p50 | p99 |\n|---|---|---|---|---|---|")
+    rows = (("apart", apart["gaps"], both), ("together", together["gaps"], together["first"]))
+    for name, gaps, first in (
+        *rows,
+        ("prefill alone, until lent", [0.0], one["whole"]),
+        ("pulled", [0.0], apart["first"]),
+    ):
+        found = [part(gaps, 0.5), part(gaps, 0.99), max(gaps), part(sorted(first), 0.5), part(sorted(first), 0.99)]
+        print(f"| {name} |" + "".join(f" {1e3 * value:.1f} |" if value else " |" for value in found), flush=True)
+
+
+def part(values: list[float], share: float) -> float:
+    return values[int(len(values) * share)] if values else 0.0
 
 
 if __name__ == "__main__":
