@@ -145,7 +145,7 @@ def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
         LoggedTraffic,
         settings=settings(QUICK, max_examples=effort(40, 600), stateful_step_count=30, phases=[Phase.generate]),
     )
-    assert LoggedTraffic.told > 100, "the cache was mostly empty"
+    assert LoggedTraffic.told > 20, "the cache was mostly empty"
 
 
 @pytest.mark.days(2)
