@@ -37,12 +37,12 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy --num-workers 4
 
 # A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one), the longest first
-# (tests/conftest.py). One thread in each: the models are tiny, and on a busy machine threads that wait for each other take most of the
-# time. Bytecode is kept, whatever the environment says: else every process that a test starts compiles the package again, and pytest
-# each test.
-JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+# (tests/conftest.py). They are forked from one that has collected the tests (tests/helpers/forks.py). One thread in each: the models are
+# tiny, and on a busy machine threads that wait for each other take most of the time. Bytecode is kept, whatever the environment says: else
+# every process that a test starts compiles the package again, and pytest each test.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --forks $(JOBS)
 
 # Every combination of parameters and many more random cases, where `make test` tries each value (tests/helpers/effort.py).
 test-thorough:

@@ -9,8 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 if shutil.which("nvidia-smi") is None:  # Triton reads this when it is imported: kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,6 +28,7 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402 - torch reads the variables above when a test module imports it
 
+from helpers import forks  # noqa: E402
 from helpers.days import HELP, keep_the_days  # noqa: E402
 from helpers.effort import TEST_DAY  # noqa: E402
 from helpers.programs import Popen, begin_with_this_environment  # noqa: E402
@@ -50,29 +50,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", HELP)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `helpers/forks.py`, here and twice below."""
+    forks.add_option(parser)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Import all test files."""
+    with forks.rewriting_assertions(session):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Of several processes each begins with other files, if all are asked for.
-
-    pytest rewrites the assertions of a file that it hasn't met before, and stores the result: 10 s for all files. Processes that go
-    through them in step would each rewrite all.
-    """
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if processes > 1 and session.config.args == session.config.getini("testpaths"):
-        own = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        tests = session.config.rootpath / "tests"
-        paths = [path for path in sorted(tests.rglob("test_*.py")) if not path.is_relative_to(tests / "gpu")]
-        for path in paths[own::processes]:
-            _import(pytest.Module.from_parent(session, path=path))
-
-
-def _import(module: pytest.Module) -> None:
-    """What is imported now isn't imported again. If it can't be, that is said when its turn comes."""
-    try:
-        module.obj  # noqa: B018 - this imports it
-    except (Exception, pytest.fail.Exception, pytest.skip.Exception):
-        for name in [name for name, one in sys.modules.items() if getattr(one, "__file__", None) == str(module.path)]:
-            del sys.modules[name]
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests."""
+    return forks.run(session)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

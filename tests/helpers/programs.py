@@ -28,7 +28,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRELOADED = (
     "fastapi", "httpx", "pagerunner.cli.main", "pagerunner.engine.core.process", "pagerunner.engine.rank",
@@ -199,7 +199,7 @@ def be_a_mould(number: int) -> None:
     global _mould
     _mould = _Mould(ours, os.environ)
     subprocess.Popen = Popen  # type: ignore[misc]
-    _end(_status(order))
+    end(_status(order))
 
 
 def _next_program(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -269,7 +269,7 @@ def _status(order: dict[str, Any]) -> int:
     return 0
 
 
-def _end(status: int) -> None:
+def end(status: int) -> NoReturn:
     """As an interpreter ends, but without freeing each object: that would copy all that the fork shares, 0.3 s of computing."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,0 +1,102 @@
+"""`pytest --forks`: what happens in forked processes is told as if it had happened in one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HELPERS = Path(__file__).parents[1]
+CONFTEST = """
+import os
+import pytest
+from helpers import forks
+COLLECTED = os.getpid()
+def pytest_addoption(parser): forks.add_option(parser)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session):
+    with forks.rewriting_assertions(session): return (yield)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session): return forks.run(session)
+@pytest.fixture(scope="session", autouse=True)
+def whole():
+    yield
+    with open("sessions", "a") as file: file.write(f"{os.getpid()} {os.getppid() == COLLECTED}\\n")
+"""
+FILES = {
+    "test_a.py": """
+import os, warnings
+def test_passes(tmp_path): print("not shown"); (tmp_path / "one").write_text("1"); assert os.listdir(tmp_path) == ["one"]
+def test_warns(): warnings.warn("an old way", DeprecationWarning)
+def test_fails(): print("shown"); one = 1; assert one == 2
+""",
+    "test_b.py": """
+import os, pytest
+def test_before(): pass
+def test_dies(): os.kill(os.getpid(), 9)
+def test_after(): pass
+@pytest.mark.skip(reason="cold")
+def test_skipped(): pass
+""",
+    "test_c.py": """
+import os, pytest
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("no way back")
+def test_broken(broken): pass
+def test_leaves(): os._exit(3)
+""",
+    "test_d.py": """
+import pathlib, time
+def test_is_interrupted():
+    pathlib.Path("waits").touch()
+    try: time.sleep(60)
+    finally: pathlib.Path("cleaned").touch()
+""",
+}
+
+
+def start(root: Path, *words: str) -> subprocess.Popen[str]:
+    (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\naddopts = -p no:cacheprovider -p no:schemathesis\n")
+    (root / "tests").mkdir()
+    (root / "tests/conftest.py").write_text(CONFTEST)
+    for name, text in FILES.items():
+        (root / "tests" / name).write_text(text)
+    env = os.environ | {"PYTHONPATH": f"{HELPERS}", "COLUMNS": "300", "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-m", "pytest", "--forks", "2", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=root, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def test_what_happens_in_processes_is_told_by_one(tmp_path: Path) -> None:
+    with start(tmp_path, "-rs", "--deselect", "tests/test_d.py") as process:
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == pytest.ExitCode.TESTS_FAILED
+    assert re.search(r"3 failed, 5 passed, 1 skipped, 1 deselected, 1 warning, 1 error in ", said), said
+    assert "The process was ended by SIGKILL in tests/test_b.py::test_dies." in said
+    assert "The process ended with 3 in tests/test_c.py::test_leaves." in said
+    for shown in ("assert 1 == 2", "\nshown\n", "no way back", "an old way", "cold"):
+        assert shown in said
+    assert "not shown" not in said
+    assert len(list((tmp_path / "tests/__pycache__").glob("test_*pytest*.pyc"))) == len(FILES)
+    sessions = [line.split() for line in (tmp_path / "sessions").read_text().splitlines()]
+    assert len(sessions) >= 1 and len({number for number, _ in sessions}) == len(sessions)
+    assert {forked for _, forked in sessions} == {"True"}
+
+
+def test_ctrl_c_ends_the_processes_and_what_they_have_begun(tmp_path: Path) -> None:
+    with start(tmp_path, "-k", "interrupted or passes") as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "waits").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, said
+    assert (tmp_path / "cleaned").exists()
