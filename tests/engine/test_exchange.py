@@ -9,8 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.effort import TEST_DAY, by_days, effort
@@ -22,7 +24,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_core
 from pagerunner.errors import ConfigError, InvalidRequestError
-from pagerunner.tiers import below, nixl, peers
+from pagerunner.tiers import below, nixl, page_server, peers
 from pagerunner.tiers import exchange as exchange_module
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 from pagerunner.types.kv_transfer import KVTransferParams
@@ -264,6 +266,38 @@ def test_pulls_have_a_share_of_host_memory(pair, monkeypatch: pytest.MonkeyPatch
     assert decode.tokens(first) == wanted and decode.found(first) == 144
 
 
+def test_a_request_that_cannot_be_queued_any_more_ends_alone(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, wanted = pair
+    go = held_pull(monkeypatch)
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    held = decode.core._exchange._pulls[1].requests[0]
+    for again in (held, msgspec.structs.replace(held, kv_transfer=None)):
+        with pytest.raises(InvalidRequestError, match="is already in use"):
+            decode.core.add(again)
+    scheduler = decode.core._scheduler
+
+    def refuse(request: EngineRequest) -> None:
+        raise InvalidRequestError("It can't be guided.", "structured_outputs")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(scheduler, "add", refuse)
+        go.set()
+        last = decode.last(name)
+    assert (last.finish_reason, last.error, last.param) == ("error", "It can't be guided.", "structured_outputs")
+    name = decode.add(PROMPT, prefill.lend(PROMPT))
+    assert decode.tokens(name) == wanted
+
+
+def test_loans_expire_though_nobody_connects(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server.PageServer, "_accept", lambda *_: None)
+    prefill = make("kv_producer")
+    assert prefill.lend(PROMPT)
+    loans = prefill.core._exchange.loans
+    monkeypatch.setattr(loans, "_clock", lambda: time.monotonic() + 40)
+    prefill.core._exchange.poll(lambda request_id: False)
+    assert loans.num_expired == 1 and not len(loans)
+
+
 def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode, _ = pair
     lent = prefill.lend(PROMPT)
@@ -282,9 +316,12 @@ def test_requests_are_aborted_wherever_they_are(pair, monkeypatch: pytest.Monkey
 
 
 @needs_nixl
-def test_by_nixl_it_is_the_same(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_nixl_it_is_the_same(make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = str(tmp_path / "secret")
+    Path(secret).write_bytes(bytes(range(32)))
+    Path(secret).chmod(0o600)
     prefill, decode, plain = (
-        make("kv_both", connector=connector, enable_sleep_mode=True)
+        make("kv_both", connector=connector, enable_sleep_mode=True, extra={"secret_file": secret})
         for connector in ("NixlConnector", "NixlConnector", "PeerConnector")
     )
     wanted = prefill.tokens(prefill.add(PROMPT))
@@ -446,6 +483,13 @@ def test_random_faults_under_load_change_no_token(pair, monkeypatch: pytest.Monk
         assert time.monotonic() < deadline
     assert all(decode.tokens(name) == wanted[number] for number, name in asked)
     assert sum(decode.found(name) > 0 for _, name in asked) > len(asked) // 4, "some pages come all the same"
+
+
+def test_nixl_needs_a_secret(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_api", lambda: None)
+    asked = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match="read all of the host memory for pages: give secret_file"):
+        build_core(EngineArgs(model=checkpoint("qwen3"), kv_offloading_size=0.04, kv_transfer_config=asked))
 
 
 def test_nixl_has_the_same_fields(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

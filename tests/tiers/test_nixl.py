@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -21,7 +23,6 @@ from pagerunner.tiers import nixl, peers, wire
 from pagerunner.tiers.loans import Loans
 from pagerunner.tiers.page_server import PageServer
 from pagerunner.tiers.peers import PeerStore
-from pagerunner.tiers.wire import WireError
 
 SIZE, PAGES = 65_536, 8
 try:
@@ -175,26 +176,62 @@ def test_a_loan_that_ended_while_it_was_read_is_not_believed(world: World, monke
     assert world.read()[0] == [False] * PAGES
 
 
-def test_a_transfer_without_an_end_writes_to_no_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "GRACE_SECONDS", patient(0.1))
+def test_a_transfer_without_an_end_writes_to_no_place_and_its_pages_come_over_tcp(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "GRACE_SECONDS", patient(0.2))
     agent = world.reader.nixl
     handles = []
     real = agent.initialize_xfer
     monkeypatch.setattr(agent, "initialize_xfer", lambda *given: handles.append(real(*given)) or handles[-1])
-    rooms = []
     agent.state = "PROC"
     for number in range(nixl.MOST_PUT_ASIDE):
         assert world.visit() == ""
         well, room = world.read()
-        assert not any(well) and len(world.reader._aside) == number + 1
-        rooms += room
-    assert world.visit() == "" and not any(world.read()[0])
+        [remote] = world.reader._remotes.values()
+        assert all(well) and len(remote.aside) == number + 1
+    assert "isn't read by NIXL, but over TCP: a transfer hasn't ended in time" in caplog.text
+    assert world.visit() == "" and all(world.read()[0])
     assert len(handles) == nixl.MOST_PUT_ASIDE, "too many are put aside, so nothing more is begun"
+    world.memory[:] = b"\xee" * len(world.memory)
+    before = [bytes(page) for page in room]
     for handle in handles:
         agent.write(handle)  # late
-    assert all(page == b"\xee" * SIZE for page in rooms)
+    assert [bytes(page) for page in room] == before
     agent.state = "DONE"
-    assert world.visit() == "" and all(world.read()[0]) and not world.reader._aside, "the buffers have come back"
+    world.reader.read(next(iter(world.reader._remotes)), [], [], time.monotonic() + 1)
+    assert not remote.aside and agent.registered == 1, "the buffers have come back, and one is in use"
+
+
+def test_an_engine_that_hangs_holds_up_no_other(fake: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = nixl.Reader(SIZE)
+    source, room = memoryview(bytearray(content(1, SIZE))), memoryview(bytearray(SIZE))
+    owners = [nixl.Shared(source) for _ in range(3)]
+    over, real = threading.Event(), reader.nixl.transfer
+
+    def transfer(handle: Any) -> str:
+        return "PROC" if handle[0][2] == 10 else real(handle)
+
+    monkeypatch.setattr(reader.nixl, "transfer", transfer)
+    monkeypatch.setattr(reader.nixl, "check_xfer_state", lambda handle: "PROC")
+
+    def hang() -> None:
+        with contextlib.suppress(nixl.NixlError):
+            at = [nixl.address_of(source)]
+            reader.read(owners[0].metadata, at, [memoryview(bytearray(10))], time.monotonic() + 60, over.is_set)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    until(lambda: any(remote.lock.locked() for remote in reader._remotes.values()))
+    reader.read(owners[1].metadata, [nixl.address_of(source)], [room], time.monotonic() + patient(5))
+    assert room == source
+    with pytest.raises(nixl.NixlError, match="the transfer before it hasn't ended"):
+        reader.read(owners[0].metadata, [nixl.address_of(source)], [room], time.monotonic() + 0.05)
+    monkeypatch.setattr(nixl, "MOST_REMOTES", 2)
+    reader.read(owners[2].metadata, [nixl.address_of(source)], [room], time.monotonic() + patient(5))
+    assert owners[1].metadata not in reader._remotes, "the one that isn't being read makes room"
+    over.set()
+    thread.join()
 
 
 OWNER = """
@@ -236,7 +273,7 @@ def test_two_processes(tmp_path: Any) -> None:
         assert zlib.crc32(room) == int(checksum)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with pytest.raises(WireError, match="can't be read by NIXL"):
+        with pytest.raises(nixl.NixlError):
             reader.read(bytes.fromhex(metadata), addresses, views, time.monotonic() + 5)
     finally:
         process.kill()

@@ -122,7 +122,8 @@ class Exchange:
         if not self._is_open:
             self._peers.fields = self._fields()
             if self._server is not None:
-                self._shared = Shared(self._bytes) if self._nixl else None
+                if self._nixl and self._shared is None:  # all of it, which takes its time
+                    self._shared = Shared(self._bytes)
                 self._server.open(self._peers.fields, self._shared)
             self._is_open = True
 
@@ -232,6 +233,7 @@ class Exchange:
         `needs_pages(request_id)`: whether a request that was queued hasn't looked for its pages yet.
         """
         self._news.clear()
+        self.loans.tick()
         while self._given_back:
             self._tiers.host.release(self._lent.pop(self._given_back.popleft()))
         ready: list[EngineRequest] = []
@@ -247,12 +249,15 @@ class Exchange:
         self._arrivals.arrivals(lambda pull: self._served(pull, ready, needs_pages))
         return self._answered(now), ready
 
-    def stop(self, why: str) -> tuple[list[RequestUpdate], list[EngineRequest]]:
-        """Lend and pull nothing any more, until `open`. Returns what was kept back. No page of host memory is read or written afterwards."""
+    def stop(self, why: str, *, unregister: bool = False) -> tuple[list[RequestUpdate], list[EngineRequest]]:
+        """Lend and pull nothing any more, until `open`. Returns what was kept back. No page of host memory is written afterwards.
+
+        `unregister` it, too. Otherwise NIXL may still read pages, and who has done so is told that they aren't lent any more.
+        """
         self._is_open = False
         if self._server is not None:
             self._server.close(why)
-        if self._shared is not None:  # before the memory may go
+        if self._shared is not None and unregister:  # before the memory may go
             self._shared.close()
             self._shared = None
         ready = [request for pull in list(self._pulls.values()) for request in self._leave(pull)]

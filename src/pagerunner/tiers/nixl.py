@@ -2,14 +2,16 @@
 
 All else is said over TCP as ever: who may read, what is where, and after the reading whether the pages were still lent, with their checksums. Pages come into a
 *bounce* buffer of ours first, because NIXL has no cancel: a transfer that is given up may still write. Such a buffer is put aside until the
-transfer has ended. A transfer has no deadline either, so it is looked at until ours.
+transfer has ended. A transfer has no deadline either, so it is looked at until ours. What NIXL can't read comes over TCP.
 
 Whoever is let in can read all of the host memory that an engine has registered, not only what it was lent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import mmap
 import threading
 import time
@@ -20,12 +22,17 @@ from typing import Any
 import numpy
 
 from pagerunner.errors import ConfigError
-from pagerunner.tiers.wire import WireError
 
 _WHEELS = ("nixl_cu13", "nixl_cu12")
 _LOOK_SECONDS = 0.0002
+MOST_REMOTES = 16
+"""Engines that are read by NIXL. Each has a buffer here."""
 MOST_PUT_ASIDE = 4
-"""Buffers that transfers without an end may keep. After that nothing is read by NIXL any more."""
+"""Buffers that an engine's transfers without an end may keep. After that it isn't read by NIXL any more."""
+
+
+class NixlError(Exception):
+    """Pages can't be read by NIXL, or not in time. Nothing writes to their places."""
 
 
 def _api() -> Any:
@@ -74,15 +81,23 @@ class Shared(_Agent):
         self.nixl = None  # its end closes the endpoints
 
 
+class _Remote:
+    """Another engine: its name at the agent, the buffer that its pages come into, and those that transfers without an end keep."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = threading.Lock(), 0
+        self.name: str | None = None
+        self.buffer: tuple[memoryview, Any] | None = None
+        self.aside: list[tuple[Any, tuple[memoryview, Any]]] = []
+
+
 class Reader(_Agent):
-    """Reads other engines' memory. Any thread may call it; one reads at a time, as an agent isn't made for more."""
+    """Reads other engines' memory. Any thread may call it. Of each engine one reads at a time; the agent's calls, which are short, go one after another."""
 
     def __init__(self, buffer_bytes: int) -> None:
         super().__init__()
-        self._size, self._lock = buffer_bytes, threading.Lock()
-        self._buffer = self._new_buffer()
-        self._aside: list[tuple[Any, memoryview]] = []
-        self._names: dict[bytes, str] = {}
+        self._size, self._lock = buffer_bytes, threading.RLock()
+        self._remotes: dict[bytes, _Remote] = {}
 
     def read(
         self,
@@ -95,79 +110,102 @@ class Reader(_Agent):
         """Read from these addresses of the engine with this metadata into views, of `buffer_bytes` together at most.
 
         Raises:
-            WireError: it can't be read, or not until the deadline, or it isn't to be read any more (`stopped`). Nothing writes to the views then.
+            NixlError: it can't be read, or not until the deadline, or it isn't to be read any more (`stopped`).
         """
-        with self._lock:
-            self._look_aside()
-            at, pieces, base = 0, [], address_of(self._buffer)
-            for view in views:
-                pieces.append((base + at, len(view), 0))
-                at += len(view)
-            if at > self._size:
-                raise WireError(f"lends {at:,} bytes at once, of at most {self._size:,}")
-            theirs = [(address, len(view), 0) for address, view in zip(addresses, views, strict=True)]
-            try:
-                self._transfer(metadata, pieces, theirs, deadline, stopped)
-            except WireError:
-                raise
-            except Exception as error:  # NIXL's own, of which there are many
-                self.forget(metadata)
-                raise WireError(f"can't be read by NIXL ({type(error).__name__}: {error})") from None
-            at = 0
-            for view in views:
-                numpy.copyto(
-                    numpy.frombuffer(view, numpy.uint8),
-                    numpy.frombuffer(self._buffer[at : at + len(view)], numpy.uint8),
-                )
-                at += len(view)
+        if (size := sum(map(len, views))) > self._size:
+            raise NixlError(f"{size:,} bytes are lent at once, of at most {self._size:,}")
+        remote = self._remote(metadata)
+        try:
+            if not remote.lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+                raise NixlError("the transfer before it hasn't ended in time")
+            with contextlib.ExitStack() as stack:
+                stack.callback(remote.lock.release)
+                buffer, at = self._transfer(remote, metadata, addresses, views, deadline, stopped), 0
+                for view in views:
+                    source = numpy.frombuffer(buffer[at : at + len(view)], numpy.uint8)
+                    numpy.copyto(numpy.frombuffer(view, numpy.uint8), source)
+                    at += len(view)
+        except NixlError:
+            raise
+        except Exception as error:  # NIXL's own, of which there are many
+            self._forget(remote)
+            raise NixlError(f"{type(error).__name__}: {error}") from None
+        finally:
+            with self._lock:
+                remote.users -= 1
 
-    def forget(self, metadata: bytes) -> None:
-        """Close what leads to an engine."""
-        if (name := self._names.pop(metadata, None)) is not None:
-            try:
-                self.nixl.remove_remote_agent(name)
-            except Exception:  # it is gone already
-                return
+    def _remote(self, metadata: bytes) -> _Remote:
+        with self._lock:
+            if metadata not in self._remotes and len(self._remotes) >= MOST_REMOTES:
+                idle = (at for at, other in self._remotes.items() if not other.users and not other.aside)
+                if (oldest := next(idle, None)) is None:
+                    raise NixlError(f"{MOST_REMOTES} other engines are being read")
+                self._forget(self._remotes.pop(oldest))
+            remote = self._remotes.setdefault(metadata, _Remote())
+            remote.users += 1
+            return remote
+
+    def _forget(self, remote: _Remote) -> None:
+        """Close what leads to an engine. It is made again when it is read again."""
+        with self._lock:
+            if remote.buffer is not None:
+                self.nixl.deregister_memory(remote.buffer[1])
+            name, remote.name, remote.buffer = remote.name, None, None
+            with contextlib.suppress(Exception):  # it is gone already
+                if name is not None:
+                    self.nixl.remove_remote_agent(name)
 
     def _transfer(
-        self, metadata: bytes, ours: list[Any], theirs: list[Any], deadline: float, stopped: Callable[[], bool]
-    ) -> None:
-        nixl = self.nixl
-        if (name := self._names.get(metadata)) is None:
-            name = self._names[metadata] = nixl.add_remote_agent(metadata)
-        handle = nixl.initialize_xfer(
-            "READ", nixl.get_xfer_descs(ours, "DRAM"), nixl.get_xfer_descs(theirs, "DRAM"), name
-        )
-        state = nixl.transfer(handle)
+        self,
+        remote: _Remote,
+        metadata: bytes,
+        addresses: Sequence[int],
+        views: Sequence[memoryview],
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> memoryview:
+        """The buffer with the bytes of all views, one after another."""
+        with self._lock:
+            self._look_aside(remote)
+            nixl = self.nixl
+            if remote.name is None:
+                remote.name = nixl.add_remote_agent(metadata)
+            if remote.buffer is None:
+                fresh = memoryview(mmap.mmap(-1, self._size))
+                remote.buffer = fresh, self.register(fresh)
+            buffer = remote.buffer[0]
+            starts = itertools.accumulate(map(len, views), initial=address_of(buffer))
+            ours = [(start, len(view), 0) for start, view in zip(starts, views, strict=False)]
+            theirs = [(address, len(view), 0) for address, view in zip(addresses, views, strict=True)]
+            handle = nixl.initialize_xfer(
+                "READ", nixl.get_xfer_descs(ours, "DRAM"), nixl.get_xfer_descs(theirs, "DRAM"), remote.name
+            )
+            state = nixl.transfer(handle)
         while state == "PROC" and time.monotonic() < deadline and not stopped():
             time.sleep(_LOOK_SECONDS)
-            state = nixl.check_xfer_state(handle)
-        if state == "PROC":
-            self._aside.append((handle, self._buffer))
-            self._buffer = self._new_buffer()
-            raise WireError("is too slow: a transfer of NIXL hasn't ended in time", late=True)
-        nixl.release_xfer_handle(handle)
+            with self._lock:
+                state = nixl.check_xfer_state(handle)
+        with self._lock:
+            if state == "PROC":
+                remote.aside.append((handle, remote.buffer))
+                remote.buffer = None
+                raise NixlError("a transfer hasn't ended in time")
+            nixl.release_xfer_handle(handle)
         if state != "DONE":
-            self.forget(metadata)
-            raise WireError(f"can't be read by NIXL (state {state})")
+            raise RuntimeError(f"state {state}")
+        return buffer
 
-    def _look_aside(self) -> None:
+    def _look_aside(self, remote: _Remote) -> None:
         """Let go the buffers of transfers that have ended after all."""
-        left = []
-        for handle, buffer in self._aside:
+        for one in remote.aside[:]:
+            handle, (_, registered) = one
             try:
                 state = self.nixl.check_xfer_state(handle)
             except Exception:  # the other engine is gone, and nothing writes any more
                 state = "ERR"
-            if state == "PROC":
-                left.append((handle, buffer))
-            else:
+            if state != "PROC":
+                remote.aside.remove(one)
                 self.nixl.release_xfer_handle(handle)
-        self._aside = left
-        if len(left) >= MOST_PUT_ASIDE:
-            raise WireError(f"isn't read by NIXL: {len(left)} transfers haven't ended")
-
-    def _new_buffer(self) -> memoryview:
-        buffer = memoryview(mmap.mmap(-1, self._size))
-        self.register(buffer)
-        return buffer
+                self.nixl.deregister_memory(registered)
+        if len(remote.aside) >= MOST_PUT_ASIDE:
+            raise NixlError(f"{len(remote.aside)} transfers haven't ended")

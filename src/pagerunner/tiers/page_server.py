@@ -113,9 +113,14 @@ class PageServer:
             line = Line(sock)
             thread = threading.Thread(target=self._serve, args=(line, host), name="page server client", daemon=True)
             with self._lock:
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads can be had, which may pass
+                    self._refusals.warn("Page server: %s was turned away: %s", host, error)
+                    line.close()
+                    continue
                 self._strangers += 1
                 self._lines[line] = thread
-            thread.start()
 
     def _turn_away(self, host: str) -> str:
         address = ipaddress.ip_address(host.split("%")[0])

@@ -11,10 +11,10 @@ be kept back.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.tiers import wire
-from pagerunner.tiers.nixl import Reader
+from pagerunner.tiers.nixl import NixlError, Reader
 from pagerunner.tiers.stores import Page
 from pagerunner.tiers.wire import Kind, Line, Name, WireError
 
@@ -171,17 +171,10 @@ class PeerStore:
 
     # -- what the threads say
 
-    def connect(self, address: Address, deadline: float) -> tuple[Line, bytes]:
-        """A connection that has been greeted, and the boot id of who is there."""
-        try:
-            line = Line(socket.create_connection(address, max(deadline - time.monotonic(), 0.001)))
-        except OSError as error:
-            raise WireError(f"can't be reached ({error})", late=True) from None
-        try:
-            return line, wire.greet(line, self._secret, address, self.fields, deadline)
-        except BaseException:
-            line.close()
-            raise
+    def greet(self, line: Line, address: Address, deadline: float) -> bytes:
+        """The boot id of who is there. The line is being connected."""
+        line.connected(deadline)
+        return wire.greet(line, self._secret, address, self.fields, deadline)
 
     def tell(self, visit: Visit) -> None:
         """A visit has news."""
@@ -217,7 +210,7 @@ class _Peer:
         self.store, self.address = store, address
         self.visits: dict[int, Visit] = {}
         self._lock = threading.Lock()
-        self._asking = _Caller(self, self._renew)
+        self._asking = _Caller(self, self._renew, asks=True)
         self._pulling = [_Caller(self) for _ in range(store.num_threads)]
         self._turn = 0
 
@@ -272,8 +265,8 @@ class _Peer:
             caller.end()
 
     def join(self) -> None:
-        """Wait until they have."""
-        for caller in (self._asking, *self._pulling):
+        """Wait until nobody pulls. Who asks has no places, and gives loans back before it ends."""
+        for caller in self._pulling:
             caller.join()
 
     def _list(self, line: Line, visit: Visit) -> None:
@@ -303,8 +296,11 @@ class _Peer:
 class _Caller:
     """A thread with one connection to an engine. Both are made when there is something to do."""
 
-    def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] = lambda line: math.inf) -> None:
-        self._peer, self._renew = peer, renew
+    def __init__(
+        self, peer: _Peer, renew: Callable[[Line | None], float] = lambda line: math.inf, *, asks: bool = False
+    ) -> None:
+        """`asks`: who doesn't answer here isn't there, for all visits; another connection's fault is of one."""
+        self._peer, self._renew, self._asks = peer, renew, asks
         self._jobs: deque[tuple[Visit | None, Callable[[Line], object], Callable[[], None]]] = deque()
         self._wake = threading.Condition()
         self._line: Line | None = None
@@ -316,11 +312,18 @@ class _Caller:
     def call(self, visit: Visit | None, job: Callable[[Line], object], then: Callable[[], None] = lambda: None) -> None:
         """Run `job` with the connection, unless the visit has failed or was left; then `then` in any case."""
         with self._wake:
-            self._jobs.append((visit, job, then))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pages of a peer", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+                thread = threading.Thread(target=self._run, name="pages of a peer", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads can be had
+                    thread.start()
+                    self._thread = thread
+            if there := self._thread is not None:
+                self._jobs.append((visit, job, then))
+                self._wake.notify()
+        if not there:
+            if visit is not None:
+                self._peer.fail("can't be asked: this process can't start a thread", visit)
+            then()
 
     def stop(self, visit: Visit) -> None:
         """End what runs for a visit."""
@@ -381,20 +384,20 @@ class _Caller:
                 if visit is not None and visit.left:
                     return
                 if not old or error.late:
-                    return self._peer.fail(str(error))
+                    return self._peer.fail(str(error), None if self._asks else visit)
             finally:
                 with self._wake:
                     self._busy = None
 
     def _connect(self, visit: Visit | None) -> None:
-        if self._line is None:
-            line, self._boot = self._peer.store.connect(self._peer.address, time.monotonic() + GRACE_SECONDS)
-            with self._wake:
-                self._line = line
         with self._wake:
             self._busy = visit
             if visit is not None and visit.left:
                 raise WireError("isn't needed any more")
+            if self._line is not None:
+                return
+            line = self._line = Line.connecting(self._peer.address)  # which `stop` ends, too
+        self._boot = self._peer.store.greet(line, self._peer.address, time.monotonic() + GRACE_SECONDS)
 
     def _drop(self) -> None:
         with self._wake:
@@ -414,8 +417,16 @@ def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read
     asked = [(group, key, len(view)) for _, (group, key, view) in part]
     if nixl is not None:
         line.send(wire.Locate(visit.token, asked), deadline)
-        if (located := line.receive(wire.Located, deadline)).agent:
-            return _read_by_nixl(line, visit, part, reading, nixl, located, deadline)
+        located = line.receive(wire.Located, deadline)
+        try:
+            if located.agent:
+                return _read_by_nixl(line, visit, part, reading, nixl, located, deadline)
+        except NixlError as error:
+            if visit.left:
+                raise WireError("isn't needed any more") from None
+            visit.peer.store.refusals.warn(
+                "Peer %s:%d isn't read by NIXL, but over TCP: %s", *visit.peer.address, error
+            )
     line.send(wire.Pull(visit.token, asked), deadline)
     there = line.receive(wire.Sending, deadline).there
     coming = [page for page, is_there in zip(part, _as_many(there, part), strict=True) if is_there]
@@ -439,7 +450,8 @@ def _read_by_nixl(
     coming, addresses = [page for page, _ in pairs], [address for _, address in pairs]
     views = [view for _, (_, _, view) in coming]
     if coming:
-        nixl.read(located.agent, addresses, views, deadline, lambda: visit.left)
+        half = (deadline + time.monotonic()) / 2  # TCP needs the rest, where NIXL doesn't end
+        nixl.read(located.agent, addresses, views, half, lambda: visit.left)
     line.send(wire.Check(visit.token, [(group, key) for _, (group, key, _) in coming]), deadline)
     _settle(reading, coming, [wire.checksum(view) for view in views], line.receive(wire.Sent, deadline))
 

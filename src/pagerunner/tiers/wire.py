@@ -32,11 +32,14 @@ Bytes aren't encrypted: an engine listens on loopback unless it is told otherwis
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
 import ipaddress
+import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -219,6 +222,31 @@ class Line:
         self._other: _Seal | None = None
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def connecting(cls, address: tuple[str, int]) -> Line:
+        """One that begins to connect; see `connected`."""
+        try:
+            line = cls(sock := socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET))
+            sock.setblocking(False)
+            if (code := sock.connect_ex(address)) not in (0, errno.EINPROGRESS):
+                line.close()
+                raise OSError(code, os.strerror(code))
+        except OSError as error:
+            raise WireError(f"can't be reached ({error})", late=True) from None
+        return line
+
+    def connected(self, deadline: float) -> None:
+        """Wait until it is connected."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        poll.poll(max(1000 * (deadline - time.monotonic()), 0))
+        try:
+            self._sock.getpeername()
+        except OSError:
+            reason = os.strerror(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ETIMEDOUT)
+            raise WireError(f"can't be reached ({reason})", late=True) from None
+        self._sock.setblocking(True)
 
     def seal(self, own: bytes, other: bytes) -> None:
         """Seal all messages from now on: those sent by one key, those received by the other one."""

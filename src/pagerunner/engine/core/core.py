@@ -82,6 +82,8 @@ class EngineCore:
         if self.sleep_level != 0 or self.weights_fault:
             self.check_awake()
         self._check_ids(request)
+        if self._exchange is not None and request.request_id in self._exchange.request_ids:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is already in use.", "request_id")
         if request.kv_transfer:
             if self._exchange is None:
                 raise InvalidRequestError(
@@ -172,8 +174,7 @@ class EngineCore:
             return self._run_step()
         self._end_transfers(0.0)
         updates, arrived = exchange.poll(self._one_scheduler().needs_pages)
-        for request in arrived:
-            self._scheduler.add(request)
+        updates += self._queue(arrived)
         if self._in_flight or self._scheduler.has_work:
             return updates + exchange.hold(self._run_step())
         if not updates:
@@ -188,9 +189,25 @@ class EngineCore:
         """Lend and pull nothing any more. Requests that wait for pages of other engines are queued."""
         if self._exchange is None:
             return []
-        updates, requests = self._exchange.stop(why)
+        updates, requests = self._exchange.stop(why, unregister=why == "sleep")
+        return updates + self._queue(requests)
+
+    def _queue(self, requests: Iterable[EngineRequest]) -> list[RequestUpdate]:
+        """Queue requests that were kept back. Returns the last updates of those that can't be."""
+        updates = []
         for request in requests:
-            self._scheduler.add(request)
+            try:
+                self._scheduler.add(request)
+            except InvalidRequestError as error:
+                updates.append(
+                    RequestUpdate(
+                        request_id=request.request_id,
+                        new_token_ids=[],
+                        finish_reason="error",
+                        error=str(error),
+                        param=error.param,
+                    )
+                )
         return updates
 
     def _run_step(self) -> list[RequestUpdate]:

@@ -68,7 +68,7 @@ class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
     peers: list[str] | None = None
     secret_file: str | None = None
     kv_lease_duration: float = 30.0
-    num_threads: int = 2
+    num_threads: int = 4
     backends: list[str] | None = None
 
 
@@ -236,6 +236,11 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
         raise ConfigError(
             f"kv_ip={config.kv_ip!r} in kv_transfer_config must be the IP address that other engines reach this one by, such as 10.0.0.7: "
             "answers name it as remote_host."
+        )
+    if nixl and extra.secret_file is None:
+        raise ConfigError(
+            "NixlConnector lets other engines read all of the host memory for pages: give secret_file in kv_connector_extra_config, a file of at "
+            "least 32 random bytes that all engines have and only their user can read."
         )
     if not own.is_loopback and extra.secret_file is None:
         raise ConfigError(
