@@ -137,47 +137,63 @@ def one_prompt(llm: LLM, options: argparse.Namespace) -> None:
     )
 
 
-def decoding(llm: LLM, options: argparse.Namespace) -> None:
-    """Steps of requests that decode, alone and while prompts' pages are stored or loaded."""
-    core, steps = llm._core, []
+def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
+    """Steps of requests that decode: alone, while prompts' pages are loaded, from prompt `first` on, and while those of new prompts are stored."""
+    core = llm._core
+    steps: dict[str, list[float]] = {"alone": [], "loading": [], "storing": []}
     wanted = SamplingParams(temperature=0, max_tokens=440, ignore_eos=True, detokenize=False)
     streams = [llm.stream(prompt(20_000 + number, 64), wanted) for number in range(options.decoding)]
     for stream in streams:
         next(stream)
     scheduler = core._scheduler
-    groups = scheduler.manager.plan.groups
+    tier, groups = scheduler.tiers, scheduler.manager.plan.groups
     each = sum(group.page_bytes * (options.tokens // group.page_tokens) for group in groups if not group.rule.snapshots)
     count = max(int(options.move_gib * GIB / each), 1)
 
     def step(moves: str) -> None:
         began = time.perf_counter()
         llm._step()
-        steps.append((moves, time.perf_counter() - began))
+        steps[moves].append(time.perf_counter() - began)
+
+    def step_beside(moves: str) -> None:
+        while True:
+            step(moves if tier.num_transfers else "alone")
+            if not tier.num_transfers:
+                return
 
     for _ in range(60):
         step("alone")
-    tier = scheduler.tiers
-    before = tier.stats().load_bytes_total
-    for number in range(count):
+    before = tier.stats()
+    for number in range(first, first + count):
         chain = scheduler.manager.chain("")
         tokens = prompt(number % options.prompts, options.tokens)["prompt_token_ids"]
         chain.cover(tokens, len(tokens))
         load_one(scheduler, chain, tokens)
-        while True:
-            step("loading" if tier.num_transfers else "alone")
-            if not tier.num_transfers:
-                break
-    loaded = tier.stats().load_bytes_total - before
+        step_beside("loading")
+    for number in range(count):
+        fresh = prompt(30_000 + first + number, options.tokens)
+        list(llm.stream(fresh, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)))
+        step_beside("storing")
     for _ in range(30):
         step("alone")
-    found = {moves: [seconds for what, seconds in steps if what == moves] for moves in ("alone", "loading")}
-    alone, while_loading = (statistics.mean(found[moves]) if found[moves] else 0.0 for moves in ("alone", "loading"))
-    print(
-        f"{options.decoding} requests decode: a step takes {alone * 1e3:.2f} ms alone ({len(found['alone'])} steps), "
-        f"{while_loading * 1e3:.2f} ms while {loaded / GIB:.1f} GiB come ({len(found['loading'])} steps): {while_loading / max(alone, 1e-9):.3f}"
-    )
     for stream in streams:
         stream.close()
+    after = tier.stats()
+    moved = {
+        "loading": after.load_bytes_total - before.load_bytes_total,
+        "storing": after.store_bytes_total - before.store_bytes_total,
+    }
+    usual = statistics.mean(steps["alone"])
+    for moves, seconds in steps.items():
+        if not seconds:
+            print(f"{options.decoding} requests decode, {moves}: no step")
+            continue
+        mean, p99 = statistics.mean(seconds), sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+        print(
+            f"{options.decoding} requests decode, {moves:7}: a step takes {mean * 1e3:.2f} ms ({mean / usual:.3f}), p99 {p99 * 1e3:.2f}, "
+            f"worst {max(seconds) * 1e3:.2f}; {len(seconds)} steps, {moved.get(moves, 0) / GIB:.1f} GiB",
+            flush=True,
+        )
 
 
 def load_one(scheduler: Any, chain: Any, tokens: list[int]) -> None:

@@ -112,3 +112,29 @@ def check_pages(fill, copy, sizes: list[int], device: str = "cpu") -> None:
     first, size = starts[0], sizes[0]
     assert expected[first : first + size].eq(0).all()
     assert torch.equal(expected[first + size : first + 2 * size], before[first : first + size])
+
+
+def check_host_words(from_host, to_host, words: int, device: str = "cpu") -> None:
+    """What comes and goes is right, and words beside it stay as they are. `from_host` and `to_host` as in ops/host_words.py."""
+    values, pinned = torch.arange(2 * words, dtype=torch.int64) * 2**31 - 5, device != "cpu"
+    odd = torch.randn(words + 1)
+    for first in (0, 1):  # places that Triton would take for aligned ones, and others
+        here, there = values.clone(), torch.zeros(2 * words, dtype=torch.int64, device=device)
+        part, rest = slice(first, first + words), [*range(first), *range(first + words, 2 * words)]
+        here = here.pin_memory() if pinned else here
+        from_host(there[part], here[part])
+        assert torch.equal(there[part].cpu(), values[part]) and not there[rest].any()
+        back, odd_back = (
+            torch.zeros(2 * words, dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(words + 1, pin_memory=pinned),
+        )
+        to_host(there[part], back[part], odd[first:].to(device), odd_back[first:])
+        if pinned:
+            torch.cuda.synchronize()
+        assert torch.equal(back[part], values[part]) and not back[rest].any()
+        assert torch.equal(odd_back[first:], odd[first:]) and not odd_back[:first].any()
+        back.zero_()
+        to_host(there[part], back[part])
+        if pinned:
+            torch.cuda.synchronize()
+        assert torch.equal(back[part], values[part]) and not back[rest].any()

@@ -90,7 +90,7 @@ class _Counter(TorchDispatchMode):
 def counted_steps() -> Iterator[list[StepCost]]:
     """The costs of all steps that engines run inside."""
     counter, steps, run = _Counter(), [], ModelRunner.run
-    to_device, bits = async_copy.to_device, async_copy.bits_to_device
+    to_device, bits, put = async_copy.to_device, async_copy.bits_to_device, async_copy.put
 
     def counted_run(self: ModelRunner, plan: Any) -> Any:
         counter.step = StepCost(len(plan.rows), False, all(row.num_tokens == 1 and row.samples for row in plan.rows))
@@ -113,7 +113,7 @@ def counted_steps() -> Iterator[list[StepCost]]:
         patch.object(module, name, counter.wrapped(function, "to_device"))
         for module in list(sys.modules.values())
         if getattr(module, "__name__", "").startswith("pagerunner")
-        for name, function in (("to_device", to_device), ("bits_to_device", bits))
+        for name, function in (("to_device", to_device), ("bits_to_device", bits), ("put", put))
         if getattr(module, name, None) is function
     ]
     patches += [

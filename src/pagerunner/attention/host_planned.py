@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
+from pagerunner.ops.async_copy import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class HostPages:
         counts = -(-ends // size)
         real, total = len(ends), int(counts.sum())
         packed = np.stack((counts, np.cumsum(counts) - counts, np.array(inputs.slots, dtype=np.int64)))
-        counts_R, start_R, slots_R = torch.from_numpy(packed).to(table.device, non_blocking=True)
+        counts_R, start_R, slots_R = to_device(packed, torch.int64, table.device)
         row_P = torch.repeat_interleave(torch.arange(real, device=table.device), counts_R, output_size=total)
         column_P = torch.arange(total, device=table.device) - start_R[row_P]
         return cls(

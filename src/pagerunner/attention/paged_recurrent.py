@@ -13,7 +13,7 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.capability import Capabilities
-from pagerunner.ops.async_copy import to_device
+from pagerunner.ops.async_copy import put, to_device
 from pagerunner.ops.state_rows import StateRows, StateSaves
 
 # bytes that the largest program takes, of keys and values of 256 and one stage: in half precision, in float32
@@ -44,7 +44,7 @@ class SaveState:
             self._saves = _room(self._shape.rows, self._shape.tokens, device)
         if inputs.state_saves or not self._empty:
             for mine, given in zip(self._saves, _by_row(inputs, self._shape.rows), strict=True):
-                mine[: len(given)].copy_(torch.from_numpy(given), non_blocking=True)
+                put(torch.from_numpy(given), mine[: len(given)])
         self._empty = not inputs.state_saves
         return self._saves
 

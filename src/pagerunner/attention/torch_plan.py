@@ -28,6 +28,7 @@ import torch
 from pagerunner.attention.base import Reach
 from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.memory.specs import FullKV, LatentKV, Spec
+from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.pages import SlotLayout, slot_rows
 
 MAX_SHORT_QUERIES = 32  # longer rows are worth calls of their own
@@ -346,7 +347,7 @@ def _token_index(rows: list[_Row], device: torch.device) -> Tokens:
     if rows[-1].first_token + rows[-1].queries == first + count:
         return slice(first, first + count)
     tokens = [token for row in rows for token in range(row.first_token, row.first_token + row.queries)]
-    return torch.tensor(tokens, device=device)
+    return to_device(tokens, torch.int64, device)
 
 
 def _padded_part(rows: list[_Row], table_RP: torch.Tensor, page_tokens: int, reach: Reach | None = None) -> PaddedPart:

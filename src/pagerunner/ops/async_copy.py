@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from pagerunner.ops.host_words import from_host, to_host
+
+_held: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+_holding = threading.Lock()
+
+
+def _hold(*tensors: torch.Tensor) -> torch.cuda.Event:
+    """Keep page-locked memory until the event has happened that is returned, which the caller records behind a kernel's launch.
+
+    torch knows of copies from and to such memory, and of no kernels. It would hand out the memory again while one is under way.
+    """
+    with _holding:
+        # An event that an interrupt has kept from being recorded counts as happened. The next one happens later: all is on one stream.
+        while len(_held) > 1 and _held[0][0].query() and _held[1][0].query():
+            _held.popleft()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        _held.append((event, tensors))
+    return event
+
+
+def put(values: torch.Tensor, there: torch.Tensor) -> None:
+    """Copy a tensor of the host, which the caller may change afterwards, to one of equal dtype and size that may be on a device."""
+    if there.device.type == "cpu":
+        there.copy_(values)
+        return
+    pinned = values.pin_memory()
+    event = _hold(pinned)
+    from_host(there, pinned)
+    event.record()
+
 
 def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A list or array as a tensor on `device`; on CUDA through pinned memory, so that the stream isn't synchronised."""
-    on_host = torch.tensor(values, dtype=dtype)
-    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+    return _moved(torch.tensor(values, dtype=dtype), device)
 
 
 def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
     """Bitmasks of equal length (a multiple of 4) as int32 [N, W] on `device`, without waiting."""
-    bits_NW = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32).view(len(masks), -1)
-    return bits_NW if device.type == "cpu" else bits_NW.pin_memory().to(device, non_blocking=True)
+    return _moved(torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32).view(len(masks), -1), device)
+
+
+def _moved(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return on_host
+    there = torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
+    put(on_host, there)
+    return there
 
 
 class ToHost:
@@ -36,11 +75,13 @@ class ToHost:
             self._tensors = tuple(tensor.clone() for tensor in tensors)
             return
         pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for host, source in zip(pinned, tensors, strict=True):
-            host.copy_(source, non_blocking=True)
+        event = _hold(*pinned)
+        pairs = [one for source, host in zip(tensors, pinned, strict=True) for one in (source.contiguous(), host)]
+        for first in range(0, len(pairs), 4):
+            to_host(*pairs[first : first + 4])
         self._tensors = tuple(pinned)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event = event
+        event.record()
 
     def lists(self) -> list[list[Any]]:
         """The tensors as nested Python lists; waits for the copies where they are not done yet."""
@@ -68,13 +109,15 @@ class BestCopies:
 class _BestBuffers:
     """Host memory of one step, and the event that says that the copy into it is done."""
 
-    __slots__ = ("best", "event", "tokens")
+    __slots__ = ("__weakref__", "best", "event", "tokens")
 
     def __init__(self, max_rows: int, on_cuda: bool) -> None:
         with torch.inference_mode(False):
             self.tokens = torch.empty(max_rows, dtype=torch.int64, pin_memory=on_cuda)
             self.best = torch.empty(max_rows, dtype=torch.float32, pin_memory=on_cuda)
         self.event: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        if self.event is not None:  # a step that nobody reads may still be under way
+            weakref.finalize(self, _held.append, (self.event, (self.tokens, self.best))).atexit = False
 
 
 class BestCopy:
@@ -88,8 +131,7 @@ class BestCopy:
         self._buffers = buffers
         self._free = free
         self._count = count = tokens_S.shape[0]
-        buffers.tokens[:count].copy_(tokens_S, non_blocking=True)
-        buffers.best[:count].copy_(best_S, non_blocking=True)
+        to_host(tokens_S, buffers.tokens[:count], best_S, buffers.best[:count])
         if buffers.event is not None:
             buffers.event.record()
 

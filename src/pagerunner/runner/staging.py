@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pagerunner.ops.batch import PackedRows, even
+from pagerunner.ops.host_words import from_host
 from pagerunner.types import StepRow
 
 FIRST_SIZE = 4096  # integers
@@ -127,7 +128,7 @@ class _Buffers:
         self._grow(FIRST_SIZE)
 
     def _grow(self, size: int) -> None:
-        """Make larger buffers. A buffer that a copy still reads is kept by its tensor until the copy is done."""
+        """Make larger buffers, when no copy reads the others any more."""
         cuda = self._device.type == "cuda"
         with torch.inference_mode(False):
             hosts = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(self._depth)]
@@ -152,7 +153,7 @@ class _Buffers:
         """The buffer last taken, on the device."""
         there = self._there[:size]
         if self._events:
-            there.copy_(self._hosts[self._next][:size], non_blocking=True)
+            from_host(there, self._hosts[self._next][:size])
             self._events[self._next].record()
         return there
 

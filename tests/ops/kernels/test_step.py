@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from helpers.step_cases import check_build_rows, check_pages, check_store_tokens, check_write_entries
+from helpers.step_cases import check_build_rows, check_host_words, check_pages, check_store_tokens, check_write_entries
 
 pytest.importorskip("triton")
 
 from pagerunner.ops.batch import build_rows, store_tokens  # noqa: E402
+from pagerunner.ops.host_words import from_host, to_host  # noqa: E402
 from pagerunner.ops.pages import copy_pages, fill_pages  # noqa: E402
 from pagerunner.ops.tables import write_entries  # noqa: E402
 
@@ -38,3 +40,16 @@ def test_tokens_and_entries_are_stored_where_the_twins_store_them(count: int) ->
 @pytest.mark.parametrize("sizes", [[16], [48, 4112, 16, 32784]])
 def test_pages_are_filled_and_copied_as_by_the_twins(sizes: list[int]) -> None:
     check_pages(fill_pages.kernel, copy_pages.kernel, sizes)
+
+
+@pytest.mark.parametrize("words", [1, 300, 1025])
+def test_words_come_from_the_host_and_go_back_as_by_the_twins(words: int) -> None:
+    check_host_words(from_host.kernel, to_host.kernel, words)
+
+
+def test_words_go_only_between_tensors_that_are_alike() -> None:
+    for there, here in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(1, dtype=torch.int64))):
+        with pytest.raises(AssertionError):
+            from_host.kernel(there, here)
+    with pytest.raises(AssertionError, match=r"strides \(2,\)"):
+        to_host.kernel(torch.zeros(8)[::2], torch.zeros(4))
