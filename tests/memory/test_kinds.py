@@ -30,6 +30,22 @@ def test_the_last_unit_of_a_10000_token_prompt_can_be_hit_and_costs_no_extra_ste
     assert bench.run("c", tokens(10_000) + [7, 8, 9]) == 9984
 
 
+@pytest.mark.parametrize("batched", [37, 256, 1001])
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_a_prompt_of_any_length_is_found_to_its_last_boundary_when_it_comes_again(page: int, batched: int) -> None:
+    bench = Bench({"full": (page, 1), "recurrent": (16, 2)}, batched=batched)
+    cell = max(page, 16)
+    lengths = random.Random(batched).sample(range(cell + 1, 700), 14) + [16 * cell, 16 * cell + 1]
+    for time in ("first", "again"):
+        for number, length in enumerate(lengths):  # every second one begins as the one before
+            shared = min(length, lengths[number - 1]) // 2 if number % 2 else 0
+            begins = tokens(shared, 1_000 * (number - 1))
+            bench.add(f"{time} {number}", begins + tokens(length - shared, 1_000 * number), 3)
+        bench.drain()
+    found = [bench.cached[f"again {number}"] for number in range(len(lengths))]
+    assert found == [(length - 1) // cell * cell for length in lengths]
+
+
 def test_a_hit_copies_the_snapshot_into_a_page_that_is_not_zeroed() -> None:
     bench = Bench(HYBRID)
     bench.run("a", tokens(100))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import ChainMap
+from collections.abc import Mapping
 
 import pytest
 
@@ -114,7 +116,9 @@ def test_longest_hit_of_random_indexes(rule: WindowRule | ChunkedRule | FullRule
         for page in generator.sample(range(pages), missing):
             del index[rule.key(chain, page)]
         limit = generator.randrange(1, 401)
-        assert rule.longest_hit(index, chain, limit) == longest_by_hand(rule, index, chain, limit)
+        hit = longest_by_hand(rule, index, chain, limit)
+        assert rule.longest_hit(index, chain, limit) == hit
+        assert rule.longest_hit(divided(generator, index), chain, limit) == hit
 
 
 def test_a_recurrent_hit_is_the_last_snapshot() -> None:
@@ -123,6 +127,43 @@ def test_a_recurrent_hit_is_the_last_snapshot() -> None:
     for limit, hit in ((399, 320), (320, 320), (319, 160), (100, 16), (15, 0)):
         assert rule.longest_hit(index, chain, limit) == hit
     assert rule.key(chain, rule.hit_span(160)[0]) == chain.hashes[9]
+
+
+def divided(generator: random.Random, index: dict[PageKey, int]) -> ChainMap[PageKey, int]:
+    """The same pages in three memories, some of them in two."""
+    parts: list[dict[PageKey, int]] = [{}, {}, {}]
+    for key, page in index.items():
+        for part in generator.sample(parts, generator.choice([1, 1, 2])):
+            part[key] = page
+    return ChainMap(*parts)
+
+
+def test_a_joint_hit_of_random_indexes_asks_every_group_once_more_at_most() -> None:
+    class Counted(FullRule):
+        asked = 0
+
+        def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+            Counted.asked += 1
+            return super().longest_hit(index, chain, limit)
+
+    generator, chain = random.Random(4), chain_of(400)
+    group = (RecurrentRule(), Counted(16), WindowRule(32, 40, 64))
+    for _ in range(200):
+        full = {group[1].key(chain, page): page for page in range(generator.randrange(26))}
+        window = {group[2].key(chain, page): page for page in range(12) if generator.random() < 0.8}
+        state = {key: 0 for key in chain.hashes if generator.random() < 0.4}
+        indexes = [divided(generator, index) for index in (state, full, window)]
+        limit = generator.randrange(401)
+        fits = [
+            hit
+            for hit in range(0, limit + 1, 16)
+            if all(rule.longest_hit(index, chain, hit) == hit for rule, index in zip(group, indexes, strict=True))
+        ]
+        assert joint_hit(group, indexes, chain, limit) == fits[-1]
+    Counted.asked = 0
+    pair = ({chain.hashes[19]: 0}, {group[1].key(chain, page): page for page in range(25)})
+    assert joint_hit(group[:2], pair, chain, 399) == 320
+    assert Counted.asked == 1
 
 
 def test_a_joint_hit_is_the_longest_that_every_group_has() -> None:

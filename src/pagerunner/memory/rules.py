@@ -16,10 +16,12 @@ are scarce, so `pages_needed` counts a chunk of at most `SHORT_CHUNK` tokens. Wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from math import lcm
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pagerunner.errors import ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
@@ -148,11 +150,11 @@ class FullRule(GroupRule):
         most = self.complete(min(limit, len(chain.hashes) * UNIT_TOKENS))
         pages = 0
         while pages < most:  # some at a time: the first may be missing already
-            found = list(map(index.__contains__, self.keys(chain, pages, min(pages + 64, most))))
-            if not all(found):
-                pages += found.index(False)
+            keys = self.keys(chain, pages, min(pages + 64, most))
+            if missing := missing_keys(keys, index):
+                pages += keys.index(missing[0])
                 break
-            pages += len(found)
+            pages += len(keys)
         cell = self.cell
         return pages * self.page_tokens // cell * cell
 
@@ -317,13 +319,11 @@ class RecurrentRule(GroupRule):
 
     def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
         """The last snapshot."""
-        hashes = chain.hashes
-        if not index:
-            return 0
-        for unit in range(min(limit // UNIT_TOKENS, len(hashes)), 0, -1):
-            if hashes[unit - 1] in index:
-                return unit * UNIT_TOKENS
-        return 0
+        hashes, last = chain.hashes, 0
+        for held in _maps(index):
+            units = range(min(limit // UNIT_TOKENS, len(hashes)), last, -1) if held else ()
+            last = next((unit for unit in units if hashes[unit - 1] in held), last)
+        return last * UNIT_TOKENS
 
 
 # kind -> rule from (page_tokens, most tokens of one request in one step, *the sizes that a lifetime names after its kind)
@@ -345,13 +345,26 @@ def make_rule(spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool 
     return replace(rule, whole_steps=whole_steps) if isinstance(rule, _ForgettingRule) else rule
 
 
+def _maps(index: Mapping[PageKey, Any]) -> Sequence[Mapping[PageKey, Any]]:
+    return index.maps if isinstance(index, ChainMap) else (index,)
+
+
+def missing_keys(keys: Sequence[PageKey], index: Mapping[PageKey, Any]) -> list[PageKey]:
+    """Those that aren't in the index, in order. Of a ChainMap the maps are asked, which takes a tenth of the time."""
+    missing = list(keys)
+    for held in _maps(index):
+        missing = [key for key in missing if key not in held]
+    return missing
+
+
 def joint_hit(
     rules: Sequence[GroupRule], indexes: Sequence[Mapping[PageKey, int]], chain: PrefixChain, limit: int
 ) -> int:
-    """The longest prefix of at most `limit` tokens that every group can supply."""
-    while True:
-        before = limit
-        for rule, index in zip(rules, indexes, strict=True):
-            limit = rule.longest_hit(index, chain, limit)
-        if limit == before or len(rules) == 1:
+    """The longest prefix of at most `limit` tokens that every group can supply. A group is asked again only when another has made it shorter."""
+    agree = 0  # groups that can supply `limit` tokens
+    for rule, index in cycle(zip(rules, indexes, strict=True)):
+        hit = rule.longest_hit(index, chain, limit)
+        agree, limit = agree + 1 if hit == limit else 1, hit
+        if agree >= len(rules):
             return limit
+    return limit
