@@ -324,7 +324,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory below which pages are kept when the engine ends, the bytes that all files in it may have, and how many threads read and write."""
+    """A directory below which pages are kept when the engine ends, the bytes that all files in it may have, and how many threads of a rank read and write."""
 
     root_dir: str
     max_bytes: int

@@ -172,14 +172,6 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], says: str) -> 
         read_kv_transfer(args)
 
 
-def test_a_disk_is_for_one_rank(tmp_path: Path) -> None:
-    tier = {"type": "fs", "root_dir": str(tmp_path), "max_bytes": 10**9}
-    config = _config(cpu_bytes_to_use=10**9, secondary_tiers=[tier])
-    assert read_kv_transfer(EngineArgs(model="m", kv_transfer_config=config)).disk is not None
-    with pytest.raises(ConfigError, match="secondary_tiers is for engines of one rank so far, and this one has 2"):
-        read_kv_transfer(EngineArgs(model="m", kv_transfer_config=config, tensor_parallel_size=2))
-
-
 def test_a_directory_that_cannot_be_is_refused_at_the_start(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="root_dir='.*file' of the disk tier can't be used"):

@@ -37,9 +37,11 @@ from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.startup.disk_tier import open_store
 from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory, device_of_rank
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker import orders
+from pagerunner.engine.worker.pages import RankPages
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
 from pagerunner.errors import PagerunnerError, RequestFailedError, described
@@ -157,6 +159,7 @@ class Rank:
         self._socket = socket
         self._reports, self._results = reports, results
         self._decoder = msgspec.msgpack.Decoder(orders.Order)
+        self._pages: RankPages | None = None
 
     def load(self) -> Worker:
         """Come up together with the other ranks."""
@@ -182,8 +185,25 @@ class Rank:
         if worker.host_view is not None:
             tell = partial(self._reports.tell_transfers, worker)
             threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
+        self._open_pages(resolved, worker)
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
+
+    def _open_pages(self, resolved: Resolved, worker: Worker) -> None:
+        """Open the rank's store of pages, if it is to have one, and tell what is there."""
+        ended = threading.Event()
+        store = open_store(resolved, resolved.plan, worker, self._launch.rank, ended.set)
+        if store is None or worker.host_view is None:
+            return
+        page_bytes = [group.page_bytes for group in resolved.plan.groups]
+        self._pages = pages = RankPages(store, worker.host_view, page_bytes, ended)
+
+        def send(news: orders.Kept) -> None:
+            self._reports.send(orders.Stores(self._launch.rank, news))
+
+        if (news := pages.news()) is not None:
+            send(news)
+        threading.Thread(target=or_end, args=(partial(pages.tell, send), self._reports), daemon=True).start()
 
     def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None, Comm | None]:
         """Meet the other ranks: those of the stage or team, those of other stages, and those of all teams if there are several."""
@@ -212,6 +232,8 @@ class Rank:
                     self._reports.steps += 1
                     if self._results is not None:
                         self._results.put(self._reports.steps, pending)
+                case orders.MovePages() | orders.ForgetPages() | orders.ClearPages() if self._pages is not None:
+                    self._pages.do(order)
                 case orders.Compare(call_id):
                     self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))
                 case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp() | orders.ChangeWeights():

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -21,10 +21,12 @@ from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import GroupRule
 from pagerunner.tiers.disk import DiskStats
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.stores import KeepingStore, PageStore
+from pagerunner.tiers.stores import KeepingOf, StoreOf
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
+PlaceT = TypeVar("PlaceT")
+PlaceT_co = TypeVar("PlaceT_co", covariant=True)
 MOST_READ = 0.5
 MOST_WRITTEN = 0.25
 """The shares of host memory that may be on its way from and to the store."""
@@ -50,6 +52,12 @@ def lacking(
     return missing, [[key for key in keys if key in some] for keys, some in zip(wanted, held, strict=True)]
 
 
+class Cut(Protocol[PlaceT_co]):
+    """Host memory, whose slices are places: bytes, or the range of its addresses."""
+
+    def __getitem__(self, places: slice, /) -> PlaceT_co: ...
+
+
 class _Moving(Generic[Request]):
     """Pages under way. `kept` are others that nobody may evict meanwhile, by group. `request` waits for them."""
 
@@ -66,7 +74,7 @@ class _Moving(Generic[Request]):
 class _Index(dict[PageKey, int]):
     """The store's pages of a group, as far as it knows: only asked for keys."""
 
-    def __init__(self, store: KeepingStore, group: int) -> None:
+    def __init__(self, store: KeepingOf[Any], group: int) -> None:
         self._store, self._group = store, group
 
     def __contains__(self, key: object) -> bool:
@@ -84,15 +92,16 @@ class Arrivals(Generic[Request]):
 
     def __init__(
         self,
-        store: PageStore,
+        store: StoreOf[PlaceT],
         host: HostTier,
-        memory: memoryview,
+        memory: Cut[PlaceT],
         page_bytes: Sequence[int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.whole = self.broken = self.given_up = 0
-        self._store: PageStore = store
-        self._host, self._memory, self._page_bytes, self._clock = host, memory, page_bytes, clock
+        self._store: StoreOf[Any] = store
+        self._memory: Cut[Any] = memory
+        self._host, self._page_bytes, self._clock = host, page_bytes, clock
         self._reads: dict[int, _Moving[Request]] = {}
         self._arrived: list[_Moving[Request]] = []
 
@@ -168,7 +177,7 @@ class Arrivals(Generic[Request]):
             else:
                 self._release(moving)
 
-    def view(self, group: int, page: int) -> memoryview:
+    def view(self, group: int, page: int) -> Any:
         """The bytes of a page of host memory."""
         [start] = self._host.places(group, [page])
         return self._memory[start : start + self._page_bytes[group]]
@@ -204,9 +213,9 @@ class Below(Arrivals[Request]):
 
     def __init__(
         self,
-        store: KeepingStore,
+        store: KeepingOf[PlaceT],
         host: HostTier,
-        memory: memoryview,
+        memory: Cut[PlaceT],
         page_bytes: Sequence[int],
         store_stats: Callable[[], DiskStats] = DiskStats,
         clock: Callable[[], float] = time.monotonic,
@@ -215,7 +224,7 @@ class Below(Arrivals[Request]):
         self.index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
         self.detached = False
         self.skipped = self.hits = 0
-        self._store: KeepingStore = store
+        self._store: KeepingOf[Any] = store
         self._store_stats = store_stats
         self._numbers = itertools.count()
         self._writes: dict[int, _Moving[Request]] = {}

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,6 +74,33 @@ class _Begun:
         self.deadline, self.clears = self.started + seconds, 0
 
 
+Name = tuple[int, bytes]
+"""A group and a key."""
+
+
+class _Index(dict[Name, tuple[Segment, int]]):
+    """Where pages are. With `touched` it notes the names whose pages come and go."""
+
+    touched: set[Name] | None = None
+
+    def __setitem__(self, name: Name, entry: tuple[Segment, int]) -> None:
+        super().__setitem__(name, entry)
+        self._touch([name])
+
+    def __delitem__(self, name: Name) -> None:
+        super().__delitem__(name)
+        self._touch([name])
+
+    def clear(self) -> None:
+        """Have no pages."""
+        self._touch(self)
+        super().clear()
+
+    def _touch(self, names: Iterable[Name]) -> None:
+        if self.touched is not None:
+            self.touched.update(names)
+
+
 Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
 """Pages of a number, each with its place in it; of a read also its segment and the record's offset."""
 
@@ -107,8 +134,8 @@ class DiskStore:
         self.ready = threading.Event()
         self._on_end, self._seconds, self._direct = on_end, seconds, direct
         self._lock = threading.Lock()
-        self._index: dict[tuple[int, bytes], tuple[Segment, int]] = {}
-        self._hot: set[tuple[int, bytes]] = set()
+        self._index = _Index()
+        self._hot: set[Name] = set()
         self._known: dict[bytes, tuple[Segment, bool]] = {}
         self._ended: list[tuple[int, list[bool]]] = []
         self._stats = DiskStats(read_rate=rate or 0.0)
@@ -206,7 +233,9 @@ class DiskStore:
         """See KeepingStore."""
         for key in keys:
             with self._lock:
-                found = self._index.pop((group, key), None)
+                found = self._index.get((group, key))
+                if found is not None:
+                    del self._index[group, key]
             if found is not None:
                 self._to_write.put(found)
 
@@ -215,8 +244,18 @@ class DiskStore:
         with self._lock:
             self._clears += 1
             self._passed_over.update(self._known)
-            self._index, self._hot = {}, set()
+            self._index.clear()
+            self._hot = set()
         self._look.set()
+
+    def changes(self) -> tuple[list[Name], list[Name]]:
+        """The pages that are found since the last call, and those that aren't any more. The first call gives all that are found."""
+        with self._lock:
+            touched = self._index if self._index.touched is None else self._index.touched
+            there = [name for name in touched if name in self._index]
+            gone = [name for name in touched if name not in self._index]
+            self._index.touched = set()
+        return there, gone
 
     def stats(self) -> DiskStats:
         """A copy of the figures as they are now."""
@@ -479,9 +518,10 @@ class DiskStore:
         with self._lock:
             for identity in self._known.keys() - there.keys():
                 self._known.pop(identity)[0].gone = True
-            if any(segment.gone for segment, _ in self._index.values()):
-                self._index = {name: entry for name, entry in self._index.items() if not entry[0].gone}
-                self._hot &= self._index.keys()
+            lost = [name for name, (segment, _) in self._index.items() if segment.gone]
+            for name in lost:
+                del self._index[name]
+            self._hot.difference_update(lost)
 
     def _found(self, segment: Segment, records: Sequence[Record], clears: int, *, whole: bool) -> Segment:
         """A segment has these records, and if it is `whole` never others. Returns the object that stands for it.

@@ -7,13 +7,16 @@ knows no layers, no backends and no devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 Page = tuple[int, bytes, memoryview]
 """A group, a key, and the bytes of a place in host memory, as many as a page of that group has."""
 
 
-class PageStore(Protocol):
+PlaceT = TypeVar("PlaceT", contravariant=True)
+
+
+class StoreOf(Protocol[PlaceT]):
     """Pages by group and key, in another memory. Nothing here waits for that memory: `read` begins, `ended` tells.
 
     Every store is opened for one fingerprint (`fingerprint.py`), so that a key means the same bytes to all that use it. What a store can't
@@ -21,9 +24,11 @@ class PageStore(Protocol):
 
     The caller numbers what it begins, and tells `read` and `write` apart by the number alone. One thread calls. Of what has ended, the
     store's own threads tell the callback that the store was made with, so that the caller comes and asks.
+
+    A place is bytes, or, where another process has them, the range of their addresses.
     """
 
-    def read(self, number: int, pages: Sequence[Page]) -> None:
+    def read(self, number: int, pages: Sequence[tuple[int, bytes, PlaceT]]) -> None:
         """Begin to fill the places. Until `number` has ended they may be written to, whatever time has passed."""
 
     def ended(self) -> list[tuple[int, list[bool]]]:
@@ -39,13 +44,13 @@ class PageStore(Protocol):
         """Begin nothing more, and wait a limited time for what was begun. What hasn't ended then may still use its places."""
 
 
-class KeepingStore(PageStore, Protocol):
+class KeepingOf(StoreOf[PlaceT], Protocol[PlaceT]):
     """A PageStore whose pages this engine writes."""
 
     def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
         """Which pages are there, as far as memory knows: microseconds, and never a system call. A page that is found may be gone when it is read."""
 
-    def write(self, number: int, pages: Sequence[Page]) -> None:
+    def write(self, number: int, pages: Sequence[tuple[int, bytes, PlaceT]]) -> None:
         """Begin to keep what the places hold. They stay as they are until `number` has ended."""
 
     def forget(self, group: int, keys: Sequence[bytes]) -> None:
@@ -53,3 +58,7 @@ class KeepingStore(PageStore, Protocol):
 
     def clear(self) -> None:
         """Find nothing that was there until now, until the next start."""
+
+
+PageStore = StoreOf[memoryview]
+KeepingStore = KeepingOf[memoryview]

@@ -156,13 +156,17 @@ def build_teams(
     config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None, below: MakeBelow | None = None
 ) -> TeamsScheduler:
     """One scheduler for several teams of ranks. Each has as many pages, slots and tokens of a step as an engine of one team."""
-    return TeamsScheduler([build_scheduler(config, plan, make_guide, below) for _ in range(config.teams)])
+    return TeamsScheduler([build_scheduler(config, plan, make_guide, below, team) for team in range(config.teams)])
 
 
 def build_scheduler(
-    config: EngineConfig, plan: MemoryPlan, make_guide: MakeGuide | None = None, below: MakeBelow | None = None
+    config: EngineConfig,
+    plan: MemoryPlan,
+    make_guide: MakeGuide | None = None,
+    below: MakeBelow | None = None,
+    team: int = 0,
 ) -> Scheduler:
-    """The scheduler and its memory manager: everything of an engine that needs no device. `below` is a store below its host memory."""
+    """The scheduler and its memory manager: everything of an engine, or of a `team`, that needs no device. `below` is a store below its host memory."""
     sample = config.kv_cache_metrics_sample
     manager = KVManager(
         plan,
@@ -174,7 +178,7 @@ def build_scheduler(
     tiers = None
     if config.host_bytes:
         host = HostTier(plan, config.host_bytes, manager.events)
-        tiers = Tiering(manager, host, below and below(host), prompts_only=config.offload_prompt_only)
+        tiers = Tiering(manager, host, below and below(host, team), prompts_only=config.offload_prompt_only)
     return Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,

@@ -74,7 +74,7 @@ class PeerConfig(OffloadingConfig, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """What was asked for. `host_bytes` are those of each rank, 0 for no host memory; `disk` is for one rank."""
+    """What was asked for. `host_bytes` are those of each rank, 0 for no host memory; those of the `disk` are all ranks' together."""
 
     host_bytes: int = 0
     prompts_only: bool = True
@@ -112,11 +112,11 @@ def read_kv_transfer(args: EngineArgs) -> KVTransfer:
             "Pages in host memory are found by their prefixes: kv_offloading_size needs enable_prefix_caching=True."
         )
     exchange = _exchange(config, extra, args) if isinstance(extra, PeerConfig) else None
-    disk = _disk_tier(extra, args)
+    disk = _disk_tier(extra)
     return KVTransfer(total // args.num_ranks, extra.offload_prompt_only, disk, failure, exchange)
 
 
-def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | None:
+def _disk_tier(extra: OffloadingConfig) -> DiskTierConfig | None:
     """The one secondary tier that there is. Raises ConfigError for others."""
     tiers = extra.secondary_tiers
     if not tiers:
@@ -139,11 +139,6 @@ def _disk_tier(extra: OffloadingConfig, args: EngineArgs) -> DiskTierConfig | No
         most = 2**62 if name == "max_bytes" else 256
         if not 0 < (value := getattr(asked, name)) <= most:
             raise ConfigError(f"{name} of secondary_tiers must be from 1 to {most:,}, got {value}.")
-    if args.num_ranks > 1:
-        raise ConfigError(
-            f"secondary_tiers is for engines of one rank so far, and this one has {args.num_ranks}; leave it out, or lower tensor_parallel_size "
-            "and pipeline_parallel_size to 1."
-        )
     return DiskTierConfig(
         root_dir=asked.root_dir, max_bytes=asked.max_bytes,
         n_read_threads=asked.n_read_threads, n_write_threads=asked.n_write_threads,

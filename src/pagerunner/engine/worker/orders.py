@@ -14,6 +14,7 @@ from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
+from pagerunner.tiers.disk import DiskStats, Name
 from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange
 
@@ -90,8 +91,30 @@ class Compare(msgspec.Struct, frozen=True, tag="compare"):
     call_id: int
 
 
+class MovePages(msgspec.Struct, frozen=True, tag="move_pages"):
+    """Call `read` or `write` of the rank's own store of pages. A page is a group, a key, and its place in host memory."""
+
+    number: int
+    reads: bool
+    pages: list[tuple[int, bytes, int]]
+
+
+class ForgetPages(msgspec.Struct, frozen=True, tag="forget_pages"):
+    """Call `forget` of the rank's store of pages."""
+
+    group: int
+    keys: list[bytes]
+
+
+class ClearPages(msgspec.Struct, frozen=True, tag="clear_pages"):
+    """Call `clear` of the rank's store of pages, for the `clears`-th time."""
+
+    clears: int
+
+
+OfPages = MovePages | ForgetPages | ClearPages
 Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
-Order = Join | TakePages | Run | Call
+Order = Join | TakePages | Run | OfPages | Call
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -154,6 +177,26 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     host_ready: int
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """What has become of the rank's store of pages: numbers that have ended with the outcomes of their pages, pages that are `there` and
+    those that are `gone` since the last report, figures, and whether it reads at present. `clears`: see ClearPages.
+    """
+
+    ended: list[tuple[int, list[bool]]]
+    there: list[Name]
+    gone: list[Name]
+    stats: DiskStats
+    reads: bool
+    clears: int
+
+
+class Stores(msgspec.Struct, frozen=True, tag="stores"):
+    """News of the rank's store of pages."""
+
+    rank: int
+    kept: Kept
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The rank's process ends. `follows`: because another rank is gone, which says why."""
 
@@ -171,6 +214,6 @@ class Stepped(msgspec.Struct, frozen=True):
     team: int = 0
 
 
-Report = Here | Read | Loaded | Done | Alive | Moved | Failed
+Report = Here | Read | Loaded | Done | Alive | Moved | Stores | Failed
 ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "ranks"
 """Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

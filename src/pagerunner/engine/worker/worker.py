@@ -101,6 +101,9 @@ class Worker:
         """See Executor.weights_digest."""
         return self._weights.digest()
 
+    page_stores = ()
+    """See Executor.page_stores."""
+
     @property
     def busy_seconds(self) -> float:
         """See Executor.busy_seconds."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.types import StepPlan, StepResult, TransferEnd
@@ -51,6 +52,11 @@ class Executor(Protocol):
 
     def weights_digest(self) -> str:
         """What tells the weights from all others, if there is one rank, which has them in this process; see `models/checkpoint/digest.py`."""
+        ...
+
+    @property
+    def page_stores(self) -> Sequence[RanksStore]:
+        """The stores of pages that several ranks have, by team. None if there is one rank: its store is the core's."""
         ...
 
     @property

@@ -15,6 +15,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -25,6 +26,7 @@ from pagerunner.config import EngineConfig
 from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.core.executors.doors import Doors
+from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.executors.ray import RayPlaces
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.rank import what_it_runs
@@ -73,11 +75,13 @@ class RankSockets:
         """Wait until all ranks are connected, each for up to so many seconds."""
         return all(socket.poll(int(1000 * seconds), zmq.POLLOUT) for socket in self._sockets)
 
-    def send(self, *orders_: orders.Order) -> bool:
-        """Send an order to each rank, or each team's to its ranks. It never waits. False if a rank isn't connected any more, as its process is gone."""
+    def send(self, *orders_: orders.Order, team: int | None = None) -> bool:
+        """Send an order to each rank, or to those of a `team`, or each team's to its ranks. It never waits. False if a rank isn't connected any more, as its process is gone."""
         data = [self._encoder.encode(order) for order in orders_]
         try:
             for rank, socket in enumerate(self._sockets):
+                if team not in (None, rank // self._team_ranks):
+                    continue
                 socket.send(data[rank // self._team_ranks] if len(data) > 1 else data[0], zmq.NOBLOCK)
         except zmq.Again:
             return False
@@ -146,6 +150,9 @@ class Ranks:
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors, together)
             undo.callback(self.watch.close)
             self.watch.team_ranks = self.of_team
+            if resolved.config.disk_tier is not None:
+                teams = range(resolved.config.teams)
+                self.watch.page_stores = [RanksStore(self.of_team, partial(self.send, team=team)) for team in teams]
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
             undo.pop_all()
         self._calls = itertools.count()
@@ -206,9 +213,9 @@ class Ranks:
             )
         self.send(orders.Join(watch.meeting))
 
-    def send(self, *orders_: orders.Order) -> None:
-        """Send an order to all, or each team's to its ranks. Raises why the ranks are gone, if one of them is."""
-        if not self._sockets.send(*orders_):
+    def send(self, *orders_: orders.Order, team: int | None = None) -> None:
+        """Send an order to all, or to those of a `team`, or each team's to its ranks. Raises why the ranks are gone, if one of them is."""
+        if not self._sockets.send(*orders_, team=team):
             raise self.watch.cause() or self.watch.fail(f"A rank of {self.size} can't be sent orders any more.")
 
     def load(self, progress: Progress | None) -> list[MemoryFacts]:
@@ -342,7 +349,7 @@ class ProcessExecutor:
 
     def ended_transfers(self, seconds: float) -> list[TransferEnd]:
         """See Executor.ended_transfers."""
-        if not self._under_way:
+        if not self._under_way and not seconds:  # reads of page stores are waited for, too
             return []
         ended = self._ranks.watch.ended_transfers(seconds)
         self._under_way -= {(end.team, end.number) for end in ended}
@@ -362,8 +369,13 @@ class ProcessExecutor:
     """See Executor.host_view. Each rank has its own."""
 
     def weights_digest(self) -> str:
-        """See Executor.weights_digest. No store of pages is opened for several ranks."""
+        """See Executor.weights_digest."""
         raise RuntimeError("each rank has weights of its own")
+
+    @property
+    def page_stores(self) -> Sequence[RanksStore]:
+        """See Executor.page_stores."""
+        return self._ranks.watch.page_stores
 
     @property
     def busy_seconds(self) -> float:

@@ -24,6 +24,7 @@ import zmq
 
 from pagerunner.children import Process, end, exit_reason
 from pagerunner.engine.core.executors.doors import Doors
+from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError, PagerunnerError
@@ -108,6 +109,8 @@ class RankWatch:
         """Answers to calls, by call and rank."""
         self._ended: dict[tuple[int, int], dict[int, TransferEnd]] = {}  # by team and number, then by rank
         self._ready: dict[int, int] = {}
+        self.page_stores: Sequence[RanksStore] = ()
+        """Those of the teams, if ranks have stores of pages."""
         self._thread = threading.Thread(target=self._watch, name="pagerunner-ranks", daemon=True)
 
     def begin(self, processes: Sequence[Process]) -> None:
@@ -270,6 +273,8 @@ class RankWatch:
                 self._ready[rank] = ready
                 for one in ended:
                     self._ended.setdefault((rank // self.team_ranks, one.number), {})[rank] = one
+            case orders.Stores(rank, kept):
+                self.page_stores[rank // self.team_ranks].take(rank % self.team_ranks, kept)
             case orders.Failed(rank, error, follows):
                 (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
                 self._lost_at = self._lost_at or now

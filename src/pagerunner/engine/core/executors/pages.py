@@ -1,0 +1,120 @@
+"""RanksStore: the stores of pages of several ranks, as one. A page is there if all ranks have their part of it.
+
+Each rank has its own part of a page, at the same place of its own host memory, and its own store (`engine/worker/pages.py`). The core has no bytes. So
+a place is the range of its addresses here. Reads and writes are orders to all ranks, and have gone well if they have on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from pagerunner.engine.worker import orders
+from pagerunner.tiers.disk import DiskStats, Name
+
+
+class _Begun:
+    """What the ranks were ordered to move, how many of them haven't ended, and the outcomes so far."""
+
+    __slots__ = ("left", "nbytes", "outcomes")
+
+    def __init__(self, ranks: int, pages: int, nbytes: int) -> None:
+        self.left, self.outcomes, self.nbytes = ranks, [True] * pages, nbytes
+
+
+class RanksStore:
+    """A KeepingStore of places that are ranges of addresses. `send` gives an order to each of `ranks` ranks. Reports come by another thread."""
+
+    def __init__(self, ranks: int, send: Callable[[orders.OfPages], None]) -> None:
+        self._send, self._all = send, (1 << ranks) - 1
+        self._there: dict[Name, int] = {}  # a bit for each rank that has it
+        self._begun: dict[int, _Begun] = {}
+        self._ended: list[tuple[int, list[bool]]] = []
+        self._stats, self._reads = [DiskStats()] * ranks, [False] * ranks
+        self._clears = self._skipped = 0
+        self._queued = 0  # bytes of a rank to read
+        self._lock = threading.Lock()
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        return [self._there.get((group, key)) == self._all for key in keys]
+
+    def read(self, number: int, pages: Sequence[tuple[int, bytes, range]]) -> None:
+        """See PageStore."""
+        self._begin(number, pages, reads=True)
+
+    def write(self, number: int, pages: Sequence[tuple[int, bytes, range]]) -> None:
+        """See PageStore. As long as one rank can't write, others needn't."""
+        if any(stats.read_only for stats in self._stats):
+            self._skipped += len(pages)
+            with self._lock:
+                self._ended.append((number, [False] * len(pages)))
+        else:
+            self._begin(number, pages, reads=False)
+
+    def _begin(self, number: int, pages: Sequence[tuple[int, bytes, range]], *, reads: bool) -> None:
+        nbytes = sum(len(place) for *_, place in pages) if reads else 0
+        with self._lock:
+            self._begun[number] = _Begun(len(self._stats), len(pages), nbytes)
+            self._queued += nbytes
+        self._send(orders.MovePages(number, reads, [(group, key, place.start) for group, key, place in pages]))
+
+    def ended(self) -> list[tuple[int, list[bool]]]:
+        """See PageStore."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def seconds(self, nbytes: int) -> float:
+        """See PageStore. All wait for the slowest rank."""
+        rate = min(stats.read_rate for stats in self._stats)
+        return (self._queued + nbytes) / rate if rate and all(self._reads) else math.inf
+
+    def close(self) -> None:
+        """See PageStore. Nothing is left to do: the stores end with the ranks."""
+
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """See KeepingStore."""
+        with self._lock:
+            for key in keys:
+                self._there.pop((group, key), None)
+        self._send(orders.ForgetPages(group, list(keys)))
+
+    def clear(self) -> None:
+        """See KeepingStore. What ranks say until they have done so too counts for nothing."""
+        with self._lock:
+            self._clears += 1
+            self._there = {}
+        self._send(orders.ClearPages(self._clears))
+
+    def stats(self) -> DiskStats:
+        """Bytes of all ranks, pages that all of them have, and the first rank's reason not to write."""
+        with self._lock:
+            pages = sum(ranks == self._all for ranks in self._there.values())
+        known = {name: [getattr(one, name) for one in self._stats] for name in DiskStats.__struct_fields__}
+        sums = {
+            name: sum(of_ranks) for name, of_ranks in known.items() if name not in ("read_only", "pages", "skipped")
+        }
+        reason = next((f"rank {rank}: {said}" for rank, said in enumerate(known["read_only"]) if said), "")
+        return DiskStats(pages=pages, read_only=reason, skipped=sum(known["skipped"]) + self._skipped, **sums)
+
+    def take(self, rank: int, news: orders.Kept) -> None:
+        """What a rank reports."""
+        bit = 1 << rank
+        with self._lock:
+            self._stats[rank], self._reads[rank] = news.stats, news.reads
+            if news.clears == self._clears:
+                for name in news.there:
+                    self._there[name] = self._there.get(name, 0) | bit
+                for name in news.gone:
+                    if left := self._there.pop(name, 0) & ~bit:
+                        self._there[name] = left
+            for number, outcomes in news.ended:
+                begun = self._begun[number]
+                begun.outcomes = [so_far and well for so_far, well in zip(begun.outcomes, outcomes, strict=True)]
+                begun.left -= 1
+                if not begun.left:
+                    del self._begun[number]
+                    self._queued -= begun.nbytes
+                    self._ended.append((number, begun.outcomes))

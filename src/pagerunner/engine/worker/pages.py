@@ -1,0 +1,59 @@
+"""A rank's own store of pages, which the core commands: pages of the rank's host memory go to it and come back, and the core is told what is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from pagerunner.engine.worker import orders
+from pagerunner.tiers.disk import DiskStats, DiskStore
+
+TELL_SECONDS = 0.1
+
+
+class RankPages:
+    """Carries out orders for a store, whose pages are places in `memory`. What the store's threads end sets `ended`.
+
+    `find` isn't an order. The core is told which pages come and go, so it needn't ask.
+    """
+
+    def __init__(self, store: DiskStore, memory: memoryview, page_bytes: Sequence[int], ended: threading.Event) -> None:
+        self._store, self._memory, self._page_bytes, self._ended = store, memory, page_bytes, ended
+        self._clears = 0
+        self._lock = threading.Lock()  # what was there before a clear is told as such
+        self._told: tuple[DiskStats, bool] | None = None
+
+    def do(self, order: orders.OfPages) -> None:
+        """Carry out an order, in the order in which they come."""
+        match order:
+            case orders.MovePages(number, reads, pages):
+                begin = self._store.read if reads else self._store.write
+                begin(number, [(group, key, self._place(group, at)) for group, key, at in pages])
+            case orders.ForgetPages(group, keys):
+                self._store.forget(group, keys)
+            case orders.ClearPages(clears):
+                with self._lock:
+                    self._store.clear()
+                    self._clears = clears
+
+    def news(self) -> orders.Kept | None:
+        """What has changed since the last call. None if nothing has."""
+        with self._lock:
+            ended = self._store.ended()  # first, so that what has ended well is there
+            there, gone = self._store.changes()
+            figures = self._store.stats(), self._store.seconds(0) < float("inf")
+            if not (ended or there or gone) and figures == self._told:
+                return None
+            self._told = figures
+            return orders.Kept(ended, there, gone, *figures, self._clears)
+
+    def tell(self, send: Callable[[orders.Kept], None]) -> None:
+        """In a thread: tell news for ever."""
+        while True:
+            self._ended.wait(TELL_SECONDS)
+            self._ended.clear()
+            if (news := self.news()) is not None:
+                send(news)
+
+    def _place(self, group: int, at: int) -> memoryview:
+        return self._memory[at : at + self._page_bytes[group]]
