@@ -2,6 +2,7 @@
 
     python scripts/bench_host_tier.py qwen3-8b --host-gib 80          # with host memory
     python scripts/bench_host_tier.py qwen3-8b --host-gib 0           # beside it: the first pass alone
+    python scripts/bench_host_tier.py qwen3-8b --by-copies            # what steps bring from the host goes by copy engines
 
 Weights are random. `--config FILE` takes another shape, `--set num_experts=64` replaces a field of it. The tokens of prompts that come from host memory are
 compared with those of the same prompts found on the device, which compute the same.
@@ -21,6 +22,9 @@ from typing import Any
 from pagerunner import LLM, SamplingParams
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import write_config
+from pagerunner.ops import async_copy
+from pagerunner.ops.host_words import from_host, to_host
+from pagerunner.runner import staging
 
 GIB = 2**30
 
@@ -36,6 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, default=80)
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode while pages move; 0 for none")
     parser.add_argument("--move-gib", type=float, default=10)
+    parser.add_argument(
+        "--by-copies", action="store_true", help="steps bring and give back by copy engines, and not by a kernel"
+    )
     return parser.parse_args()
 
 
@@ -217,6 +224,9 @@ def load_one(scheduler: Any, chain: Any, tokens: list[int]) -> None:
 
 def main() -> None:
     options = parse()
+    if options.by_copies:
+        staging.from_host = async_copy.from_host = from_host.twin
+        async_copy.to_host = to_host.twin
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         llm = engine(options, Path(directory))
