@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from helpers.page_checker import PageChecker, expected_output
 from helpers.plans import mixed, one_group, two_groups
@@ -18,6 +20,26 @@ from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def run_until(
+    machine: type[RuleBasedStateMachine], enough: Callable[[], bool], examples: int, steps: int = 40, **more: Any
+) -> None:
+    """Random traffic, and then more of it while chance has left out what the test is for.
+
+    No seed always has it: hypothesis also draws numbers that it finds in whatever modules are imported.
+    """
+    run_state_machine_as_test(
+        machine, settings=settings(QUICK, max_examples=examples, stateful_step_count=steps, **more)
+    )
+    for number in range(60):
+        if enough():
+            return
+        run_state_machine_as_test(
+            seed(number)(machine), settings=settings(QUICK, max_examples=10, stateful_step_count=steps, **more)
+        )
+    assert enough(), "chance has left out some traffic 61 times"
+
 
 # Few distinct texts, so that prefixes are often shared and often differ late.
 TEXTS = [[1] * 200, [1] * 40 + [2] * 160, [3, 4] * 100, [1] * 17 + [5] * 183]

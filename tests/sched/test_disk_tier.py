@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from helpers.effort import effort
 from helpers.host_traffic import HostTraffic, make_short
 from helpers.page_checker import PageFault
-from helpers.traffic import QUICK, mixes
+from helpers.traffic import QUICK, mixes, run_until
 from pagerunner.tiers.below import Below
 from pagerunner.tiers.policy import Tiering
 
@@ -136,13 +136,8 @@ def run(machine: type[DiskTraffic], examples: int) -> None:
 
 def test_traffic_over_a_disk_has_the_right_tokens() -> None:
     DiskTraffic.seen.clear()
-    run(DiskTraffic, effort(10, 1000))
     wanted = {"read", "fetching", "late"}
-    if any(
-        not DiskTraffic.seen[name] for name in wanted
-    ):  # chance has left one out; this seed's traffic has all of them
-        run(seed(2)(DiskTraffic), 20)
-    assert all(DiskTraffic.seen[name] for name in wanted), DiskTraffic.seen
+    run_until(DiskTraffic, lambda: all(DiskTraffic.seen[name] for name in wanted), effort(10, 1000))
 
 
 class _GivesBackWhileWriting(Below[Any]):

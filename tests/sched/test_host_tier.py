@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.effort import effort
 from helpers.host_traffic import HostTraffic, make_short
-from helpers.traffic import QUICK, mixes
+from helpers.traffic import QUICK, mixes, run_until
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import TransferEnd
 
@@ -23,17 +23,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_traffic_over_a_host_tier_has_the_right_tokens() -> None:
     HostTraffic.seen.clear()
-    run_state_machine_as_test(
-        HostTraffic, settings=settings(QUICK, max_examples=effort(20, 1000), stateful_step_count=40)
-    )
     wanted = {"admission waits", "quarantined", "loaded", "failed"}
-    if any(
-        not HostTraffic.seen[name] for name in wanted
-    ):  # chance has left one out; this seed's traffic has all of them
-        run_state_machine_as_test(
-            seed(1)(HostTraffic), settings=settings(QUICK, max_examples=30, stateful_step_count=40)
-        )
-    assert all(HostTraffic.seen[name] for name in wanted), HostTraffic.seen
+    run_until(HostTraffic, lambda: all(HostTraffic.seen[name] for name in wanted), effort(20, 1000))
 
 
 class _TakesFailedForWell(Tiering):
