@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
@@ -18,9 +20,11 @@ class Counted(Tiering):
 
     looks = 0
 
-    def look_up(self, request: Waiting) -> bool:
-        self.looks += 1
-        return super().look_up(request)
+    def look_up(self, request: Waiting, behind: Iterable[Waiting] | None = None) -> bool:
+        before = self._refused
+        found = super().look_up(request, behind)
+        self.looks += found or before != self._refused  # else it knew that there is no room
+        return found
 
 
 class Engine:

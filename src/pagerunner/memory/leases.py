@@ -44,7 +44,7 @@ class Lease:
 
 
 class Leases:
-    """All leases that haven't ended. `arriving` are, by group, the keys that transfers bring, and their leases."""
+    """All leases that haven't ended. `arriving` are, by group, the keys that transfers bring, and the pages."""
 
     def __init__(self, books: Books) -> None:
         self._books, self._pool, self._index = books, books.pool, books.index
@@ -52,7 +52,7 @@ class Leases:
         self._transfers: dict[int, Lease] = {}
         self._kept: dict[Lease, None] = {}
         self._made = 0
-        self.arriving: list[dict[PageKey, Lease]] = [{} for _ in books.rules]
+        self.arriving: list[dict[PageKey, int]] = [{} for _ in books.rules]
 
     def __len__(self) -> int:
         """Transfers that haven't ended, those in quarantine included."""
@@ -109,7 +109,7 @@ class Leases:
             return None
         lease.pages = pages
         for group, fresh in enumerate(pages):
-            coming[group].update(dict.fromkeys(lease.keys[group], lease))
+            coming[group].update(zip(lease.keys[group], fresh, strict=True))
             for page in fresh:
                 self._books.work.keep(group, page)
         return self._begin(lease)
@@ -147,7 +147,7 @@ class Leases:
         return stood
 
     def keep(self, pages: list[list[int]]) -> Lease:
-        """Keep cached pages for a request that waits."""
+        """Keep pages, cached or in use, for a request that waits."""
         lease = Lease("kept", pages, self._index.epoch)
         for group, some in enumerate(pages):
             self._pool.share(group, some)
@@ -175,8 +175,9 @@ class Leases:
 
     def distrust(self, group: int, key: PageKey) -> None:
         """What has this key is wrong: a transfer that brings it publishes nothing."""
-        if (lease := self.arriving[group].get(key)) is not None:
-            lease.distrusted = True
+        if (page := self.arriving[group].get(key)) is not None:
+            for lease in self._transfers.values():
+                lease.distrusted |= lease.state == "arriving" and page in lease.pages[group]
 
     def would_fit(self, needs: Sequence[int]) -> bool:
         """Whether `needs` could be had if all transfers ended now that haven't failed."""

@@ -291,7 +291,7 @@ class KVManager:
         return self._leases.end(number, well=well, keep=keep)
 
     def keep(self, pages: list[list[int]]) -> Lease:
-        """Keep cached pages, by group, in the same way."""
+        """Keep pages that are there or arriving, by group, in the same way."""
         return self._leases.keep(pages)
 
     def let_go(self, lease: Lease) -> None:
@@ -308,8 +308,8 @@ class KVManager:
         self._leases.quarantine(number)
 
     @property
-    def arriving(self) -> list[dict[PageKey, Lease]]:
-        """By group, the keys that transfers bring."""
+    def arriving(self) -> list[dict[PageKey, int]]:
+        """By group, the keys that transfers bring, and the pages that they fill."""
         return self._leases.arriving
 
     def num_kept(self, group: int) -> int:
@@ -320,10 +320,14 @@ class KVManager:
         """Whether so many pages can be had that nobody was promised and no running request waits for."""
         return not self.waits and self._promises.kept(needs)
 
-    def idle_pages(self, group: int, keys: Iterable[PageKey]) -> list[int]:
-        """The pages with these keys that only the index keeps."""
-        found, cached = self.index.pages[group], self.pool.cached[group]
-        return [page for key in keys if (page := found.get(key)) in cached and page is not None]
+    def pages_of(self, keys: Sequence[Sequence[PageKey]]) -> list[list[int]]:
+        """The pages, by group, that have these keys or are to have them, when what fills them has ended."""
+        both = zip(keys, self.index.pages, self._leases.arriving, strict=True)
+        return [[there[key] if key in there else coming[key] for key in some] for some, there, coming in both]
+
+    def num_idle(self, pages: Sequence[Sequence[int]]) -> list[int]:
+        """How many of these pages, by group, only the index keeps."""
+        return [len(cached.keys() & set(some)) for some, cached in zip(pages, self.pool.cached, strict=True)]
 
     @property
     def num_transfers(self) -> int:

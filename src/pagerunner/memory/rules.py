@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import lcm
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from pagerunner.errors import ConfigError
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
@@ -82,7 +82,7 @@ class GroupRule(Protocol):
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """First and one past last page that a prefix hit of `tokens` tokens takes from the index."""
 
-    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+    def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """The most leading tokens, at most `limit`, whose state can be taken from `index`."""
 
 
@@ -145,7 +145,7 @@ class FullRule(GroupRule):
         """Every page of the prefix."""
         return 0, tokens // self.page_tokens
 
-    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+    def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """Leading pages until the first that is missing, in whole cells."""
         most = self.complete(min(limit, len(chain.hashes) * UNIT_TOKENS))
         pages = 0
@@ -233,7 +233,7 @@ class _ForgettingRule(FullRule, ABC):
         """What the position right after the hit reads."""
         return self._oldest(tokens) // self.page_tokens, tokens // self.page_tokens
 
-    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+    def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """The last cell boundary before which everything that the next position reads is there."""
         cell, key = self.cell, self.key
         per_cell = cell // self.page_tokens
@@ -312,12 +312,16 @@ class RecurrentRule(GroupRule):
         """Of a snapshot after `page + 1` units."""
         return chain.hashes[page]
 
+    def keys(self, chain: PrefixChain, start: int, stop: int) -> list[PageKey]:
+        """See `key`."""
+        return chain.hashes[start:stop]
+
     def hit_span(self, tokens: int) -> tuple[int, int]:
         """The snapshot after that many tokens, counted in units."""
         unit = tokens // UNIT_TOKENS
         return unit - 1, unit
 
-    def longest_hit(self, index: Mapping[PageKey, int], chain: PrefixChain, limit: int) -> int:
+    def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """The last snapshot."""
         hashes, last = chain.hashes, 0
         for held in _maps(index):
@@ -345,11 +349,11 @@ def make_rule(spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool 
     return replace(rule, whole_steps=whole_steps) if isinstance(rule, _ForgettingRule) else rule
 
 
-def _maps(index: Mapping[PageKey, Any]) -> Sequence[Mapping[PageKey, Any]]:
+def _maps(index: Collection[PageKey]) -> Sequence[Collection[PageKey]]:
     return index.maps if isinstance(index, ChainMap) else (index,)
 
 
-def missing_keys(keys: Sequence[PageKey], index: Mapping[PageKey, Any]) -> list[PageKey]:
+def missing_keys(keys: Sequence[PageKey], index: Collection[PageKey]) -> list[PageKey]:
     """Those that aren't in the index, in order. Of a ChainMap the maps are asked, which takes a tenth of the time."""
     missing = list(keys)
     for held in _maps(index):
@@ -358,7 +362,7 @@ def missing_keys(keys: Sequence[PageKey], index: Mapping[PageKey, Any]) -> list[
 
 
 def joint_hit(
-    rules: Sequence[GroupRule], indexes: Sequence[Mapping[PageKey, int]], chain: PrefixChain, limit: int
+    rules: Sequence[GroupRule], indexes: Sequence[Collection[PageKey]], chain: PrefixChain, limit: int
 ) -> int:
     """The longest prefix of at most `limit` tokens that every group can supply. A group is asked again only when another has made it shorter."""
     agree = 0  # groups that can supply `limit` tokens

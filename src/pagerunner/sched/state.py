@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from bisect import insort
 from collections import deque
 from typing import Literal
 
@@ -56,6 +57,15 @@ class SchedulerState:
         """Go on with the counts of an earlier state."""
         self.counts = earlier.counts.carried_on()
         self._warned_preemptions = self.counts.preemptions
+
+    def run(self, sequence: Sequence) -> None:
+        """A sequence that was admitted runs. It has what was set aside for it."""
+        if self.by_priority:
+            insort(self.running, sequence, key=lambda one: one.key)
+        else:
+            self.running.append(sequence)
+        if self.tiers is not None:
+            self.tiers.admitted(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back for want of pages, which is counted and logged."""

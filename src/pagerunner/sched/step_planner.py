@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import time
-from bisect import insort
 from itertools import islice
 
 from pagerunner.memory.grant import Grant
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
+from pagerunner.tiers.policy import Tiering
 from pagerunner.types import SlotInit, StepPlan, StepRow
 
 _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the device sampled; never written to
@@ -147,6 +147,15 @@ class StepPlanner:
             self._manager.offer(grant, sequence.parent_id, tokens[: sequence.prompt_len])
         return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
 
+    def _may_go(self, tiers: Tiering, sequence: Sequence, passed: int) -> bool:
+        """Look into other memories for a sequence. Whether it may go before `passed` others: not into the room that is set aside for them."""
+        refused = sequence.retry_version == self._manager.version
+        if sequence.blocked or refused or sequence in tiers.fetching or tiers.provides(sequence):
+            return True
+        if not passed:
+            tiers.look_up(sequence)
+        return not passed
+
     def _schedule_waiting(
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], admitted: list[SlotInit]
     ) -> int:
@@ -159,9 +168,8 @@ class StepPlanner:
             # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
             if sequence.in_flight or budget < sequence.retry_budget:
                 break
-            refused = sequence.retry_version == manager.version
-            if tiers is not None and not (sequence.looked_up or sequence.blocked or refused):
-                tiers.look_up(sequence)
+            if tiers is not None and not self._may_go(tiers, sequence, passed):
+                break
             if tiers is not None and sequence in tiers.fetching:
                 passed += 1
                 continue
@@ -217,10 +225,7 @@ class StepPlanner:
                 sequence.admitted_time = time.monotonic()
                 if sequence.shares and not sequence.wants_prompt_logprobs:
                     manager.count_query(grant)
-            if state.by_priority:
-                insort(state.running, sequence, key=_key)
-            else:
-                state.running.append(sequence)
+            state.run(sequence)
             admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
             if not waits:
                 budget -= end - start
@@ -235,7 +240,3 @@ def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, bytes]:
         if sequence.guide is not None and row.samples and (mask := sequence.guide.mask) is not None:
             found[number] = mask
     return found
-
-
-def _key(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.key

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import GroupRule
 from pagerunner.tiers.disk import DiskStats
 from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.lookup import hit_keys, within, without
 from pagerunner.tiers.stores import KeepingOf, StoreOf
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,12 @@ def lacking(
     rules: Sequence[GroupRule],
     chain: PrefixChain,
     hit: int,
-    near: Sequence[Mapping[PageKey, object]],
-    held: Sequence[Mapping[PageKey, object]],
+    near: Sequence[Collection[PageKey]],
+    held: Sequence[Collection[PageKey]],
 ) -> tuple[list[list[PageKey]], list[list[PageKey]]]:
     """Of a hit's pages, by group, those that aren't `near`, and those that host memory has: what to read, and what to keep beside."""
-    wanted = [rule.keys(chain, *rule.hit_span(hit)) for rule in rules]
-    missing = [[key for key in keys if key not in some] for keys, some in zip(wanted, near, strict=True)]
-    return missing, [[key for key in keys if key in some] for keys, some in zip(wanted, held, strict=True)]
+    wanted = hit_keys(rules, chain, hit)
+    return list(map(without, wanted, near)), list(map(within, wanted, held))
 
 
 class Cut(Protocol[PlaceT_co]):

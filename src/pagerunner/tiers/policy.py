@@ -13,12 +13,12 @@ over a bus of 55 GB/s, where computing takes 220.
 from __future__ import annotations
 
 import time
-from collections import ChainMap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf
-from typing import Any, Protocol
+from typing import Protocol
 
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
@@ -28,6 +28,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.lookup import Either, found, hit_keys, prompt_keys, within, without
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
 from pagerunner.types import TransferEnd
@@ -40,6 +41,8 @@ MOST_SNAPSHOTS = 4
 """Of a prompt with recurrent state, the prefixes that are stored: its end, and where others branched off."""
 STORED_AT_ONCE = 0.25
 """The share of the page memory that stores may keep from being evicted."""
+MOST_LOST = 3
+"""So often what was set aside for a request may be taken by running ones before it is computed."""
 PATIENCE = 10.0
 LEAST_PATIENCE = 2.0
 """A load that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
@@ -75,7 +78,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Ahead:
-    """What is loaded and kept for a request that waits, and the pages by group that it needs beside when it is its turn."""
+    """What is set aside for a request that waits: what is loaded and kept, and the pages by group that it needs beside when it is its turn."""
 
     needs: list[int]
     leases: list[Lease]
@@ -110,7 +113,9 @@ class Tiering:
         self._put_by: dict[bytes, tuple[PrefixChain, int]] = {}
         self._under_way: dict[int, Transfer] = {}
         self._ahead: dict[Waiting, Ahead] = {}
+        self._lost: Counter[Waiting] = Counter()
         self._seen: tuple[int, int] = (-1, -1)
+        self._refused: tuple[Waiting | None, int] = (None, -1)
         self._refused_at = -1
 
     # -- what is asked for
@@ -168,8 +173,7 @@ class Tiering:
         `idle`: no request is there, so what can't be stored now never can.
         """
         self._give_up(self._clock())
-        for request in [one for one in self._ahead if one.grant is not None or one.finished]:
-            self._let_go(request)
+        self._look_after()
         if self.below is not None:
             self.below.arrivals(self._arrived)
         if self._wishes and self._refused_at != self._manager.version:
@@ -179,10 +183,24 @@ class Tiering:
             self._wishes.clear()
             self._put_by.clear()
         if self._seen != (self._manager.version, arrivals):
-            for request in islice(waiting, LOOK_AHEAD):
-                if not request.looked_up and not self.look_up(request):
+            behind = dict.fromkeys(self._ahead)
+            for request in islice((one for one in waiting if one not in self.fetching), LOOK_AHEAD):
+                behind.pop(request, None)
+                if request not in self._ahead and not self.look_up(request, behind):
                     break
             self._seen = (self._manager.version, arrivals)
+
+    def _look_after(self) -> None:
+        """Set nothing aside for who is gone. Who has lost it, as a running request needed the pages, is looked up again, but not for ever."""
+        for request, ahead in list(self._ahead.items()):
+            if request.finished:
+                self._let_go(request)
+            elif any(lease.state == "ended" for lease in ahead.leases):
+                self._let_go(request)
+                self._lost[request] += 1
+                request.looked_up = self._lost[request] > MOST_LOST
+        for request in [one for one in self._lost if one.grant is not None or one.finished]:
+            del self._lost[request]
 
     # -- stores
 
@@ -258,62 +276,98 @@ class Tiering:
 
     # -- loads
 
-    def look_up(self, request: Waiting) -> bool:
-        """Begin to load what the host has of a waiting request's prompt, if that pays. False if it is to be tried again, as room is lacking."""
-        limit, chain, manager = request.hit_limit(), request.chain, self._manager
-        request.looked_up = True
-        if not request.shares or limit <= 0 or not (any(self.host.index.pages) or self.below is not None):
-            return True
-        chain.cover(request.tokens, len(request.tokens))
-        near: list[ChainMap[PageKey, Any]] = [
-            ChainMap(there, coming) for there, coming in zip(manager.index.pages, manager.arriving, strict=True)
-        ]
-        far = [ChainMap(*held.maps, others) for held, others in zip(near, self.host.index.pages, strict=True)]
-        have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
-        if self._fetch(request, far, could, limit):
-            return True
-        if could <= have:
-            self.counts.queries += limit - have
-            return True
-        wanted = [rule.keys(chain, *rule.hit_span(could)) for rule in self._rules]
-        keys = [[key for key in some if key not in held] for some, held in zip(wanted, near, strict=True)]
-        num_bytes = self._bytes_of(keys)
-        before = sum(transfer.num_bytes for transfer in self._under_way.values() if transfer.loads)
-        if not self.rates.pays(num_bytes, before, could - have):
-            self.counts.queries += limit - have
-            return True
-        # pages of the hit that are on the device, and in use by nobody, are kept beside those that come
-        idle = [manager.idle_pages(group, some) for group, some in enumerate(wanted)]
-        taken = [len(some) + len(lie) for some, lie in zip(keys, idle, strict=True)]
+    def provides(self, request: Waiting) -> bool:
+        """Whether the room that a waiting request needs is set aside, and its pages are there or on their way."""
+        return request in self._ahead
+
+    def look_up(self, request: Waiting, behind: Iterable[Waiting] | None = None) -> bool:
+        """Set aside what a waiting request needs. What the device has of its prompt is kept, what the host has beside is loaded, if that pays, and the
+        room of the rest is counted, so that nobody behind it takes it.
+
+        What is set aside for requests `behind` it (None: for all others) is given up for it, the last one's first. False if room is lacking all the
+        same. The request is to be looked up again then.
+        """
+        manager, chain, limit = self._manager, request.chain, request.hit_limit()
+        if self._refused == (request, manager.version):
+            return False
+        hit = have = 0
+        near: list[set[PageKey]] = [set() for _ in self._rules]
+        if request.shares and limit > 0:
+            chain.cover(request.tokens, len(request.tokens))
+            every = prompt_keys(self._rules, chain, limit)
+            near = found(every, manager.index.pages, manager.arriving)
+            hit = have = joint_hit(self._rules, near, chain, limit)
+            if not request.looked_up:
+                far = [here | some for here, some in zip(near, found(every, self.host.index.pages), strict=True)]
+                could = joint_hit(self._rules, far, chain, limit)
+                if self._fetch(request, far, could, limit):
+                    return True
+                hit = could if could > have and self._pays(chain, near, have, could) else have
+        wanted = hit_keys(self._rules, chain, hit)
+        keys = [without(some, held) for some, held in zip(wanted, near, strict=True)]
+        pages = manager.pages_of([within(some, held) for some, held in zip(wanted, near, strict=True)])
         more = [
             max(rule.pages_needed(len(request.tokens)) - (0 if rule.snapshots else len(some)), 0)
             for rule, some in zip(self._rules, wanted, strict=True)
         ]
-        others = (ahead.needs for ahead in self._ahead.values())
-        request.looked_up = False
-        if not manager.has_room([sum(column) for column in zip(taken, more, *others, strict=True)]):
+        fits = self._make_room(pages, [len(some) for some in keys], more, self._ahead if behind is None else behind)
+        leases = self._load(request, keys, pages) if fits else None
+        if leases is None:
+            self._refused = request, manager.version
             return False
-        kept = manager.keep(idle)
-        pages = [self.host.share(group, some) for group, some in enumerate(keys)]
-        places = [self.host.places(group, some) for group, some in enumerate(pages)]
-        lease = manager.load(keys, places)
-        if lease is None:
-            self.host.release(pages)
-            manager.let_go(kept)
-            return False
+        self._ahead[request] = Ahead(more, leases)
+        if not request.looked_up:
+            self.counts.queries += limit - have
+            self.counts.hits += hit - have
         request.looked_up = True
-        self._ahead[request] = Ahead(more, [lease, kept])
-        self.counts.queries += limit - have
-        self.counts.hits += could - have
-        self._begun(lease, pages, [], loads=True, request=request, before=before)
         return True
 
-    def _fetch(self, request: Waiting, far: list[ChainMap[PageKey, Any]], could: int, limit: int) -> bool:
+    def _pays(self, chain: PrefixChain, near: list[set[PageKey]], have: int, could: int) -> bool:
+        """Whether what a hit of `could` tokens lacks on the device is there sooner than computed."""
+        keys = (without(some, held) for some, held in zip(hit_keys(self._rules, chain, could), near, strict=True))
+        return self.rates.pays(self._bytes_of(keys), self._loading(), could - have)
+
+    def _loading(self) -> int:
+        """Bytes that loads under way bring."""
+        return sum(transfer.num_bytes for transfer in self._under_way.values() if transfer.loads)
+
+    def _make_room(self, pages: list[list[int]], loaded: list[int], more: list[int], behind: Iterable[Waiting]) -> bool:
+        """Whether pages of the device can be kept, so many loaded, and so many more taken, beside what is set aside for others."""
+        manager = self._manager
+        behind = [one for one in behind if one in self._ahead]
+        while True:
+            needs = [idle + new + rest for idle, new, rest in zip(manager.num_idle(pages), loaded, more, strict=True)]
+            others = (ahead.needs for ahead in self._ahead.values())
+            if manager.has_room([sum(column) for column in zip(needs, *others, strict=True)]):
+                return True
+            if not behind:
+                return False
+            self._let_go(last := behind.pop())
+            last.looked_up = False
+
+    def _load(self, request: Waiting, keys: list[list[PageKey]], pages: list[list[int]]) -> list[Lease] | None:
+        """Keep pages of the device, and begin to load what has these keys."""
+        manager, before = self._manager, self._loading()
+        leases = [manager.keep(pages)] if any(pages) else []
+        if any(keys):
+            shared = [self.host.share(group, some) for group, some in enumerate(keys)]
+            places = [self.host.places(group, some) for group, some in enumerate(shared)]
+            lease = manager.load(keys, places)
+            if lease is None:
+                self.host.release(shared)
+                for kept in leases:
+                    manager.let_go(kept)
+                return None
+            leases.append(lease)
+            self._begun(lease, shared, [], loads=True, request=request, before=before)
+        return leases
+
+    def _fetch(self, request: Waiting, far: list[set[PageKey]], could: int, limit: int) -> bool:
         """Begin to read what the store below has more than host memory, if that pays. A request does so once."""
         below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
         if below is None or request.fetched:
             return False
-        deep = [ChainMap(*held.maps, others) for held, others in zip(far, below.index, strict=True)]
+        deep = [Either(held, others) for held, others in zip(far, below.index, strict=True)]
         hit = joint_hit(self._rules, deep, chain, limit)
         if hit <= could:
             return False
@@ -362,6 +416,11 @@ class Tiering:
                 self.counts.given_up += 1
                 self._fail(transfer)
 
+    def admitted(self, request: Waiting) -> None:
+        """A request has what was set aside for it."""
+        if request in self._ahead:
+            self._let_go(request)
+
     def _fail(self, transfer: Transfer) -> None:
         request = transfer.request
         if request in self._ahead:
@@ -370,12 +429,14 @@ class Tiering:
 
     def _let_go(self, request: Waiting) -> None:
         for lease in self._ahead.pop(request).leases:
-            self._manager.let_go(lease)
+            if lease.state == "kept":
+                self._manager.let_go(lease)
 
     def let_all_go(self) -> None:
         """Keep nothing for requests that wait."""
         for request in list(self._ahead):
             self._let_go(request)
+        self._seen = (-1, -1)
 
     # -- ends
 
@@ -383,7 +444,9 @@ class Tiering:
         """A transfer has ended on all ranks."""
         transfer = self._under_way.pop(end.number)
         doubtful = transfer.lease.state == "quarantined"
-        stood = self._manager.end_transfer(end.number, well=end.well, keep=transfer.request in self._ahead)
+        ahead = None if transfer.request is None else self._ahead.get(transfer.request)
+        keep = ahead is not None and transfer.lease in ahead.leases  # not one that it was let go of before
+        stood = self._manager.end_transfer(end.number, well=end.well, keep=keep)
         self._refused_at = -1
         host, counts = self.host, self.counts
         if end.well:
