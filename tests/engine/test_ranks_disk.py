@@ -60,7 +60,7 @@ def process(llm: LLM, rank: int) -> int:
 
 def news(*ended: tuple[int, list[bool]], there: str = "", gone: str = "", clears: int = 0, **stats: Any) -> orders.Kept:
     names = [[(0, key.encode()) for key in keys] for keys in (there, gone)]
-    return orders.Kept([*ended], *names, DiskStats(**{"read_rate": 1e6} | stats), "read_rate" not in stats, clears)
+    return orders.Kept(0, [*ended], *names, DiskStats(**{"read_rate": 1e6} | stats), "read_rate" not in stats, clears)
 
 
 def test_ranks_have_what_all_of_them_have() -> None:
@@ -85,10 +85,10 @@ def test_ranks_have_what_all_of_them_have() -> None:
     store.take(0, news(there="a"))
     store.take(1, news(there="a", clears=1))
     assert store.find(0, keys) == [False] * 3, "rank 0 said so before it was cleared"
-    store.take(0, news(there="a", clears=1))
-    assert store.find(0, keys) == [True, False, False]
+    store.take(0, news(there="ab", clears=1))
+    assert store.find(0, keys) == [True, False, False] and store.stats().pages == 1
     store.forget(0, [b"a"])
-    assert store.find(0, keys) == [False] * 3
+    assert store.find(0, keys) == [False] * 3 and store.stats().pages == 0
     assert sent[1:] == [orders.ClearPages(1), orders.ForgetPages(0, [b"a"])]
     store.take(1, news(clears=1, read_only="full", reads=3))
     store.write(8, [(0, b"d", range(8))])

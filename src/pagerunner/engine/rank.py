@@ -196,14 +196,12 @@ class Rank:
         if store is None or worker.host_view is None:
             return
         page_bytes = [group.page_bytes for group in resolved.plan.groups]
-        self._pages = pages = RankPages(store, worker.host_view, page_bytes, ended)
-
-        def send(news: orders.Kept) -> None:
-            self._reports.send(orders.Stores(self._launch.rank, news))
+        self._pages = pages = RankPages(self._launch.rank, store, worker.host_view, page_bytes, ended)
 
         if (news := pages.news()) is not None:
-            send(news)
-        threading.Thread(target=or_end, args=(partial(pages.tell, send), self._reports), daemon=True).start()
+            self._reports.send(news)
+        tell = partial(pages.tell, self._reports.send)
+        threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
 
     def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None, Comm | None]:
         """Meet the other ranks: those of the stage or team, those of other stages, and those of all teams if there are several."""

@@ -177,24 +177,18 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     host_ready: int
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
     """What has become of the rank's store of pages: numbers that have ended with the outcomes of their pages, pages that are `there` and
     those that are `gone` since the last report, figures, and whether it reads at present. `clears`: see ClearPages.
     """
 
+    rank: int
     ended: list[tuple[int, list[bool]]]
     there: list[Name]
     gone: list[Name]
     stats: DiskStats
     reads: bool
     clears: int
-
-
-class Stores(msgspec.Struct, frozen=True, tag="stores"):
-    """News of the rank's store of pages."""
-
-    rank: int
-    kept: Kept
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -214,6 +208,6 @@ class Stepped(msgspec.Struct, frozen=True):
     team: int = 0
 
 
-Report = Here | Read | Loaded | Done | Alive | Moved | Stores | Failed
+Report = Here | Read | Loaded | Done | Alive | Moved | Kept | Failed
 ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "ranks"
 """Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

@@ -17,7 +17,10 @@ class RankPages:
     `find` isn't an order. The core is told which pages come and go, so it needn't ask.
     """
 
-    def __init__(self, store: DiskStore, memory: memoryview, page_bytes: Sequence[int], ended: threading.Event) -> None:
+    def __init__(
+        self, rank: int, store: DiskStore, memory: memoryview, page_bytes: Sequence[int], ended: threading.Event
+    ) -> None:
+        self._rank = rank
         self._store, self._memory, self._page_bytes, self._ended = store, memory, page_bytes, ended
         self._clears = 0
         self._lock = threading.Lock()  # what was there before a clear is told as such
@@ -45,7 +48,7 @@ class RankPages:
             if not (ended or there or gone) and figures == self._told:
                 return None
             self._told = figures
-            return orders.Kept(ended, there, gone, *figures, self._clears)
+            return orders.Kept(self._rank, ended, there, gone, *figures, self._clears)
 
     def tell(self, send: Callable[[orders.Kept], None]) -> None:
         """In a thread: tell news for ever."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from pagerunner.engine.worker import orders
 from pagerunner.tiers.disk import DiskStats, Name
@@ -33,6 +35,7 @@ class RanksStore:
         self._ended: list[tuple[int, list[bool]]] = []
         self._stats, self._reads = [DiskStats()] * ranks, [False] * ranks
         self._clears = self._skipped = 0
+        self._whole, self._figures = 0, DiskStats()  # pages that all have, and figures for who asks in each step
         self._queued = 0  # bytes of a rank to read
         self._lock = threading.Lock()
 
@@ -47,8 +50,9 @@ class RanksStore:
     def write(self, number: int, pages: Sequence[tuple[int, bytes, range]]) -> None:
         """See PageStore. As long as one rank can't write, others needn't."""
         if any(stats.read_only for stats in self._stats):
-            self._skipped += len(pages)
             with self._lock:
+                self._skipped += len(pages)
+                self._sum_up()
                 self._ended.append((number, [False] * len(pages)))
         else:
             self._begin(number, pages, reads=False)
@@ -77,27 +81,34 @@ class RanksStore:
     def forget(self, group: int, keys: Sequence[bytes]) -> None:
         """See KeepingStore."""
         with self._lock:
-            for key in keys:
-                self._there.pop((group, key), None)
+            self._change([(group, key) for key in keys], 0)
         self._send(orders.ForgetPages(group, list(keys)))
 
     def clear(self) -> None:
         """See KeepingStore. What ranks say until they have done so too counts for nothing."""
         with self._lock:
             self._clears += 1
-            self._there = {}
+            self._there, self._whole = {}, 0
         self._send(orders.ClearPages(self._clears))
 
     def stats(self) -> DiskStats:
         """Bytes of all ranks, pages that all of them have, and the first rank's reason not to write."""
-        with self._lock:
-            pages = sum(ranks == self._all for ranks in self._there.values())
+        return msgspec.structs.replace(self._figures, pages=self._whole)
+
+    def _sum_up(self) -> None:
         known = {name: [getattr(one, name) for one in self._stats] for name in DiskStats.__struct_fields__}
-        sums = {
-            name: sum(of_ranks) for name, of_ranks in known.items() if name not in ("read_only", "pages", "skipped")
-        }
-        reason = next((f"rank {rank}: {said}" for rank, said in enumerate(known["read_only"]) if said), "")
-        return DiskStats(pages=pages, read_only=reason, skipped=sum(known["skipped"]) + self._skipped, **sums)
+        reason = next((f"rank {rank}: {said}" for rank, said in enumerate(known.pop("read_only")) if said), "")
+        sums = {name: sum(of_ranks) for name, of_ranks in known.items()}
+        skipped = sums.pop("skipped") + self._skipped
+        self._figures = DiskStats(**sums, skipped=skipped, read_only=reason)
+
+    def _change(self, names: Iterable[Name], left: int, more: int = 0) -> None:
+        """Of the ranks that have these pages, these are left, and these are more."""
+        for name in names:
+            before = self._there.pop(name, 0)
+            if after := before & left | more:
+                self._there[name] = after
+            self._whole += (after == self._all) - (before == self._all)
 
     def take(self, rank: int, news: orders.Kept) -> None:
         """What a rank reports."""
@@ -105,11 +116,9 @@ class RanksStore:
         with self._lock:
             self._stats[rank], self._reads[rank] = news.stats, news.reads
             if news.clears == self._clears:
-                for name in news.there:
-                    self._there[name] = self._there.get(name, 0) | bit
-                for name in news.gone:
-                    if left := self._there.pop(name, 0) & ~bit:
-                        self._there[name] = left
+                self._change(news.there, ~0, bit)
+                self._change(news.gone, ~bit)
+            self._sum_up()
             for number, outcomes in news.ended:
                 begun = self._begun[number]
                 begun.outcomes = [so_far and well for so_far, well in zip(begun.outcomes, outcomes, strict=True)]

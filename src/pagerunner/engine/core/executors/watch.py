@@ -273,8 +273,8 @@ class RankWatch:
                 self._ready[rank] = ready
                 for one in ended:
                     self._ended.setdefault((rank // self.team_ranks, one.number), {})[rank] = one
-            case orders.Stores(rank, kept):
-                self.page_stores[rank // self.team_ranks].take(rank % self.team_ranks, kept)
+            case orders.Kept(rank):
+                self.page_stores[rank // self.team_ranks].take(rank % self.team_ranks, report)
             case orders.Failed(rank, error, follows):
                 (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
                 self._lost_at = self._lost_at or now
