@@ -31,15 +31,15 @@ def _hold(*tensors: torch.Tensor) -> torch.cuda.Event:
     return event
 
 
-def put(values: torch.Tensor, there: torch.Tensor) -> None:
-    """Copy a tensor of the host, which the caller may change afterwards, to one of equal dtype and size that may be on a device."""
+def put(values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of the host, which the caller may change afterwards, to one of equal dtype and shape on a device, and return that."""
     if there.device.type == "cpu":
-        there.copy_(values)
-        return
+        return there.copy_(values)
     pinned = values.pin_memory()
     event = _hold(pinned)
     from_host(there, pinned)
     event.record()
+    return there
 
 
 def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -53,11 +53,7 @@ def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
 
 
 def _moved(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return on_host
-    there = torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
-    put(on_host, there)
-    return there
+    return on_host if device.type == "cpu" else put(on_host, torch.empty_like(on_host, device=device))
 
 
 class ToHost:
@@ -79,8 +75,7 @@ class ToHost:
         pairs = [one for source, host in zip(tensors, pinned, strict=True) for one in (source.contiguous(), host)]
         for first in range(0, len(pairs), 4):
             to_host(*pairs[first : first + 4])
-        self._tensors = tuple(pinned)
-        self._event = event
+        self._tensors, self._event = tuple(pinned), event
         event.record()
 
     def lists(self) -> list[list[Any]]:

@@ -20,10 +20,8 @@ def from_host(there: torch.Tensor, here: torch.Tensor) -> None:
 
 
 @gpu_kernel("host_words")
-def to_host(
-    there: torch.Tensor, here: torch.Tensor, there_2: torch.Tensor | None = None, here_2: torch.Tensor | None = None
-) -> None:
-    """Copy the device's memory to the host's; up to two tensors by one launch."""
+def to_host(there: torch.Tensor, here: torch.Tensor, *more: torch.Tensor) -> None:
+    """Copy the device's memory to the host's. `more`: another two tensors, by the same launch."""
     here.copy_(there, non_blocking=True)
-    if there_2 is not None and here_2 is not None:
-        here_2.copy_(there_2, non_blocking=True)
+    if more:
+        more[1].copy_(more[0], non_blocking=True)

@@ -5,9 +5,12 @@ Both are one kernel for all dtypes, sizes and addresses, so none is compiled whi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 from pagerunner.ops.ahead import rehearsing
 from pagerunner.ops.kernels.launch import blocks, dependent, start_next, wait_turn
@@ -35,34 +38,41 @@ def _copy_words(
     tl.store(target + at, words, at < size)
 
 
-def _words(there: torch.Tensor, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert there.dtype == here.dtype and there.numel() == here.numel(), (
-        f"{there.dtype} {there.shape}, {here.dtype} {here.shape}"
+_compiled: dict[tuple[int, bool], Any] = {}
+"""By device and FROM_HOST, once launched. Triton takes longer to find a kernel by its arguments than to launch it, and here they choose nothing."""
+
+
+def _launch(device: torch.device, from_host: bool, *pairs: tuple[torch.Tensor, ...]) -> None:
+    """Copy words from the first to the second tensor of one or two pairs."""
+    for one, other in pairs:
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        assert alike and one.is_contiguous() and other.is_contiguous(), (one.dtype, other.dtype, one.shape, other.shape)
+    (source, target), (source_2, target_2) = pairs[0], pairs[-1]
+    size, size_2 = source.nbytes // 4, source_2.nbytes // 4
+    grid, place = (blocks(max(size, size_2), BLOCK), len(pairs), 1), (device.index, from_host)
+    kernel = _compiled.get(place)
+    if kernel is not None and not rehearsing():
+        stream, no_hook = driver.active.get_current_stream(device.index), None
+        kernel.run(
+            *grid, stream, kernel.function, kernel.packed_metadata, no_hook, no_hook, no_hook,
+            source.data_ptr(), target.data_ptr(), size, source_2.data_ptr(), target_2.data_ptr(), size_2, from_host, BLOCK, None,
+        )  # fmt: skip
+        return
+    source, target, source_2, target_2 = (one.view(torch.int32) for one in (source, target, source_2, target_2))
+    kernel = _copy_words[grid](
+        source, target, size, source_2, target_2, size_2, FROM_HOST=from_host, BLOCK=BLOCK, **dependent(device)
     )
-    assert there.is_contiguous() and here.is_contiguous(), f"strides {there.stride()}, {here.stride()}"
-    return there.view(torch.int32), here.view(torch.int32)
+    if not rehearsing():
+        _compiled[place] = kernel
 
 
 def from_host(there: torch.Tensor, here: torch.Tensor) -> None:
     """See ops/host_words.py."""
     if rehearsing():  # torch's operators take indices from what comes
         there.copy_(here, non_blocking=True)
-    target, source = _words(there, here)
-    size = source.numel()
-    _copy_words[(blocks(size, BLOCK), 1)](
-        source, target, size, source, target, 0, FROM_HOST=True, BLOCK=BLOCK, **dependent(there.device)
-    )
+    _launch(there.device, True, (here, there))
 
 
-def to_host(
-    there: torch.Tensor, here: torch.Tensor, there_2: torch.Tensor | None = None, here_2: torch.Tensor | None = None
-) -> None:
+def to_host(there: torch.Tensor, here: torch.Tensor, *more: torch.Tensor) -> None:
     """See ops/host_words.py."""
-    source, target = source_2, target_2 = _words(there, here)
-    size, size_2 = source.numel(), 0
-    if there_2 is not None and here_2 is not None:
-        source_2, target_2 = _words(there_2, here_2)
-        size_2 = source_2.numel()
-    _copy_words[(blocks(max(size, size_2), BLOCK), 2 if size_2 else 1)](
-        source, target, size, source_2, target_2, size_2, FROM_HOST=False, BLOCK=BLOCK, **dependent(there.device)
-    )
+    _launch(there.device, False, (there, here), *((more,) if more else ()))
