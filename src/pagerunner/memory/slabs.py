@@ -103,14 +103,16 @@ class SlabPool:
 
     def share(self, group: int, pages: Sequence[int]) -> None:
         """One more reference to each of pages that are in use or cached."""
-        refs, cached, per_slab = self.refs[group], self.cached[group], self.per_slab[group]
+        refs, cached = self.refs[group], self.cached[group]
+        fresh: list[int] = []
         for page in pages:
             if page in refs:
                 refs[page] += 1
             else:
                 refs[page] = 1
                 del cached[page]
-                self._mark_used(group, page // per_slab, 1)
+                fresh.append(page)
+        self._mark_all_used(group, fresh)
 
     def touch(self, group: int, page: int) -> None:
         """A cached page was used. It is now the last of all cached pages to be evicted."""
@@ -208,6 +210,11 @@ class SlabPool:
             self._idle[group].pop(slab, None)
         self._slab_used[slab] += pages
         self.used[group] += pages
+
+    def _mark_all_used(self, group: int, pages: Sequence[int]) -> None:
+        per_slab = self.per_slab[group]
+        for slab, count in Counter([page // per_slab for page in pages]).items():
+            self._mark_used(group, slab, count)
 
     def _pick(self, group: int) -> int:
         """A slab of the group with a free page, or -1. Opens a free slab if there is no other."""
@@ -313,12 +320,12 @@ class SlabPool:
 
     def _reuse(self, group: int, pages: list[int]) -> list[int]:
         """Put cached pages straight into use, as a full pool of one group does all the time."""
-        cached, refs, per_slab = self.cached[group], self.refs[group], self.per_slab[group]
+        cached, refs = self.cached[group], self.refs[group]
         for page in pages:
             del cached[page]
             self.index.forget(group, page)
-            self._mark_used(group, page // per_slab, 1)
             refs[page] = 1
+        self._mark_all_used(group, pages)
         self.evictions[group] += len(pages)
         return pages
 
@@ -371,7 +378,10 @@ class SlabPool:
 
     def unpin(self, group: int, pages: Sequence[int]) -> None:
         """See `pin`."""
-        self.pinned[group] -= Counter(pages)
+        pinned = self.pinned[group]
+        for page in pages:
+            if (count := pinned.pop(page)) > 1:
+                pinned[page] = count - 1
 
     def gather(self, needs: Sequence[int], most: int) -> list[Move]:
         """Empty slabs by moving pages in use, one slab after another, until `needs` can be had. Returns the moves in order.
