@@ -81,7 +81,8 @@ driver._active = Driver()
 ahead._FEWEST_CORES = 1
 found = {}
 triton.knobs.compilation.listener = lambda **said: found.setdefault(said["src"].name, said["cache_hit"])
-
+"""
+COMPILED = """
 def rehearse():
     pages.fill_pages(torch.empty(4, dtype=torch.int64), torch.empty(1, 3, dtype=torch.int64), 8)
     triton.jit(_store)[(1,)](torch.empty(4), 7, BLOCK=4)
@@ -92,28 +93,41 @@ count = ahead.compile_launched(rehearse)
 ahead.set_compiled("a")
 ahead.start_compilers("a")
 print(json.dumps([count, found, process.returncode is not None, len(ahead._compilers)]))
+"""
+LATE = """
 ahead._PATIENCE_SECONDS = 0.05
 ahead.start_compilers("b")
 copy = pages._copy_pages, torch.empty(4, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
 count = ahead.compile_launched(lambda: copy[0][(1,)](*copy[1:], BLOCK=64))
 print(json.dumps([count, found["_copy_pages"], len(ahead._compilers)]))
+"""
+GIVEN_UP = """
 ahead.start_compilers("c")
 ahead._compilers[0].stdin.close()
 print(json.dumps(ahead._compilers[0].wait(60)))
 """
 
 
-def test_processes_compile_what_this_one_then_finds_in_the_cache(tmp_path):
+@pytest.mark.days(3)
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        pytest.param(COMPILED, [2, {"_fill_pages": True, "_store": False}, True, 0], id="compiled"),
+        pytest.param(LATE, [1, False, 0], id="processes that take too long are ended, and threads compile"),
+        pytest.param(GIVEN_UP, 0, id="the process of a start that fails ends without a word"),
+    ],
+)
+def test_processes_compile_what_this_one_then_finds_in_the_cache(tmp_path, program, told):
     """Truly compiled, for a card that isn't there. `_store` isn't a global kernel of its module, so it is left to this process."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
-    said = subprocess.run([sys.executable, "-c", PROCESSES], env=env, capture_output=True, text=True, timeout=120)
+    said = subprocess.run(
+        [sys.executable, "-c", PROCESSES + program], env=env, capture_output=True, text=True, timeout=120
+    )
     assert said.returncode == 0, said.stderr
-    compiled, late, given_up = map(json.loads, said.stdout.splitlines())
-    assert compiled == [2, {"_fill_pages": True, "_store": False}, True, 0]
-    assert late == [1, False, 0], "processes that take too long are ended, and threads compile"
-    assert given_up == 0 and not said.stderr, "the process of a start that fails ends without a word"
+    assert json.loads(said.stdout) == told
+    assert program != GIVEN_UP or not said.stderr
 
 
 @pytest.mark.parametrize(
