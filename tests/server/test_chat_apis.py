@@ -129,11 +129,11 @@ def messages(server: RunningServer, text: str, choice: str, limit: int, stream: 
 
 
 def test_streams_and_whole_answers_are_the_same_wherever_they_are_cut(setting: tuple[RunningServer, str, str]) -> None:
-    """Half of the cuts each day, and the whole."""
+    """A quarter of the cuts each day, and the whole."""
     server, text, choice = setting
     length = len(server.engine.tokenizer.encode(text, add_special_tokens=False))
     cuts = [*range(1, length, length // 6), length]
-    for limit in (*(cuts[number] for number in share_of_the_day(len(cuts), 2)), length + 1):
+    for limit in (*(cuts[number] for number in share_of_the_day(len(cuts), 4)), length + 1):
         whole = chat(server, text, choice, limit, False)
         assert chat(server, text, choice, limit, True) == whole
         reasoning, content, calls, reason = whole

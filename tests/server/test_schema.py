@@ -25,6 +25,7 @@ def operations(server: RunningServer) -> list[Any]:
     return [operation for operation in found if operation.path not in CONTROL]
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_answer_is_a_server_error(mode: str, server: RunningServer) -> None:
     statuses: collections.Counter[int] = collections.Counter()

@@ -192,6 +192,7 @@ LONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("kind", MAKE)
 def test_time_grows_with_the_text(kind: str) -> None:
     """Very much of anything, at once or in small pieces; a quadratic parser needs minutes for 100 kB, and seconds for 25."""

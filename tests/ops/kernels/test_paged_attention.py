@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.attention_cases import Case, plain
-from helpers.effort import TEST_DAY, effort
+from helpers.effort import TEST_DAY, by_days, effort
 from helpers.interpreter_floats import install
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
@@ -143,8 +143,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("programs", [1, 16])
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize(("case", "programs"), by_days(FEW, [1, 16]))
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
     """Rows of one part, of several with a tile each, and of several with many tiles each."""
     monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(16, 16, 4, 3, programs))
