@@ -83,6 +83,42 @@ def settle(llm: LLM) -> None:
         llm._core.step()
 
 
+def lock(llm: LLM) -> None:
+    """Wait until all host memory that can be locked is."""
+    core, began = llm._core, time.perf_counter()
+    ready, since = 0, began
+    while ready < core._scheduler.tiers.host.num_bytes and time.perf_counter() - since < 5:
+        time.sleep(0.01)
+        if (now := core._executor.host_ready) > ready:
+            ready, since = now, time.perf_counter()
+    print(f"locked: {ready / GIB:.1f} GiB, {since - began:.1f} s after the start", flush=True)
+
+
+def parts(llm: LLM, wanted: dict[str, Any]) -> tuple[list[float], Any]:
+    """Seconds of a prompt's first token: until its load began, while it was under way as the core sees it, and from then on. Also the output."""
+    core, marks = llm._core, list[float]()
+    run_plan, end = core._executor.run, core._scheduler.end_transfer
+
+    def noted_run(plan: Any) -> Any:
+        begun = run_plan(plan)
+        if any(transfer.loads for transfer in plan.transfers):
+            marks.append(time.perf_counter())
+        return begun
+
+    def noted_end(ended: Any) -> None:
+        end(ended)
+        marks.append(time.perf_counter())
+
+    core._executor.run, core._scheduler.end_transfer = noted_run, noted_end
+    began = time.perf_counter()
+    try:
+        seconds, [output] = run(llm, [wanted])
+    finally:
+        del core._executor.run, core._scheduler.end_transfer
+    begun, ended = marks[:2]
+    return [begun - began, ended - begun, began + seconds - ended], output
+
+
 def made(outputs: list[Any]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
@@ -116,6 +152,19 @@ def passes(llm: LLM, options: argparse.Namespace) -> None:
         )
 
 
+def mixed(llm: LLM, options: argparse.Namespace) -> None:
+    """A line in which every fourth prompt is new, and must be computed."""
+    line = [prompt(number + 30_000 * (number % 4 == 0), options.tokens) for number in range(options.prompts)]
+    before = llm.stats().tier
+    seconds, outputs = run(llm, line)
+    tier, known = llm.stats().tier, sum(number % 4 != 0 for number in range(options.prompts))
+    print(
+        f"a line with {options.prompts - known} new prompts among {known} that host memory has: {seconds:.3f} s; {(tier.load_bytes_total - before.load_bytes_total) / 1e9:.2f} GB "
+        f"loaded, found {sum(one.num_cached_tokens for one in outputs):,} of {known * options.tokens:,} tokens",
+        flush=True,
+    )
+
+
 def one_prompt(llm: LLM, options: argparse.Namespace) -> None:
     """First tokens of single prompts, and whether those from host memory go on as those from the device."""
     computed, loaded, equal = [], [], 0
@@ -124,9 +173,8 @@ def one_prompt(llm: LLM, options: argparse.Namespace) -> None:
         computed.append(seconds)
     settle(llm)
     for number in range(3):
-        wanted = [prompt(number, options.tokens)]
-        seconds, [output] = run(llm, wanted)
-        loaded.append(seconds)
+        found, output = parts(llm, prompt(number, options.tokens))
+        loaded.append(found)
         assert output.num_cached_tokens > options.tokens // 2, "it wasn't found"
     for number in range(3, 6):
         wanted = [prompt(number, options.tokens)]
@@ -136,9 +184,11 @@ def one_prompt(llm: LLM, options: argparse.Namespace) -> None:
             {token: entry.logprob for token, entry in one.items()} for one in from_host[0].outputs[0].logprobs
         ] == [{token: entry.logprob for token, entry in one.items()} for one in from_device[0].outputs[0].logprobs]
         equal += same
-    a, b = statistics.median(computed), statistics.median(loaded)
+    whole = sorted(loaded, key=sum)[len(loaded) // 2]
+    a, b = statistics.median(computed), sum(whole)
     print(
-        f"one prompt's first token: computed {a * 1e3:.1f} ms, from host memory {b * 1e3:.1f} ms: {a / b:.1f} times sooner; 24 tokens and "
+        f"one prompt's first token: computed {a * 1e3:.1f} ms, from host memory {b * 1e3:.1f} ms ("
+        f"{whole[0] * 1e3:.1f} until the load began, {whole[1] * 1e3:.1f} until it had ended, {whole[2] * 1e3:.1f} from there): {a / b:.1f} times sooner; 24 tokens and "
         f"log-probabilities equal those from the device's own pages: {equal} of 3",
         flush=True,
     )
@@ -231,9 +281,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         llm = engine(options, Path(directory))
     print(f"started in {time.perf_counter() - began:.1f} s")
+    if options.host_gib:
+        lock(llm)
     run(llm, [prompt(99_999, options.tokens)])  # what is made at first use
     passes(llm, options)
     if options.host_gib:
+        mixed(llm, options)
         one_prompt(llm, options)
         if options.decoding:
             decoding(llm, options)
