@@ -11,6 +11,8 @@ from helpers.plans import one_group
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.teams import TeamsScheduler
+from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, SamplingParams, TeamsPlan, TeamsResult
 
 
@@ -43,6 +45,30 @@ def test_a_team_that_only_begins_a_transfer_takes_its_part_in_a_step_and_goes_on
     scheduler.add(request("second", list(range(100, 120))))
     while scheduler.has_work:
         assert step() is not None
+
+
+def test_each_team_notes_its_own_tokens_of_a_step() -> None:
+    """Else computing a token seems to take a share of what it takes, and loading pages doesn't pay."""
+    plan = one_group(2_000, model_max_len=4_096)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 2_048, "max_model_len": plan.max_model_len}
+    managers = [KVManager(plan) for _ in range(3)]
+    tiers = [Tiering(manager, HostTier(plan, 2**24)) for manager in managers]
+    scheduler = TeamsScheduler([Scheduler(one, tiers=own, **sizes) for one, own in zip(managers, tiers, strict=True)])
+    for rank, tokens in enumerate((1_000, 800, 300)):
+        scheduler.add(
+            EngineRequest(
+                request_id=f"{rank}",
+                prompt_token_ids=list(range(tokens)),
+                params=SamplingParams(max_tokens=None),
+                seed=0,
+                max_tokens=2,
+                data_parallel_rank=rank,
+            )
+        )
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.note_step(step, 0.1)
+    assert [own.rates.seconds_per_token for own in tiers] == pytest.approx([0.1 / 1_000, 0.1 / 800, 0.0])
 
 
 def test_a_team_is_chosen_by_the_beginning_of_a_prompt_and_by_no_prefix_that_is_not_taken(

@@ -233,10 +233,10 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.clear(new_weights=new_weights)
 
-    def note_step(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
         if self.tiers is not None:
-            self.tiers.rates.computed(tokens, seconds)
+            self.tiers.rates.computed(plan.num_tokens, seconds)
 
     def preempt_all(self) -> None:
         """Send every running sequence back to the waiting line, in order, and forget all pages (for sleep).

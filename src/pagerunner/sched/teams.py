@@ -130,10 +130,12 @@ class TeamsScheduler:
         for team in self.teams:
             team.clear_tiers(new_weights=new_weights)
 
-    def note_step(self, tokens: int, seconds: float) -> None:
-        """See Scheduler.note_step."""
-        for team in self.teams:
-            team.note_step(tokens, seconds)
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """See Scheduler.note_step. How long a step takes is what its fullest team needs: one with less than half as much learns nothing from it."""
+        assert isinstance(plan, TeamsPlan)
+        for team, own in zip(self.teams, plan.teams, strict=True):
+            if 2 * own.num_tokens >= own.most_tokens:
+                team.note_step(own, seconds)
 
     def preempt_all(self) -> None:
         """See Scheduler.preempt_all."""

@@ -253,7 +253,7 @@ class EngineCore:
         result = pending.result()
         if self._host_tier:
             now = time.monotonic()
-            self._scheduler.note_step(plan.num_tokens, now - max(launched, self._committed))
+            self._scheduler.note_step(plan, now - max(launched, self._committed))
             self._committed = now
         if self._step_log.watched:
             self._step_log.note(plan, launched, pending.in_graph)
