@@ -105,6 +105,21 @@ def test_who_waited_while_the_engine_slept_finds_what_host_memory_has() -> None:
     assert engine.run()["waits"] >= TOKENS - 16
 
 
+def test_prompts_that_were_evicted_before_host_memory_was_locked_are_counted() -> None:
+    engine = Engine()
+    engine.host = HostTier(engine.manager.plan, 64 * TOKENS * 8)
+    engine.tiers.host = engine.host  # nothing of it is locked yet
+    engine.add("runs", [9] * 8, 60)
+    for number in range(5):
+        engine.add(f"{number}", [100 * number + token % 100 for token in range(TOKENS)], 1)
+        for _ in range(6):
+            engine.step()
+    engine.tiers.grow(engine.host.num_bytes)
+    engine.run()
+    stored = len(engine.host.index.pages[0]) // (TOKENS // 16)
+    assert (stored, engine.tiers.stats().stores_skipped_total) == (1, 4)
+
+
 def test_a_store_that_has_no_room_holds_up_no_other_while_host_memory_is_being_locked() -> None:
     plan = plan_memory(
         [FullKV(1, 16, "bfloat16")],

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
@@ -61,6 +61,14 @@ class Waiting(Protocol):
 
     def hit_limit(self) -> int:
         """How many leading tokens may come from pages that are there."""
+
+
+class Wish(NamedTuple):
+    """The first `tokens` of a prompt are to be stored. Of these the device had `hit` when it was wished."""
+
+    chain: PrefixChain
+    tokens: int
+    hit: int
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +117,8 @@ class Tiering:
         self._page_bytes = [group.page_bytes for group in groups]
         self._has_state = any(rule.snapshots for rule in self._rules)
         self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
-        self._wishes: dict[bytes, tuple[PrefixChain, int]] = {}
-        self._put_by: dict[bytes, tuple[PrefixChain, int]] = {}
+        self._wishes: dict[bytes, Wish] = {}
+        self._put_by: dict[bytes, Wish] = {}
         self._under_way: dict[int, Transfer] = {}
         self._ahead: dict[Waiting, Ahead] = {}
         self._lost: Counter[Waiting] = Counter()
@@ -152,7 +160,8 @@ class Tiering:
         if len(self._wishes) >= MOST_WISHES:
             self.counts.stores_skipped += 1
         else:
-            self._wishes[chain.hashes[units - 1]] = (chain, tokens)
+            hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens)
+            self._wishes[chain.hashes[units - 1]] = Wish(chain, tokens, hit)
 
     def storing(self, chain: PrefixChain, tokens: int) -> bool:
         """Whether what the device has of a chain's first `tokens` tokens waits to be stored, or is on its way."""
@@ -207,19 +216,23 @@ class Tiering:
     def _begin_stores(self) -> None:
         stored = sum(transfer.num_bytes for transfer in self._under_way.values() if not transfer.loads)
         while self._wishes and stored < self._most_stored:
-            last, (chain, tokens) = next(iter(self._wishes.items()))
-            begun = self._store(chain, tokens)
+            last, wish = next(iter(self._wishes.items()))
+            begun = self._store(last, wish)
             if begun is None:
                 self._refused_at = self._manager.version
                 return
             stored += begun
             del self._wishes[last]
 
-    def _store(self, chain: PrefixChain, tokens: int) -> int | None:
+    def _store(self, last: bytes, wish: Wish) -> int | None:
         """Begin to store a prompt. Returns its bytes, 0 if there is nothing to do, None if that isn't possible yet."""
-        host, there = self.host, self._manager.index.pages
+        host, there, chain = self.host, self._manager.index.pages, wish.chain
+        hits = self._hits(chain, wish.tokens)
+        if max(hits, default=0) < wish.hit and not self._has(chain, wish.hit):
+            self.counts.stores_skipped += 1  # evicted meanwhile, at least in part
+            wish = wish._replace(hit=max(hits, default=0))
         wanted: list[dict[PageKey, None]] = [{} for _ in self._rules]
-        for hit in reversed(self._hits(chain, tokens)):
+        for hit in reversed(hits):
             for group, rule in enumerate(self._rules):
                 wanted[group].update(dict.fromkeys(rule.keys(chain, *rule.hit_span(hit))))
         known = [[key for key in keys if key in held] for keys, held in zip(wanted, host.index.pages, strict=True)]
@@ -235,7 +248,7 @@ class Tiering:
                 self.below.keep(pages)
             host.release(pages)
             if any(missing) and host.ready_bytes < host.num_bytes:
-                self._put_off(chain, tokens)
+                self._put_off(last, wish)
             else:
                 self.counts.stores_skipped += any(missing)
             return 0
@@ -250,12 +263,17 @@ class Tiering:
         ]
         return self._begun(lease, in_order, named, loads=False)
 
-    def _put_off(self, chain: PrefixChain, tokens: int) -> None:
+    def _has(self, chain: PrefixChain, hit: int) -> bool:
+        """Whether host memory and the device have so many tokens together."""
+        keys = prompt_keys(self._rules, chain, hit)
+        return joint_hit(self._rules, found(keys, self.host.index.pages, self._manager.index.pages), chain, hit) == hit
+
+    def _put_off(self, last: bytes, wish: Wish) -> None:
         """Try again to store this when more host memory can be used. Others go on meanwhile, as it may be that no more ever can."""
         if len(self._put_by) >= MOST_WISHES:
             self.counts.stores_skipped += 1
         else:
-            self._put_by[chain.hashes[min(tokens // UNIT_TOKENS, len(chain.hashes)) - 1]] = (chain, tokens)
+            self._put_by[last] = wish
 
     def _hits(self, chain: PrefixChain, tokens: int) -> list[int]:
         """Lengths of prefixes that the device can supply, longest first: one, or those of the last snapshots."""
