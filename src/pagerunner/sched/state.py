@@ -65,7 +65,7 @@ class SchedulerState:
         else:
             self.running.append(sequence)
         if self.tiers is not None:
-            self.tiers.admitted(sequence)
+            self.tiers.let_go(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back for want of pages, which is counted and logged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import filterfalse
 
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
@@ -34,19 +34,3 @@ def within(keys: Iterable[PageKey], held: Collection[PageKey]) -> list[PageKey]:
 def without(keys: Iterable[PageKey], held: Collection[PageKey]) -> list[PageKey]:
     """The others, in their order."""
     return list(filterfalse(held.__contains__, keys))
-
-
-class Either(Collection[PageKey]):
-    """What one of two memories has. The second may be slow to ask, so it is asked last."""
-
-    def __init__(self, first: Collection[PageKey], second: Collection[PageKey]) -> None:
-        self._first, self._second = first, second
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._first or key in self._second
-
-    def __len__(self) -> int:
-        return len(self._first) + bool(self._second)
-
-    def __iter__(self) -> Iterator[PageKey]:
-        raise NotImplementedError("what a slow memory has isn't listed")

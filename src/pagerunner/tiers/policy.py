@@ -13,7 +13,7 @@ over a bus of 55 GB/s, where computing takes 220.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +28,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.lookup import Either, found, hit_keys, prompt_keys, within, without
+from pagerunner.tiers.lookup import found, hit_keys, prompt_keys, within, without
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
 from pagerunner.types import TransferEnd
@@ -203,9 +203,9 @@ class Tiering:
         """Set nothing aside for who is gone. Who has lost it, as a running request needed the pages, is looked up again, but not for ever."""
         for request, ahead in list(self._ahead.items()):
             if request.finished:
-                self._let_go(request)
+                self.let_go(request)
             elif any(lease.state == "ended" for lease in ahead.leases):
-                self._let_go(request)
+                self.let_go(request)
                 self._lost[request] += 1
                 request.looked_up = self._lost[request] > MOST_LOST
         for request in [one for one in self._lost if one.grant is not None or one.finished]:
@@ -322,8 +322,7 @@ class Tiering:
                     return True
                 hit = could if could > have and self._pays(chain, near, have, could) else have
         wanted = hit_keys(self._rules, chain, hit)
-        keys = [without(some, held) for some, held in zip(wanted, near, strict=True)]
-        pages = manager.pages_of([within(some, held) for some, held in zip(wanted, near, strict=True)])
+        keys, pages = list(map(without, wanted, near)), manager.pages_of(list(map(within, wanted, near)))
         more = [
             max(rule.pages_needed(len(request.tokens)) - (0 if rule.snapshots else len(some)), 0)
             for rule, some in zip(self._rules, wanted, strict=True)
@@ -342,7 +341,7 @@ class Tiering:
 
     def _pays(self, chain: PrefixChain, near: list[set[PageKey]], have: int, could: int) -> bool:
         """Whether what a hit of `could` tokens lacks on the device is there sooner than computed."""
-        keys = (without(some, held) for some, held in zip(hit_keys(self._rules, chain, could), near, strict=True))
+        keys = map(without, hit_keys(self._rules, chain, could), near)
         return self.rates.pays(self._bytes_of(keys), self._loading(), could - have)
 
     def _loading(self) -> int:
@@ -360,7 +359,7 @@ class Tiering:
                 return True
             if not behind:
                 return False
-            self._let_go(last := behind.pop())
+            self.let_go(last := behind.pop())
             last.looked_up = False
 
     def _load(self, request: Waiting, keys: list[list[PageKey]], pages: list[list[int]]) -> list[Lease] | None:
@@ -385,7 +384,7 @@ class Tiering:
         below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
         if below is None or request.fetched:
             return False
-        deep = [Either(held, others) for held, others in zip(far, below.index, strict=True)]
+        deep = [ChainMap(dict.fromkeys(held, 0), others) for held, others in zip(far, below.index, strict=True)]
         hit = joint_hit(self._rules, deep, chain, limit)
         if hit <= could:
             return False
@@ -434,26 +433,22 @@ class Tiering:
                 self.counts.given_up += 1
                 self._fail(transfer)
 
-    def admitted(self, request: Waiting) -> None:
-        """A request has what was set aside for it."""
-        if request in self._ahead:
-            self._let_go(request)
-
     def _fail(self, transfer: Transfer) -> None:
         request = transfer.request
         if request in self._ahead:
-            self._let_go(request)
+            self.let_go(request)
             self.failed.append(request)
 
-    def _let_go(self, request: Waiting) -> None:
-        for lease in self._ahead.pop(request).leases:
+    def let_go(self, request: Waiting) -> None:
+        """Set nothing aside for a request: it runs, is gone, or comes after others."""
+        for lease in self._ahead.pop(request, Ahead([], [])).leases:
             if lease.state == "kept":
                 self._manager.let_go(lease)
 
     def let_all_go(self) -> None:
         """Keep nothing for requests that wait."""
         for request in list(self._ahead):
-            self._let_go(request)
+            self.let_go(request)
         self._seen = (-1, -1)
 
     # -- ends
