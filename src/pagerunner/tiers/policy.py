@@ -39,8 +39,10 @@ LOOK_AHEAD = 32
 """Requests of the waiting line that are looked up before it is their turn."""
 MOST_SNAPSHOTS = 4
 """Of a prompt with recurrent state, the prefixes that are stored: its end, and where others branched off."""
-STORED_AT_ONCE = 0.25
-"""The share of the page memory that stores may keep from being evicted."""
+STORED_AT_ONCE = 0.5
+"""The share of the page memory that stores may keep from being evicted. A store ends three or four steps after its prompt, if two steps are in flight: with
+pages for seven prompts and one computed in each step, a quarter would store two of three.
+"""
 MOST_LOST = 3
 """So often what was set aside for a request may be taken by running ones before it is computed."""
 PATIENCE = 10.0
