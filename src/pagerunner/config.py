@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import types
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -221,6 +222,8 @@ def _as_type(name: str, value: Any, wanted: Any) -> Any:
         taken = msgspec.convert(plain, Union[kinds], strict=False)  # noqa: UP007 - made of a tuple
         if isinstance(taken, int) and not -(2**63) <= taken < 2**63:
             raise ConfigError(f"{name} must be below 2 ** 63, got a number of {taken.bit_length()} bits.")
+        if isinstance(taken, float) and not math.isfinite(taken):  # JSON, by which it goes to other processes, has none
+            raise ConfigError(f"{name} must be a finite number, got {taken:g}.")
         return taken
     except msgspec.ValidationError:
         meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]

@@ -43,6 +43,13 @@ def weights(plan: dict[str, Any]) -> int:
     return next(int(part["bytes"]) for part in plan["other"] if part["name"].startswith("weights"))
 
 
+def test_host_memory_may_be_asked_for_in_vllms_words(tmp_path, capsys) -> None:
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    asked = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1073741824}}'
+    one = planned(capsys, model, "--memory", "80GiB", "--kv-transfer-config", asked)
+    assert one == planned(capsys, model, "--memory", "80GiB", "--kv-offloading-size", "1")
+
+
 def test_a_plan_of_several_engines_is_that_of_each(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B")
     one, two = (planned(capsys, model, "--memory", "80GiB", "-dp", engines) for engines in ("1", "2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from engine.test_host_tier import KINDS, nothing_held, run
 from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import until
+from helpers.patience import patient, until
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.kv_transfer import read_kv_transfer
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
+from pagerunner.tiers.disk import DiskStore
 
 pytest.importorskip("transformers")
 PROMPTS = [[(7 * i + 3 * j * (i + 1)) % 490 + 4 for j in range(130 + 8 * i)] for i in range(4)]
@@ -134,8 +136,55 @@ def test_new_weights_and_resets_end_hits(checkpoint: Callable[[str], str], tmp_p
     assert run(llm, PROMPTS[:1]) == (wanted[:1], [128])  # from host memory
     llm.sleep(level=2)
     llm.wake_up()
+    tokens, cached = run(llm, PROMPTS)
+    assert tokens == wanted and cached == [128, 0, 0, 0], "the same weights: what was written since the reset"
+    nothing_held(llm)
+
+
+def test_other_weights_after_a_sleep_end_the_disk_and_its_threads(
+    checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(checkpoint("qwen3"), tmp_path, enable_sleep_mode=True)
+    wanted, _ = run(llm, PROMPTS)
+    written(llm)
+    monkeypatch.setattr(llm._core._executor, "weights_digest", lambda: "other weights")
+    llm.sleep(level=2)
+    llm.wake_up()
     assert run(llm, PROMPTS) == (wanted, [0] * 4)
     assert below(llm).detached
+    until(lambda: not any(thread.is_alive() for thread in below(llm)._store._threads))
+    llm._core.recover([])
+    assert run(llm, PROMPTS) == (wanted, [0] * 4)
+    nothing_held(llm)
+
+
+def test_hits_are_tokens_that_were_used(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    first = engine(checkpoint("qwen3"), tmp_path)
+    wanted, _ = run(first, PROMPTS)
+    written(first)
+    below(first)._store.close()
+    llm = engine(checkpoint("qwen3"), tmp_path)
+    llm._core._scheduler.tiers.rates.pays = lambda *_: False
+    assert run(llm, PROMPTS[:1]) == (wanted[:1], [0])
+    disk = llm.stats().tier.disk
+    assert disk.reads and not disk.hits, "read, and then not loaded"
+    nothing_held(llm)
+
+
+def test_an_interrupt_does_not_wait_for_writes_that_have_not_begun(
+    checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = DiskStore._write_page
+    llm = engine(checkpoint("qwen3"), tmp_path)
+    with monkeypatch.context() as slow:
+        slow.setattr(DiskStore, "_write_page", lambda *given: time.sleep(0.5) or real(*given))
+        wanted, _ = run(llm, PROMPTS)
+        until(lambda: below(llm).settle() or below(llm).num_writes)
+        begun = time.monotonic()
+        llm._core.recover([])
+        assert time.monotonic() - begun < patient(1.5), "32 pages would take 8 s"
+    assert run(llm, PROMPTS)[0] == wanted
+    written(llm)
     nothing_held(llm)
 
 
@@ -170,6 +219,16 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], says: str) -> 
     args = EngineArgs(model="m", kv_transfer_config=_config(cpu_bytes_to_use=10**9, **extra))
     with pytest.raises(ConfigError, match=says):
         read_kv_transfer(args)
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    tier = {"type": "fs", "root_dir": "/x", "max_bytes": 1e9}
+    found = read_kv_transfer(
+        EngineArgs(model="m", kv_transfer_config=_config(cpu_bytes_to_use=3e7, secondary_tiers=[tier]))
+    )
+    assert found.host_bytes == 30_000_000 and found.disk is not None and found.disk.max_bytes == 10**9
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        read_kv_transfer(EngineArgs(model="m", kv_transfer_config=_config(cpu_bytes_to_use=3.5)))
 
 
 def test_a_directory_that_cannot_be_is_refused_at_the_start(checkpoint: Callable[[str], str], tmp_path: Path) -> None:

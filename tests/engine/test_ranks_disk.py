@@ -21,7 +21,7 @@ from pagerunner import LLM
 from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.worker import orders
 from pagerunner.errors import ConfigError, EngineDeadError
-from pagerunner.tiers.disk import DiskStats
+from pagerunner.tiers.stats import DiskStats, StoreStats
 
 pytest.importorskip("transformers")
 TWO = {"tensor_parallel_size": 2}
@@ -60,7 +60,7 @@ def process(llm: LLM, rank: int) -> int:
 
 def news(*ended: tuple[int, list[bool]], there: str = "", gone: str = "", clears: int = 0, **stats: Any) -> orders.Kept:
     names = [[(0, key.encode()) for key in keys] for keys in (there, gone)]
-    return orders.Kept(0, [*ended], *names, DiskStats(**{"read_rate": 1e6} | stats), "read_rate" not in stats, clears)
+    return orders.Kept(0, [*ended], *names, StoreStats(**{"read_rate": 1e6} | stats), "read_rate" not in stats, clears)
 
 
 def test_ranks_have_what_all_of_them_have() -> None:

@@ -58,12 +58,16 @@ class MemoryStore:
         """See KeepingStore."""
         self.pages.clear()
 
-    def close(self) -> None:
-        """See PageStore. What is held back has failed."""
-        self.closed = True
+    def cancel(self) -> None:
+        """See KeepingStore."""
         for number, _, pages in self._waiting:
             self._ended.append((number, [False] * len(pages)))
         self._waiting.clear()
+
+    def close(self) -> None:
+        """See PageStore. What is held back has failed."""
+        self.closed = True
+        self.cancel()
 
     def go(self, number: int | None = None) -> None:
         """End what is held back: this number, or all. Their bytes move now and not before."""

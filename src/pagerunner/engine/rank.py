@@ -230,7 +230,9 @@ class Rank:
                     self._reports.steps += 1
                     if self._results is not None:
                         self._results.put(self._reports.steps, pending)
-                case orders.MovePages() | orders.ForgetPages() | orders.ClearPages() if self._pages is not None:
+                case orders.MovePages() | orders.ForgetPages() | orders.ClearPages() | orders.CancelPages() if (
+                    self._pages is not None
+                ):
                     self._pages.do(order)
                 case orders.Compare(call_id):
                     self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))

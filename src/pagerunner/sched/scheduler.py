@@ -233,6 +233,11 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.clear(new_weights=new_weights)
 
+    def attach_tiers(self) -> None:
+        """The weights are known again: those that other memories' pages are of, or others."""
+        if self.tiers is not None:
+            self.tiers.attach()
+
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
         if self.tiers is not None:

@@ -130,6 +130,11 @@ class TeamsScheduler:
         for team in self.teams:
             team.clear_tiers(new_weights=new_weights)
 
+    def attach_tiers(self) -> None:
+        """See Scheduler.attach_tiers."""
+        for team in self.teams:
+            team.attach_tiers()
+
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """See Scheduler.note_step. How long a step takes is what its fullest team needs: one with less than half as much learns nothing from it."""
         assert isinstance(plan, TeamsPlan)

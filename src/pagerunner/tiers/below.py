@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,9 +20,9 @@ import msgspec
 
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import GroupRule
-from pagerunner.tiers.disk import DiskStats
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.lookup import hit_keys, within, without
+from pagerunner.tiers.stats import DiskStats, StoreStats
 from pagerunner.tiers.stores import KeepingOf, StoreOf
 
 logger = logging.getLogger(__name__)
@@ -217,12 +218,15 @@ class Below(Arrivals[Request]):
         host: HostTier,
         memory: Cut[PlaceT],
         page_bytes: Sequence[int],
-        store_stats: Callable[[], DiskStats] = DiskStats,
+        store_stats: Callable[[], StoreStats] = StoreStats,
+        matches: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`matches`: whether the weights are those that the store's pages are of."""
         super().__init__(store, host, memory, page_bytes, clock)
-        self.index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
-        self.detached = False
+        self._own_index: list[dict[PageKey, int]] = [_Index(store, group) for group in range(len(page_bytes))]
+        self.index, self.detached = self._own_index, False
+        self._matches, self._closed = matches, False
         self.skipped = self.hits = 0
         self._store: KeepingOf[Any] = store
         self._store_stats = store_stats
@@ -271,32 +275,42 @@ class Below(Arrivals[Request]):
 
     def clear(self) -> None:
         """Find nothing that is there."""
-        self._store.clear()
+        if not self.detached:
+            self._store.clear()
 
     def detach(self) -> None:
-        """The weights are others than those that the store's pages are of. It isn't used any more."""
-        if not self.detached:
-            logger.warning(
-                "The disk tier isn't used any more: its pages are of the weights of the start, and these were replaced."
-            )
-        self.detached = True
-        self.index = [{} for _ in self.index]
+        """The weights may be others from now on. Nothing is found or kept until `attach`."""
+        self.detached, self.index = True, [{} for _ in self.index]
+
+    def attach(self) -> None:
+        """The weights are known again. The store is used if its pages are of these, and closed if they aren't."""
+        if not self.detached or self._closed:
+            return
+        if self._matches():
+            self.detached, self.index = False, self._own_index
+            return
+        logger.warning(
+            "The disk tier isn't used any more: its pages are of the weights of the start, and these were replaced."
+        )
+        self._closed = True
+        threading.Thread(target=self._store.close, name="disk-close", daemon=True).start()  # which may take seconds
 
     def stats(self) -> DiskStats:
         """The store's figures, and these."""
-        found = self._store_stats()
-        return msgspec.structs.replace(
-            found, hits=self.hits, given_up=self.given_up, skipped=found.skipped + self.skipped, waiting=self.num_reads
-        )
+        found = msgspec.structs.asdict(self._store_stats())
+        found["skipped"] += self.skipped
+        return DiskStats(**found, hits=self.hits, given_up=self.given_up, waiting=self.num_reads)
 
     def count_on(self, earlier: Below[Request]) -> None:
         """Go on with the counts of an earlier one, which has drained."""
         self.hits, self.given_up, self.skipped = earlier.hits, earlier.given_up, earlier.skipped
         if earlier.detached:
             self.detach()
+        self._closed = earlier._closed
 
     def drain(self) -> None:
-        """Wait until nothing is under way. Raises TimeoutError after half a minute: the places may still be written to."""
+        """Wait until nothing is under way: what hasn't begun doesn't. Raises TimeoutError after half a minute: places may still be written to."""
+        self._store.cancel()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._reads or self._writes:
             self.settle()

@@ -24,6 +24,7 @@ import msgspec
 from pagerunner.tiers.directory import Directory, NoRoomError
 from pagerunner.tiers.probe import read_rate
 from pagerunner.tiers.segments import BLOCK, LONGEST_KEY, Direct, Record, Segment, record_bytes
+from pagerunner.tiers.stats import StoreStats
 from pagerunner.tiers.stores import Page
 
 logger = logging.getLogger(__name__)
@@ -35,31 +36,6 @@ _SCAN_SECONDS = 30.0
 _CLOSE_SECONDS = 5.0
 _WRITE_SECONDS = 60.0  # nobody waits for a page to be written, but for its place
 _STEADY = 0.7  # how much of the measured rate stays when a number of some size has been read
-
-
-class DiskStats(msgspec.Struct, kw_only=True):
-    """What a disk tier has done, and what it holds.
-
-    `failures` are pages that were found and couldn't be read or proved; `skipped` those that weren't written. `bytes` are of all files in the
-    directory, as of the last look. `read_rate` is in bytes a second, 0 before it was measured. `read_only` says why nothing is written.
-    The last three are of requests: tokens whose pages were read, requests that waited for too long, and those that wait now.
-    """
-
-    pages: int = 0
-    bytes: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    writes: int = 0
-    write_bytes: int = 0
-    failures: int = 0
-    skipped: int = 0
-    segments_dropped: int = 0
-    pages_copied: int = 0
-    read_rate: float = 0.0
-    read_only: str = ""
-    hits: int = 0
-    given_up: int = 0
-    waiting: int = 0
 
 
 class _Begun:
@@ -135,14 +111,16 @@ class DiskStore:
         self._on_end, self._seconds, self._direct = on_end, seconds, direct
         self._lock = threading.Lock()
         self._index = _Index()
+        self._cleared: dict[Name, tuple[Segment, int]] = {}
         self._hot: set[Name] = set()
         self._known: dict[bytes, tuple[Segment, bool]] = {}
         self._ended: list[tuple[int, list[bool]]] = []
-        self._stats = DiskStats(read_rate=rate or 0.0)
+        self._stats = StoreStats(read_rate=rate or 0.0)
         self._queued = 0  # bytes to read
         self._busy_since, self._busy_bytes = 0.0, 0
         self._reading: dict[int, float] = {}  # threads in a read, and since when
         self._closing, self._look = threading.Event(), threading.Event()
+        self._cancelled = 0.0  # what was begun until then needn't be done
         self._end = math.inf  # of writing, when the store is being closed
         self._passed_over: set[bytes] = set()  # identities of segments that nothing is found in any more
         self._wrong: set[tuple[bytes, int]] = set()  # records, by segment and offset, that couldn't be used
@@ -232,21 +210,27 @@ class DiskStore:
     def forget(self, group: int, keys: Sequence[bytes]) -> None:
         """See KeepingStore."""
         for key in keys:
-            with self._lock:
-                found = self._index.get((group, key))
+            for index in (self._index, self._cleared):
+                with self._lock:
+                    found = index.get((group, key))
+                    if found is not None:
+                        del index[group, key]
                 if found is not None:
-                    del self._index[group, key]
-            if found is not None:
-                self._to_write.put(found)
+                    self._to_write.put(found)
 
     def clear(self) -> None:
         """See KeepingStore. What is on its way isn't kept, and what the next look lists was there before."""
         with self._lock:
             self._clears += 1
             self._passed_over.update(self._known)
+            self._cleared.update(self._index)  # which may turn out to be wrong
             self._index.clear()
             self._hot = set()
         self._look.set()
+
+    def cancel(self) -> None:
+        """See KeepingStore."""
+        self._cancelled = time.monotonic()
 
     def changes(self) -> tuple[list[Name], list[Name]]:
         """The pages that are found since the last call, and those that aren't any more. The first call gives all that are found."""
@@ -257,7 +241,7 @@ class DiskStore:
             self._index.touched = set()
         return there, gone
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> StoreStats:
         """A copy of the figures as they are now."""
         with self._lock:
             return msgspec.structs.replace(self._stats, pages=len(self._index), bytes=self.directory.bytes)
@@ -292,7 +276,12 @@ class DiskStore:
 
     def _late(self, begun: _Begun) -> bool:
         now = time.monotonic()
-        return now > begun.deadline or now > self._end or (begun.reads and self._closing.is_set())
+        return (
+            begun.started <= self._cancelled
+            or now > begun.deadline
+            or now > self._end
+            or (begun.reads and self._closing.is_set())
+        )
 
     # -- reading
 
@@ -518,6 +507,7 @@ class DiskStore:
         with self._lock:
             for identity in self._known.keys() - there.keys():
                 self._known.pop(identity)[0].gone = True
+            self._cleared = {name: entry for name, entry in self._cleared.items() if not entry[0].gone}
             lost = [name for name, (segment, _) in self._index.items() if segment.gone]
             for name in lost:
                 del self._index[name]

@@ -97,7 +97,7 @@ class Ahead:
 class Tiering:
     """Decides and books the transfers between a manager's pages and a host tier. `failed` has requests whose load went wrong.
 
-    `fetching` are those that wait for pages from `below`, a store below host memory. `prompts_only`: what requests have generated is stored only when they are preempted.
+    `fetching` are those that wait for pages from `below`, a store below host memory, with their tokens. `prompts_only`: what requests have generated is stored only when they are preempted.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Tiering:
         self.host, self.prompts_only = host, prompts_only
         self.rates, self.counts = Rates(), TierCounts()
         self.failed: list[Waiting] = []
-        self.below, self.fetching = below, set[Waiting]()
+        self.below, self.fetching = below, dict[Waiting, int]()
         self._manager, self._clock = manager, clock
         groups = manager.plan.groups
         self._rules = tuple(group.rule for group in groups)
@@ -391,21 +391,22 @@ class Tiering:
         if hit <= could:
             return False
         keys, beside = lacking(self._rules, chain, hit, far, self.host.index.pages)
-        seconds = below.seconds(keys)
+        seconds = below.seconds(keys) + self.rates.seconds(self._bytes_of(keys))  # and to the device
         if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
             return False
         if not below.fetch(request, keys, beside):
             return False
-        below.hits += hit - could
-        self.fetching.add(request)
+        self.fetching[request] = hit - could
         return True
 
     def _arrived(self, request: Waiting) -> bool:
         """What was read for a request is in host memory, or won't come. It is looked up once, now."""
-        self.fetching.discard(request)
+        tokens, before = self.fetching.pop(request, 0), self.counts.hits
         request.fetched, request.looked_up = True, False
         if request.grant is None and not request.finished:
             self.look_up(request)
+        if self.below is not None:
+            self.below.hits += min(tokens, self.counts.hits - before)
         return True
 
     def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
@@ -498,15 +499,18 @@ class Tiering:
         self.host.grow(earlier.host.ready_bytes)
 
     def clear(self, *, new_weights: bool = False) -> None:
-        """Forget everything. What is under way ends, and counts for nothing. With `new_weights` nothing comes from below any more."""
+        """Forget everything. What is under way ends, and counts for nothing. With `new_weights` nothing comes from below until `attach`."""
         self.host.clear()
         if self.below is not None:
-            self.below.clear()
-            if new_weights:
-                self.below.detach()
+            (self.below.detach if new_weights else self.below.clear)()
         self._wishes.clear()
         self._put_by.clear()
         self.let_all_go()
+
+    def attach(self) -> None:
+        """The weights are known again."""
+        if self.below is not None:
+            self.below.attach()
 
     def memory_state(self) -> HostState:
         """What lies in host memory now."""

@@ -6,7 +6,34 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagerunner.tiers.disk import DiskStats
+
+class StoreStats(msgspec.Struct, kw_only=True):
+    """What the store of a disk tier has done, and what it holds.
+
+    `failures` are pages that were found and couldn't be read or proved; `skipped` those that weren't written. `bytes` are of all files in the
+    directory, as of the last look. `read_rate` is in bytes a second, 0 before it was measured. `read_only` says why nothing is written.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    write_bytes: int = 0
+    failures: int = 0
+    skipped: int = 0
+    segments_dropped: int = 0
+    pages_copied: int = 0
+    read_rate: float = 0.0
+    read_only: str = ""
+
+
+class DiskStats(StoreStats, kw_only=True):
+    """Besides, of requests: tokens whose pages were read and then used, requests that waited for too long, and those that wait now."""
+
+    hits: int = 0
+    given_up: int = 0
+    waiting: int = 0
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):

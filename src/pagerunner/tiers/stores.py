@@ -59,6 +59,9 @@ class KeepingOf(StoreOf[PlaceT], Protocol[PlaceT]):
     def clear(self) -> None:
         """Find nothing that was there until now, until the next start."""
 
+    def cancel(self) -> None:
+        """What no thread has begun yet ends soon, and not well."""
+
 
 PageStore = StoreOf[memoryview]
 KeepingStore = KeepingOf[memoryview]

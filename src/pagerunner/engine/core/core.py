@@ -447,7 +447,13 @@ class EngineCore:
         self._weights.check_wake(tags)
         self._executor.wake_up(tags)
         self._weights.check_whole()
-        if self._exchange is not None and self.sleep_level is None:
+        if self.sleep_level is None:
+            self._open_tiers()
+
+    def _open_tiers(self) -> None:
+        """The weights are known again: find what the disk has of these, lend and pull."""
+        self._scheduler.attach_tiers()
+        if self._exchange is not None:
             self._exchange.open()
 
     def change_weights(self, change: WeightChange) -> None:
@@ -467,7 +473,7 @@ class EngineCore:
             self.reset_prefix_cache()
             if self._exchange is not None:
                 self._unreported += self._stop_exchange("new weights")
-                self._exchange.open()
+            self._open_tiers()
         self._publish_events()
 
     @property

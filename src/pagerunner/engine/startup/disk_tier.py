@@ -15,9 +15,10 @@ from pagerunner.errors import ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, chain_seed
 from pagerunner.tiers.below import Below
-from pagerunner.tiers.disk import DiskStats, DiskStore
+from pagerunner.tiers.disk import DiskStore
 from pagerunner.tiers.fingerprint import fingerprint
 from pagerunner.tiers.host import HostTier
+from pagerunner.tiers.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 MakeBelow = Callable[[HostTier, int], Below[Any]]
@@ -43,7 +44,8 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
     assert memory is not None and disk is not None
     weakref.finalize(executor, disk.close)
     _tell(str(disk.directory.path), disk.stats())
-    return lambda host, _: Below(disk, host, memory, page_bytes, disk.stats)
+    same = lambda: pages_fingerprint(resolved, plan, executor.weights_digest()) == disk.directory.fingerprint  # noqa: E731
+    return lambda host, _: Below(disk, host, memory, page_bytes, disk.stats, same)
 
 
 def open_store(
@@ -73,7 +75,7 @@ def open_store(
     return store
 
 
-def _tell(where: str, stats: DiskStats) -> None:
+def _tell(where: str, stats: StoreStats) -> None:
     rate = stats.read_rate / 1e9
     logger.info("disk tier: %s has %d pages of this model, and its disk reads %.2f GB/s.", where, stats.pages, rate)
 

@@ -177,7 +177,7 @@ def _check(config: KVTransferConfig) -> None:
 def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
     kind = PeerConfig if config.kv_connector in EXCHANGES else OffloadingConfig
     try:
-        extra = msgspec.convert(config.kv_connector_extra_config, type=kind)
+        extra = msgspec.convert(_whole(config.kv_connector_extra_config), type=kind)
     except msgspec.ValidationError as error:
         known = ", ".join(kind.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error}. {config.kv_connector} knows {known}.") from None
@@ -199,6 +199,15 @@ def _offloading(config: KVTransferConfig, args: EngineArgs) -> OffloadingConfig:
             "first time. Leave it out."
         )
     return extra
+
+
+def _whole(value: Any) -> Any:
+    """JSON with whole numbers as such: some writers have 3e7 for 30000000."""
+    if isinstance(value, dict):
+        return {name: _whole(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_whole, value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> ExchangeConfig:

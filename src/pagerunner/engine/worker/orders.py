@@ -14,7 +14,8 @@ from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
-from pagerunner.tiers.disk import DiskStats, Name
+from pagerunner.tiers.disk import Name
+from pagerunner.tiers.stats import StoreStats
 from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange
 
@@ -112,7 +113,11 @@ class ClearPages(msgspec.Struct, frozen=True, tag="clear_pages"):
     clears: int
 
 
-OfPages = MovePages | ForgetPages | ClearPages
+class CancelPages(msgspec.Struct, frozen=True, tag="cancel_pages"):
+    """End what hasn't begun of all reads and writes."""
+
+
+OfPages = MovePages | ForgetPages | ClearPages | CancelPages
 Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
 Order = Join | TakePages | Run | OfPages | Call
 
@@ -186,7 +191,7 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
     ended: list[tuple[int, list[bool]]]
     there: list[Name]
     gone: list[Name]
-    stats: DiskStats
+    stats: StoreStats
     reads: bool
     clears: int
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pagerunner.engine.worker import orders
-from pagerunner.tiers.disk import DiskStats, DiskStore
+from pagerunner.tiers.disk import DiskStore
+from pagerunner.tiers.stats import StoreStats
 
 TELL_SECONDS = 0.1
 
@@ -24,7 +25,7 @@ class RankPages:
         self._store, self._memory, self._page_bytes, self._ended = store, memory, page_bytes, ended
         self._clears = 0
         self._lock = threading.Lock()  # what was there before a clear is told as such
-        self._told: tuple[DiskStats, bool] | None = None
+        self._told: tuple[StoreStats, bool] | None = None
 
     def do(self, order: orders.OfPages) -> None:
         """Carry out an order, in the order in which they come."""
@@ -34,6 +35,8 @@ class RankPages:
                 begin(number, [(group, key, self._place(group, at)) for group, key, at in pages])
             case orders.ForgetPages(group, keys):
                 self._store.forget(group, keys)
+            case orders.CancelPages():
+                self._store.cancel()
             case orders.ClearPages(clears):
                 with self._lock:
                     self._store.clear()

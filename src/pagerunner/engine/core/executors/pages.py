@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from pagerunner.engine.worker import orders
-from pagerunner.tiers.disk import DiskStats, Name
+from pagerunner.tiers.disk import Name
+from pagerunner.tiers.stats import StoreStats
 
 
 class _Begun:
@@ -33,9 +34,9 @@ class RanksStore:
         self._there: dict[Name, int] = {}  # a bit for each rank that has it
         self._begun: dict[int, _Begun] = {}
         self._ended: list[tuple[int, list[bool]]] = []
-        self._stats, self._reads = [DiskStats()] * ranks, [False] * ranks
+        self._stats, self._reads = [StoreStats()] * ranks, [False] * ranks
         self._clears = self._skipped = 0
-        self._whole, self._figures = 0, DiskStats()  # pages that all have, and figures for who asks in each step
+        self._whole, self._figures = 0, StoreStats()  # pages that all have, and figures for who asks in each step
         self._queued = 0  # bytes of a rank to read
         self._lock = threading.Lock()
 
@@ -91,16 +92,20 @@ class RanksStore:
             self._there, self._whole = {}, 0
         self._send(orders.ClearPages(self._clears))
 
-    def stats(self) -> DiskStats:
+    def cancel(self) -> None:
+        """See KeepingStore."""
+        self._send(orders.CancelPages())
+
+    def stats(self) -> StoreStats:
         """Bytes of all ranks, pages that all of them have, and the first rank's reason not to write."""
         return msgspec.structs.replace(self._figures, pages=self._whole)
 
     def _sum_up(self) -> None:
-        known = {name: [getattr(one, name) for one in self._stats] for name in DiskStats.__struct_fields__}
+        known = {name: [getattr(one, name) for one in self._stats] for name in StoreStats.__struct_fields__}
         reason = next((f"rank {rank}: {said}" for rank, said in enumerate(known.pop("read_only")) if said), "")
         sums = {name: sum(of_ranks) for name, of_ranks in known.items()}
         skipped = sums.pop("skipped") + self._skipped
-        self._figures = DiskStats(**sums, skipped=skipped, read_only=reason)
+        self._figures = StoreStats(**sums, skipped=skipped, read_only=reason)
 
     def _change(self, names: Iterable[Name], left: int, more: int = 0) -> None:
         """Of the ranks that have these pages, these are left, and these are more."""
