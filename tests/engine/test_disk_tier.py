@@ -55,7 +55,7 @@ def below(llm: LLM) -> Any:
 
 def written(llm: LLM) -> int:
     """How many pages are on the disk when nothing is to be written any more."""
-    until(lambda: below(llm).settle() or not below(llm).num_writes)
+    until(lambda: below(llm).settle() or not below(llm)._writes)
     return int(llm.stats().tier.disk.pages)
 
 
@@ -179,7 +179,7 @@ def test_an_interrupt_does_not_wait_for_writes_that_have_not_begun(
     with monkeypatch.context() as slow:
         slow.setattr(DiskStore, "_write_page", lambda *given: time.sleep(0.5) or real(*given))
         wanted, _ = run(llm, PROMPTS)
-        until(lambda: below(llm).settle() or below(llm).num_writes)
+        until(lambda: below(llm).settle() or below(llm)._writes)
         begun = time.monotonic()
         llm._core.recover([])
         assert time.monotonic() - begun < patient(1.5), "32 pages would take 8 s"
@@ -194,7 +194,7 @@ def test_an_interrupted_engine_waits_for_its_disk_and_goes_on(checkpoint: Callab
     wanted, _ = run(llm, PROMPTS)
     before = below(llm)
     llm._core.recover([])
-    assert below(llm) is not before and not before.num_writes
+    assert below(llm) is not before and not before._writes
     assert run(llm, PROMPTS)[0] == wanted
     nothing_held(llm)
 

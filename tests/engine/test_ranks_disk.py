@@ -38,7 +38,7 @@ def settled(llm: LLM) -> DiskStats:
     while llm._core.has_work:  # stores to host memory, which writes follow
         llm._core.step()
     for team in getattr(scheduler, "teams", [scheduler]):
-        until(lambda team=team: team.tiers.settle() or not team.tiers.below.num_writes)
+        until(lambda team=team: team.tiers.settle() or not team.tiers.below._writes)
         team.manager.check_integrity()
         assert not any(team.manager.pool.used) and not any(team.tiers.host.pool.used) and not team.tiers.busy
     disk = llm.stats().tier.disk

@@ -96,8 +96,7 @@ BENCH_EXCLUDED = _SERVER_ONLY | {
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size
-    enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size
-    kv_transfer_config""".split()
+    enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size kv_transfer_config""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {

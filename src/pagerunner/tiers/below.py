@@ -233,11 +233,6 @@ class Below(Arrivals[Request]):
         self._numbers = itertools.count()
         self._writes: dict[int, _Moving[Request]] = {}
 
-    @property
-    def num_writes(self) -> int:
-        """Writes under way. Nobody waits for them."""
-        return len(self._writes)
-
     def fetch(self, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]) -> bool:
         """`read` by a number of its own."""
         return self.read(next(self._numbers), request, keys, beside)

@@ -124,9 +124,8 @@ class DiskStore:
         self._end = math.inf  # of writing, when the store is being closed
         self._passed_over: set[bytes] = set()  # identities of segments that nothing is found in any more
         self._wrong: set[tuple[bytes, int]] = set()  # records, by segment and offset, that couldn't be used
-        self._clears = self._hidden = (
-            0  # how often clear() was called, and for how many of these `_passed_over` is complete
-        )
+        # how often clear() was called, and for how many of these `_passed_over` is complete
+        self._clears = self._hidden = 0
         self._unmeasured = False
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
@@ -484,9 +483,8 @@ class DiskStore:
     def _scan(self) -> None:
         """Read the indices of segments that aren't known whole, and forget those that are gone."""
         clears = self._clears
-        with (
-            self.directory.locked() if clears != self._hidden else contextlib.nullcontext()
-        ):  # a list of all, none just renamed
+        # a list of all, none just renamed
+        with self.directory.locked() if clears != self._hidden else contextlib.nullcontext():
             there = {segment.identity: segment for segment, _ in self.directory.segments()}
         with self._lock:
             if clears not in (self._hidden, self._clears):

@@ -134,16 +134,12 @@ class Exchange:
 
     def stats(self) -> ExchangeStats:
         """Counts for the metrics."""
+        loans, arrivals, peers = self.loans, self._arrivals, self._peers
         return ExchangeStats(
-            loans=len(self.loans),
-            pulls=len(self._pulls),
-            lent_total=self.loans.num_lent,
-            expired_total=self.loans.num_expired,
-            pulled_total=self._arrivals.whole,
-            failed_total=self._failed + self._arrivals.broken,
-            pulled_bytes_total=self._peers.bytes_read,
-            bytes_per_second=self._peers.bytes_per_second,
-        )
+            loans=len(loans), lent_total=loans.num_lent, expired_total=loans.num_expired,
+            pulls=len(self._pulls), pulled_total=arrivals.whole, failed_total=self._failed + arrivals.broken,
+            pulled_bytes_total=peers.bytes_read, bytes_per_second=peers.bytes_per_second,
+        )  # fmt: skip
 
     def wait(self, seconds: float) -> None:
         """Wait for news of another thread, for up to so many seconds."""
@@ -156,20 +152,13 @@ class Exchange:
         params, config = request.kv_transfer, self._config
         if params is None or request.pooling is not None:
             return False
-        for asked, may, what in (
-            (
-                params.do_remote_decode,
-                config.lends,
-                "do_remote_decode, and this engine lends no pages: its kv_role is kv_consumer",
-            ),
-            (
-                params.do_remote_prefill,
-                config.pulls,
-                "do_remote_prefill, and this engine pulls no pages: its kv_role is kv_producer",
-            ),
-        ):
-            if asked and not may:
-                raise InvalidRequestError(f"kv_transfer_params has {what}.", "kv_transfer_params")
+        refused = ""
+        if params.do_remote_decode and not config.lends:
+            refused = "do_remote_decode, and this engine lends no pages: its kv_role is kv_consumer"
+        if params.do_remote_prefill and not config.pulls:
+            refused = "do_remote_prefill, and this engine pulls no pages: its kv_role is kv_producer"
+        if refused:
+            raise InvalidRequestError(f"kv_transfer_params has {refused}.", "kv_transfer_params")
         if params.do_remote_decode and request.parent_id in ("", request.request_id):
             self._to_lend[request.request_id] = request
         if not params.do_remote_prefill or request.params.prompt_logprobs is not None:
@@ -209,12 +198,9 @@ class Exchange:
                 updates.append(msgspec.structs.replace(answer.update, finish_reason="abort"))
         self._answers = [answer for answer in self._answers if answer.update.request_id not in gone]
         for pull in list(self._pulls.values()):
-            mine = [request for request in pull.requests if request.request_id in gone]
+            mine = [request.request_id for request in pull.requests if request.request_id in gone]
             pull.requests = [request for request in pull.requests if request.request_id not in gone]
-            updates += [
-                RequestUpdate(request_id=request.request_id, new_token_ids=[], finish_reason="abort")
-                for request in mine
-            ]
+            updates += [RequestUpdate(request_id=name, new_token_ids=[], finish_reason="abort") for name in mine]
             if not pull.requests:
                 self._leave(pull)
         return updates
@@ -299,18 +285,11 @@ class Exchange:
         self._lent[token] = pages
         listens, port = self._server.address
         return KVTransferParams(
-            do_remote_prefill=True,
-            remote_engine_id=config.engine_id,
-            remote_request_id=answer.update.request_id,
-            remote_host=listens,
-            remote_port=port,
-            remote_block_ids=[],
-            remote_num_tokens=hit,
-            remote_blocks_expiry_time=time.time() + config.seconds,
-            tp_size=1,
-            remote_lease=token.hex(),
-            remote_boot_id=self._server.boot.hex(),
-        )
+            do_remote_prefill=True, remote_host=listens, remote_port=port, tp_size=1,
+            remote_engine_id=config.engine_id, remote_request_id=answer.update.request_id, remote_block_ids=[],
+            remote_num_tokens=hit, remote_blocks_expiry_time=time.time() + config.seconds,
+            remote_lease=token.hex(), remote_boot_id=self._server.boot.hex(),
+        )  # fmt: skip
 
     # -- pulling
 

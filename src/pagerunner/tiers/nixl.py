@@ -84,8 +84,8 @@ class Shared(_Agent):
 class _Remote:
     """Another engine: its name at the agent, the buffer that its pages come into, and those that transfers without an end keep."""
 
-    def __init__(self) -> None:
-        self.lock, self.users = threading.Lock(), 0
+    def __init__(self, metadata: bytes) -> None:
+        self.metadata, self.lock, self.users = metadata, threading.Lock(), 0
         self.name: str | None = None
         self.buffer: tuple[memoryview, Any] | None = None
         self.aside: list[tuple[Any, tuple[memoryview, Any]]] = []
@@ -120,10 +120,10 @@ class Reader(_Agent):
                 raise NixlError("the transfer before it hasn't ended in time")
             with contextlib.ExitStack() as stack:
                 stack.callback(remote.lock.release)
-                buffer, at = self._transfer(remote, metadata, addresses, views, deadline, stopped), 0
+                waits = lambda: time.monotonic() < deadline and not stopped()  # noqa: E731
+                buffer, at = self._transfer(remote, addresses, views, waits), 0
                 for view in views:
-                    source = numpy.frombuffer(buffer[at : at + len(view)], numpy.uint8)
-                    numpy.copyto(numpy.frombuffer(view, numpy.uint8), source)
+                    view[:] = buffer[at : at + len(view)]
                     at += len(view)
         except NixlError:
             raise
@@ -141,7 +141,7 @@ class Reader(_Agent):
                 if (oldest := next(idle, None)) is None:
                     raise NixlError(f"{MOST_REMOTES} other engines are being read")
                 self._forget(self._remotes.pop(oldest))
-            remote = self._remotes.setdefault(metadata, _Remote())
+            remote = self._remotes.setdefault(metadata, _Remote(metadata))
             remote.users += 1
             return remote
 
@@ -156,20 +156,14 @@ class Reader(_Agent):
                     self.nixl.remove_remote_agent(name)
 
     def _transfer(
-        self,
-        remote: _Remote,
-        metadata: bytes,
-        addresses: Sequence[int],
-        views: Sequence[memoryview],
-        deadline: float,
-        stopped: Callable[[], bool],
+        self, remote: _Remote, addresses: Sequence[int], views: Sequence[memoryview], waits: Callable[[], bool]
     ) -> memoryview:
-        """The buffer with the bytes of all views, one after another."""
+        """The buffer with the bytes of all views, one after another. Raises NixlError if they haven't come when nobody `waits` any more."""
         with self._lock:
             self._look_aside(remote)
             nixl = self.nixl
             if remote.name is None:
-                remote.name = nixl.add_remote_agent(metadata)
+                remote.name = nixl.add_remote_agent(remote.metadata)
             if remote.buffer is None:
                 fresh = memoryview(mmap.mmap(-1, self._size))
                 remote.buffer = fresh, self.register(fresh)
@@ -181,7 +175,7 @@ class Reader(_Agent):
                 "READ", nixl.get_xfer_descs(ours, "DRAM"), nixl.get_xfer_descs(theirs, "DRAM"), remote.name
             )
             state = nixl.transfer(handle)
-        while state == "PROC" and time.monotonic() < deadline and not stopped():
+        while state == "PROC" and waits():
             time.sleep(_LOOK_SECONDS)
             with self._lock:
                 state = nixl.check_xfer_state(handle)

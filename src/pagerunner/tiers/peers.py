@@ -34,6 +34,8 @@ GRACE_SECONDS, MIN_RATE = 5.0, 20e6
 """An engine answers within 5 s, and sends at 20 MB/s besides."""
 PULL_BYTES, PULL_PAGES = 32 << 20, 1_024
 """Of one pull, so that deadlines are short and a visit can end between two."""
+Part = list[tuple[int, Page]]
+"""Pages of a read, each with its place in it."""
 MAX_PEERS, MAX_IDLE_PEERS = 64, 16
 """Engines that are asked at a time, and that are remembered though nothing is asked."""
 
@@ -76,7 +78,7 @@ class PeerStore:
         nixl: Reader | None = None,
     ) -> None:
         """With `nixl` pages are read by it from engines that have it too."""
-        self._secret, self.fields, self._on_end = secret, fields, on_end
+        self.secret, self.fields, self._on_end = secret, fields, on_end
         self.num_threads, self.nixl = num_threads, nixl
         self.refusals = SparingLog(log, most=5)
         self._allowed = [wire.place(entry) for entry in allowed]
@@ -131,7 +133,7 @@ class PeerStore:
         """See PageStore. `number` is that of a visit, whose pages these are: a request reads by its own loan, as others may be left meanwhile."""
         reading, visit = _Read(number, len(pages)), self._visits.get(number)
         known = frozenset(visit.names if visit is not None and not visit.failed else ())
-        parts: list[list[tuple[int, Page]]] = []
+        parts: list[Part] = []
         sizes: list[int] = []
         for at, page in enumerate(pages):
             if page[:2] not in known:
@@ -171,11 +173,6 @@ class PeerStore:
 
     # -- what the threads say
 
-    def greet(self, line: Line, address: Address, deadline: float) -> bytes:
-        """The boot id of who is there. The line is being connected."""
-        line.connected(deadline)
-        return wire.greet(line, self._secret, address, self.fields, deadline)
-
     def tell(self, visit: Visit) -> None:
         """A visit has news."""
         with self._lock:
@@ -210,7 +207,7 @@ class _Peer:
         self.store, self.address = store, address
         self.visits: dict[int, Visit] = {}
         self._lock = threading.Lock()
-        self._asking = _Caller(self, self._renew, asks=True)
+        self._asking = _Caller(self, self._renew)
         self._pulling = [_Caller(self) for _ in range(store.num_threads)]
         self._turn = 0
 
@@ -229,7 +226,7 @@ class _Peer:
         if not visit.failed:
             self._asking.call(None, lambda line: _ask(line, wire.Release(visit.token)))
 
-    def pull(self, visit: Visit, part: list[tuple[int, Page]], reading: _Read, nbytes: int) -> None:
+    def pull(self, visit: Visit, part: Part, reading: _Read, nbytes: int) -> None:
         """Pull pages, whose outcomes go to `reading`."""
 
         begun = time.monotonic()
@@ -296,11 +293,9 @@ class _Peer:
 class _Caller:
     """A thread with one connection to an engine. Both are made when there is something to do."""
 
-    def __init__(
-        self, peer: _Peer, renew: Callable[[Line | None], float] = lambda line: math.inf, *, asks: bool = False
-    ) -> None:
-        """`asks`: who doesn't answer here isn't there, for all visits; another connection's fault is of one."""
-        self._peer, self._renew, self._asks = peer, renew, asks
+    def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] | None = None) -> None:
+        """Who doesn't answer where loans are renewed isn't there, for all visits. Another connection's fault is of one."""
+        self._peer, self._renew, self._asks = peer, renew or (lambda line: math.inf), renew is not None
         self._jobs: deque[tuple[Visit | None, Callable[[Line], object], Callable[[], None]]] = deque()
         self._wake = threading.Condition()
         self._line: Line | None = None
@@ -397,7 +392,9 @@ class _Caller:
             if self._line is not None:
                 return
             line = self._line = Line.connecting(self._peer.address)  # which `stop` ends, too
-        self._boot = self._peer.store.greet(line, self._peer.address, time.monotonic() + GRACE_SECONDS)
+        line.connected(deadline := time.monotonic() + GRACE_SECONDS)
+        store = self._peer.store
+        self._boot = wire.greet(line, store.secret, self._peer.address, store.fields, deadline)
 
     def _drop(self) -> None:
         with self._wake:
@@ -411,7 +408,7 @@ def _ask(line: Line, question: wire.Renew | wire.Release) -> bool:
     return line.receive(wire.Done, deadline).well
 
 
-def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read, nixl: Reader | None = None) -> None:
+def _pull(line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader | None = None) -> None:
     """Pull a visit's pages. A page is well if it was still lent after its last byte, and has its checksum."""
     deadline = time.monotonic() + GRACE_SECONDS + sum(len(view) for _, (_, _, view) in part) / MIN_RATE
     asked = [(group, key, len(view)) for _, (group, key, view) in part]
@@ -438,13 +435,7 @@ def _pull(line: Line, visit: Visit, part: list[tuple[int, Page]], reading: _Read
 
 
 def _read_by_nixl(
-    line: Line,
-    visit: Visit,
-    part: list[tuple[int, Page]],
-    reading: _Read,
-    nixl: Reader,
-    located: wire.Located,
-    deadline: float,
+    line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader, located: wire.Located, deadline: float
 ) -> None:
     pairs = [pair for pair in zip(part, _as_many(located.addresses, part), strict=True) if pair[1]]
     coming, addresses = [page for page, _ in pairs], [address for _, address in pairs]
@@ -456,13 +447,13 @@ def _read_by_nixl(
     _settle(reading, coming, [wire.checksum(view) for view in views], line.receive(wire.Sent, deadline))
 
 
-def _as_many(answers: list[Kind], part: list[tuple[int, Page]]) -> list[Kind]:
+def _as_many(answers: list[Kind], part: Part) -> list[Kind]:
     if len(answers) != len(part):
         raise WireError(f"answers {len(part)} pages with {len(answers)}")
     return answers
 
 
-def _settle(reading: _Read, coming: list[tuple[int, Page]], sums: list[bytes], sent: wire.Sent) -> None:
+def _settle(reading: _Read, coming: Part, sums: list[bytes], sent: wire.Sent) -> None:
     if sent.held and len(sent.sums) != len(sums):
         raise WireError(f"has sent {len(sums)} pages, and {len(sent.sums)} checksums")
     for (index, _), ours, theirs in zip(coming, sums, sent.sums if sent.held else (), strict=sent.held):

@@ -149,10 +149,10 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self._death is not None or self.is_sleeping:
+            return False
         held = self._exchange is not None and self._exchange.busy
-        return (
-            self._death is None and not self.is_sleeping and (bool(self._in_flight) or self._scheduler.has_work or held)
-        )
+        return bool(self._in_flight) or self._scheduler.has_work or held
 
     def step(self) -> list[RequestUpdate]:
         """Launch what may be launched, then commit the oldest step in flight.
@@ -199,13 +199,10 @@ class EngineCore:
             try:
                 self._scheduler.add(request)
             except InvalidRequestError as error:
+                name, said = request.request_id, str(error)
                 updates.append(
                     RequestUpdate(
-                        request_id=request.request_id,
-                        new_token_ids=[],
-                        finish_reason="error",
-                        error=str(error),
-                        param=error.param,
+                        request_id=name, new_token_ids=[], finish_reason="error", error=said, param=error.param
                     )
                 )
         return updates
