@@ -241,11 +241,15 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
             f"kv_ip={config.kv_ip!r} in kv_transfer_config must be the IP address that other engines reach this one by, such as 10.0.0.7: "
             "answers name it as remote_host."
         )
-    if (nixl or not own.is_loopback) and extra.secret_file is None:
-        nixls = "NixlConnector lets other engines read all of the host memory for pages"
+    if nixl and extra.secret_file is None:
         raise ConfigError(
-            f"{nixls if nixl else f'kv_ip={config.kv_ip!r} is open to other machines'}: give secret_file in kv_connector_extra_config, a file of "
-            "at least 32 random bytes that all engines have and only their user can read."
+            "NixlConnector lets other engines read all of the host memory for pages: give secret_file in kv_connector_extra_config, a file of at "
+            "least 32 random bytes that all engines have and only their user can read."
+        )
+    if not own.is_loopback and extra.secret_file is None:
+        raise ConfigError(
+            f"kv_ip={config.kv_ip!r} is open to other machines: give secret_file in kv_connector_extra_config, a file of at least 32 random "
+            "bytes that all engines have and only their user can read."
         )
     return ExchangeConfig(
         lends=config.kv_role != "kv_consumer", pulls=config.kv_role != "kv_producer",
