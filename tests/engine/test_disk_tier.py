@@ -158,6 +158,23 @@ def test_other_weights_after_a_sleep_end_the_disk_and_its_threads(
     nothing_held(llm)
 
 
+def test_weights_are_summed_up_again_only_when_they_may_be_others(
+    checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(checkpoint("qwen3"), tmp_path, enable_sleep_mode=True)
+    calls: list[str] = []
+    monkeypatch.setattr(
+        "pagerunner.engine.worker.weights.weights_digest", lambda tensors: calls.append("") or f"{len(calls)}"
+    )
+    known = llm._core._executor.weights_digest()
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert llm._core._executor.weights_digest() == known and not calls
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert llm._core._executor.weights_digest() == "1" == llm._core._executor.weights_digest()
+
+
 def test_hits_are_tokens_that_were_used(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
     first = engine(checkpoint("qwen3"), tmp_path)
     wanted, _ = run(first, PROMPTS)

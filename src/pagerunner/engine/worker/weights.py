@@ -38,14 +38,22 @@ class WorkerWeights:
         self._group: TransferGroup | None = None
         self._update: Update | None = None
         self._claimed: Claimed | None = None
+        self._digest: str | None = None
 
     def digest(self) -> str:
-        """See Executor.weights_digest."""
-        return weights_digest(stored_tensors(self._model))
+        """See Executor.weights_digest. It is kept until weights may have changed."""
+        if self._digest is None:
+            self._digest = weights_digest(stored_tensors(self._model))
+        return self._digest
+
+    def lost(self) -> None:
+        """The weights will be read from the checkpoint again, which may have others by then."""
+        self._digest = None
 
     def change(self, change: RankChange, sleeper: Sleeper) -> None:
         """See Executor.change_weights. Calls come in an order that the core has checked."""
         group, update = self._group, self._update
+        self._digest = None
         match change:
             case InitTransfer():
                 self._leave()

@@ -122,6 +122,8 @@ class Worker:
         """See Executor.sleep."""
         if level and self._stage is not None:
             self._stage.let_go()
+        if level == 2:
+            self._weights.lost()
         self._sleeper.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 _WORDS = 2**20  # of a piece: 4 MiB, and as much again four times while it is summed
+_CACHED_WORDS = 2**15  # summed at once on a CPU: 128 KiB, and what they become, stay in its cache
 _LOW_BITS = 2**32 - 1
 
 
@@ -46,5 +47,7 @@ def _sums(piece: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Both sums of bytes [n]."""
     if rest := len(piece) % 4:
         piece = torch.cat([piece, piece.new_zeros(4 - rest)])
-    words = piece.view(torch.int32).to(torch.int64) & _LOW_BITS
-    return torch.stack([(words * some[: len(words)]).sum() for some in factors])
+    words = piece.view(torch.int32)
+    at_once = _CACHED_WORDS if piece.device.type == "cpu" else _WORDS
+    parts = zip(words.split(at_once), factors[:, : len(words)].split(at_once, 1), strict=True)
+    return torch.stack([((part.to(torch.int64) & _LOW_BITS) * some).sum(1) for part, some in parts]).sum(0)
