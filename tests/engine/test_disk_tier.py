@@ -120,6 +120,7 @@ def test_wrong_pages_cost_a_computation(checkpoint: Callable[[str], str], tmp_pa
     disk = again.stats().tier.disk
     assert tokens == wanted and disk.failures > 0
     assert 0 < sum(cached) < 544  # what is before a wrong page
+    written(again)  # what was computed instead
     nothing_held(again)
 
 
@@ -138,6 +139,7 @@ def test_new_weights_and_resets_end_hits(checkpoint: Callable[[str], str], tmp_p
     llm.wake_up()
     tokens, cached = run(llm, PROMPTS)
     assert tokens == wanted and cached == [128, 0, 0, 0], "the same weights: what was written since the reset"
+    written(llm)
     nothing_held(llm)
 
 
