@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from math import isinf
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.test_disk_tier import PROMPTS, engine
 from engine.test_host_tier import run
@@ -30,6 +32,14 @@ TWO = {"tensor_parallel_size": 2}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return made_once(tmp_path_factory, MAKERS)
+
+
+def ready(llm: LLM) -> LLM:
+    """Once the core knows that the ranks' host memory can be used: what comes before is computed."""
+    scheduler: Any = llm._core._scheduler
+    host = getattr(scheduler, "teams", [scheduler])[0].tiers.host
+    until(lambda: llm._core._executor.host_ready >= host.num_bytes)
+    return llm
 
 
 def settled(llm: LLM) -> DiskStats:
@@ -112,11 +122,11 @@ def test_prompts_are_warm_after_a_restart(
 ) -> None:
     path = checkpoint(family)
     wanted, _ = run(engine(path), PROMPTS)
-    first = engine(path, tmp_path, **ways)
+    first = ready(engine(path, tmp_path, **ways))
     assert run(first, PROMPTS)[0] == wanted
     pages = settled(first).pages
     kill(first, 0)
-    again = engine(path, tmp_path, **ways)
+    again = ready(engine(path, tmp_path, **ways))
     tokens, cached = run(again, PROMPTS)
     disk = settled(again)
     assert tokens == wanted and all(cached)
@@ -130,7 +140,7 @@ def test_prompts_are_warm_after_a_restart(
 def test_what_one_rank_lacks_is_computed(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
     path = checkpoint("qwen3")
     wanted, _ = run(engine(path), PROMPTS)
-    full = engine(path, tmp_path, **TWO)
+    full = ready(engine(path, tmp_path, **TWO))
     resource.prlimit(process(full, 1), resource.RLIMIT_FSIZE, (0, 0))  # a full disk
     assert run(full, PROMPTS)[0] == wanted
     disk = settled(full)
@@ -142,7 +152,7 @@ def test_what_one_rank_lacks_is_computed(checkpoint: Callable[[str], str], tmp_p
     assert disk.skipped > skipped and disk.writes == written, "one rank alone doesn't write"
     kill(full, 1)
 
-    again = engine(path, tmp_path, **TWO)
+    again = ready(engine(path, tmp_path, **TWO))
     assert run(again, PROMPTS) == (wanted, [0] * 4)
     assert settled(again).pages == 34
     kill(again, 0)
@@ -151,7 +161,7 @@ def test_what_one_rank_lacks_is_computed(checkpoint: Callable[[str], str], tmp_p
         for place in range(8192 + 100, len(data), 3 * 8192):
             data[place] ^= 1
         file.write_bytes(data)
-    torn = engine(path, tmp_path, **TWO)
+    torn = ready(engine(path, tmp_path, **TWO))
     tokens, cached = run(torn, PROMPTS)
     assert tokens == wanted and 0 < sum(cached) < 544
     disk = settled(torn)
@@ -160,6 +170,36 @@ def test_what_one_rank_lacks_is_computed(checkpoint: Callable[[str], str], tmp_p
 
     other = engine(path, tmp_path)
     assert run(other, PROMPTS) == (wanted, [0] * 4), "one rank has another directory"
+
+
+@pytest.mark.days(4)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("ways", [TWO, {"pipeline_parallel_size": 2}])
+def test_a_fine_tune_of_one_ranks_weights_finds_nothing_of_its_parent(
+    checkpoint: Callable[[str], str], tmp_path: Path, ways: dict[str, Any]
+) -> None:
+    path, child, disk = checkpoint("qwen3"), str(tmp_path / "child"), tmp_path / "disk"
+    shutil.copytree(path, child)
+    for file in Path(child).glob("*.safetensors"):
+        weights = load_file(file)
+        for name in weights:
+            if "embed_tokens" in name:  # rows of rank 0, and of the first stage
+                half = len(weights[name]) // 2
+                weights[name][:half] = weights[name][:half].flip(0)
+        save_file(weights, file, metadata={"format": "pt"})
+    disk.mkdir()
+    wanted, _ = run(engine(child), PROMPTS)
+    parent = ready(engine(path, disk, **ways))
+    assert run(parent, PROMPTS)[0] != wanted
+    settled(parent)
+    kill(parent, 0)
+    first = ready(engine(child, disk, **ways))
+    assert run(first, PROMPTS) == (wanted, [0] * 4)
+    settled(first)
+    kill(first, 0)
+    again = ready(engine(child, disk, **ways))
+    tokens, cached = run(again, PROMPTS)
+    assert tokens == wanted and all(cached)
 
 
 def test_each_rank_has_its_share_of_the_bytes(checkpoint: Callable[[str], str], tmp_path: Path) -> None:

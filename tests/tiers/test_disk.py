@@ -18,7 +18,7 @@ import pytest
 
 from helpers.disk_pages import OF, SIZES, files, found, key_of, opened, outcomes, page_of, read, write
 from helpers.effort import effort
-from helpers.patience import until
+from helpers.patience import patient, until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
 from pagerunner.tiers.directory import Directory
@@ -283,6 +283,18 @@ def test_what_is_forgotten_stays_so_after_a_restart_and_a_crash(root: Path, stor
     last = opened(root)
     assert read(last, range(10)) == [number not in (1, 3) for number in range(10)]
     last.close()
+
+
+def test_what_is_forgotten_is_not_found_while_its_strike_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, held, strike = opened(root, max_bytes=SMALL), threading.Event(), Segment.strike
+    monkeypatch.setattr(Segment, "strike", lambda *of: held.wait(patient(10)) and strike(*of))
+    assert all(write(store, range(5)))  # by two threads, in segments of two pages: all but the last ones are sealed
+    store.forget(0, [key_of(number) for number in range(5)])
+    store._scan()
+    assert found(store, range(5)) == []
+    held.set()
+    assert all(write(store, range(5))) and found(store, range(5)) == [*range(5)]
+    store.close()
 
 
 def test_what_is_cleared_is_found_at_the_next_start(

@@ -179,20 +179,21 @@ class Rank:
             resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
         progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
         loaded = _loader(launch.loader)(resolved, progress, comm=comm, stage=stage, teams=teams)
-        send(orders.Loaded(launch.rank, list(loaded.facts)))
+        weights = loaded.weights_digest() if resolved.config.disk_tier is not None else ""
+        send(orders.Loaded(launch.rank, list(loaded.facts), weights))
         order = self._next(orders.TakePages)
         self._reports.worker = worker = loaded.map_pages(order.num_bytes)
         if worker.host_view is not None:
             tell = partial(self._reports.tell_transfers, worker)
             threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
-        self._open_pages(resolved, worker)
+        self._open_pages(resolved, worker, order.weights)
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
         return worker
 
-    def _open_pages(self, resolved: Resolved, worker: Worker) -> None:
+    def _open_pages(self, resolved: Resolved, worker: Worker, weights: list[str]) -> None:
         """Open the rank's store of pages, if it is to have one, and tell what is there."""
         ended = threading.Event()
-        store = open_store(resolved, resolved.plan, worker, self._launch.rank, ended.set)
+        store = open_store(resolved, resolved.plan, " ".join(weights), self._launch.rank, ended.set)
         if store is None or worker.host_view is None:
             return
         page_bytes = [group.page_bytes for group in resolved.plan.groups]

@@ -214,6 +214,7 @@ class DiskStore:
                     found = index.get((group, key))
                     if found is not None:
                         del index[group, key]
+                        self._wrong.add((found[0].identity, found[1]))  # a look may list it until it is struck
                 if found is not None:
                     self._to_write.put(found)
 

@@ -40,7 +40,7 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
         for store in stores:
             _tell(f"rank-*-of-{resolved.config.num_ranks} in {resolved.config.disk_tier.root_dir}", store.stats())
         return lambda host, team: Below(stores[team], host, places, page_bytes, stores[team].stats)
-    memory, disk = executor.host_view, open_store(resolved, plan, executor)
+    memory, disk = executor.host_view, open_store(resolved, plan, executor.weights_digest())
     assert memory is not None and disk is not None
     weakref.finalize(executor, disk.close)
     _tell(str(disk.directory.path), disk.stats())
@@ -49,9 +49,12 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
 
 
 def open_store(
-    resolved: Resolved, plan: MemoryPlan, worker: Executor, rank: int = 0, on_end: Callable[[], None] = lambda: None
+    resolved: Resolved, plan: MemoryPlan, weights: str, rank: int = 0, on_end: Callable[[], None] = lambda: None
 ) -> DiskStore | None:
-    """The store of a rank, if it is to have one: of several ranks each has its own directory and its share of max_bytes. Raises ConfigError."""
+    """The store of a rank, if it is to have one: of several ranks each has its own directory and its share of max_bytes. Raises ConfigError.
+
+    `weights` tells the weights of all ranks from all others.
+    """
     config, ranks = resolved.config, resolved.config.num_ranks
     asked = config.disk_tier
     if asked is None:
@@ -60,7 +63,7 @@ def open_store(
     try:
         store = DiskStore(
             root if ranks == 1 else root / f"rank-{rank}-of-{ranks}",
-            pages_fingerprint(resolved, plan, worker.weights_digest(), rank),
+            pages_fingerprint(resolved, plan, weights, rank),
             max_bytes=asked.max_bytes // ranks,
             largest_page=max(group.page_bytes for group in plan.groups),
             on_end=on_end,

@@ -46,10 +46,11 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class TakePages(msgspec.Struct, frozen=True, tag="take_pages"):
-    """Call `LoadedWorker.map_pages(num_bytes)`."""
+    """Call `LoadedWorker.map_pages(num_bytes)`. `weights` has all ranks' `Loaded.weights`, in their order: a page depends on all of them."""
 
     call_id: int
     num_bytes: int
+    weights: list[str]
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):
@@ -139,10 +140,11 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The rank's worker has everything but its pages."""
+    """The rank's worker has everything but its pages. `weights` tells its weights from all others, if pages are kept on a disk."""
 
     rank: int
     facts: list[MemoryFacts]
+    weights: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

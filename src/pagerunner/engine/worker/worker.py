@@ -40,7 +40,8 @@ from pagerunner.engine.worker.build import (
 from pagerunner.engine.worker.card import Card
 from pagerunner.engine.worker.weights import WorkerWeights
 from pagerunner.layers.shares import Share
-from pagerunner.models.checkpoint.loader import Model
+from pagerunner.models.checkpoint.digest import weights_digest
+from pagerunner.models.checkpoint.loader import Model, stored_tensors
 from pagerunner.ops.ahead import load_libraries, rehearsing
 from pagerunner.ops.peer_sums import PeerSums, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
@@ -181,6 +182,10 @@ class LoadedWorker:
     def take_pages(self, num_bytes: int) -> Started:
         """See LoadedRanks.take_pages."""
         return Started(self.map_pages(num_bytes), self.meter.report())
+
+    def weights_digest(self) -> str:
+        """See Executor.weights_digest."""
+        return weights_digest(stored_tensors(self.model))
 
     def map_pages(self, num_bytes: int) -> Worker:
         """The worker with as many bytes of pages. To be called once. Raises CapacityError."""

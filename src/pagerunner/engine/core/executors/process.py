@@ -159,6 +159,8 @@ class Ranks:
         self._began = time.monotonic()
         self.start_seconds = 0.0
         """Until all of them were there."""
+        self.weights: list[str] = []
+        """See `orders.TakePages`, after `load`."""
         self._end = weakref.finalize(self, _end, os.getpid(), self.watch, self._sockets, self._places, doors)
         # what depends on who asked is settled already
         args = msgspec.structs.replace(resolved.args, max_num_batched_tokens=resolved.config.max_num_batched_tokens)
@@ -230,6 +232,7 @@ class Ranks:
             return watch.loaded
 
         loaded = watch.from_all(found, "loaded", _CALLS)
+        self.weights = [loaded[rank].weights for rank in range(self.size)]
         return [facts for rank in range(self.size) for facts in loaded[rank].facts]
 
     def _first(self, there: Container[int]) -> str:
@@ -279,7 +282,7 @@ class LoadedProcesses:
     def take_pages(self, num_bytes: int) -> Started:
         """See LoadedRanks.take_pages."""
         try:
-            done = self._ranks.ask(lambda call_id: orders.TakePages(call_id, num_bytes))
+            done = self._ranks.ask(lambda call_id: orders.TakePages(call_id, num_bytes, self._ranks.weights))
         except RankRefusal as refusal:
             raise refusal.error from None
         startup = done[0].startup
