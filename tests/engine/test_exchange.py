@@ -375,6 +375,7 @@ def test_pages_of_weights_that_have_changed_since_are_refused(make, caplog: pyte
         model = engine.core._executor._weights._model
         module = next(module for module in model.modules() if "weight" in module.weights)
         module.weights["weight"].mul_(factor)
+        engine.core._executor._weights.lost()  # as after a change
         engine.core.sleep(1)
         engine.core.wake_up()
     wanted = alone.tokens(alone.add(PROMPT))
