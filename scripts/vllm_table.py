@@ -70,7 +70,7 @@ DIFFERS = {
     "--kv-offloading-size": "GiB of all ranks together; hybrids and windows too, pages go as they are; see [Host memory](server.md#host-memory)",
     "--kv-offloading-backend": "`native`",
     "--kv-transfer-config": "`OffloadingConnector` with `kv_role` `kv_both`; extra config `cpu_bytes_to_use`, `offload_prompt_only`, `eviction_policy` `lru`, `secondary_tiers` of type `fs` with `max_bytes`; "
-    "`PeerConnector` with any role, and `peers`, `secret_file`, `kv_lease_duration`, `num_threads` besides; `NixlConnector` the same with NIXL; other names are refused. `kv_load_failure_policy` is `recompute` by default",
+    "`PeerConnector` with any role, and `peers`, `secret_file`, `kv_lease_duration`, `num_threads` besides; `NixlConnector` the same with NIXL; other names are refused, and so is `bidirectional_kv_xfer`: a prefill engine finds the turns before in its own host memory, and computes the last answer's tokens. `kv_load_failure_policy` is `recompute` by default",
     "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
     "[KV events](server.md#kv-events)",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",

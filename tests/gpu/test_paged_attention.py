@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,20 @@ def test_few_rows(rows: int, kv_heads: int, group: int, dim: int, reach: Reach |
             cases, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, reach=reach, sinks=sinks, softcap=softcap
         )
         check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("reach", [None, Reach(1000), Reach(2048, chunked=True)], ids=["full", "window", "chunk"])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (1, 16, 64), (2, 1, 80), (1, 8, 256)])
+def test_few_tokens_over_many_keys(
+    kv_heads: int, group: int, dim: int, reach: Reach | None, kv_dtype: torch.dtype
+) -> None:
+    """Keys of a row's blocks are divided among programs, beside short rows and rows of one token."""
+    for tokens in (2, 16, 60):
+        rows = (plain(8176, tokens), plain(0, 5), plain(3000, 1), plain(40, 2), plain(1023, 7))
+        for some in (rows[:1], rows):
+            case = Case(some, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=kv_dtype, reach=reach, sinks=tokens == 16)
+            check_attention(replace(case, padding=3), "cuda", **CLOSE)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim", "window"), [(8, 8, 64, 128), (8, 4, 128, 64), (8, 8, 64, 129)])

@@ -10,7 +10,8 @@ import torch
 
 from helpers.effort import by_days, share_of_the_day
 from helpers.launches import compiled_for
-from pagerunner.layers.moe import Router, kernels_of
+from pagerunner.layers.module import Module
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, kernels_of
 from pagerunner.ops import quantize as twins
 from pagerunner.ops.activation import SILU
 from pagerunner.ops.linear import Norm
@@ -38,6 +39,12 @@ def weights(form: str, experts: int, outputs: int, inputs: int) -> Any:
     return Stored4(codes, torch.empty(experts, outputs, inputs // 32, dtype=torch.uint8), 32, "e2m1")
 
 
+def mixture(experts: int, active: int) -> list[Module]:
+    """The modules of a layer that decide which kernels a number of tokens needs."""
+    router = Router(FEATURES, experts, torch.bfloat16, Routing(active))
+    return [router, Experts(ExpertSizes(experts, FEATURES, INNER), torch.bfloat16)]
+
+
 def _of_expert_0(matrices: Any) -> Any:
     """One expert's matrix in the same form."""
     if isinstance(matrices, torch.Tensor):
@@ -55,8 +62,7 @@ class Layer:
     """A router and its experts, whose kernels aren't run: it tells which ones would be."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, experts: int, active: int, form: str) -> None:
-        self.router = Router(FEATURES, experts, torch.bfloat16, Routing(active))
-        self.experts = experts
+        self.routing, self.experts = Routing(active), experts
         self.weights = weights(form, experts, 2 * INNER, FEATURES), weights(form, experts, FEATURES, INNER)
         self.shared = Shared(*(_of_expert_0(one) for one in self.weights))
         self.x = torch.empty(MOST, FEATURES, dtype=torch.bfloat16)
@@ -75,7 +81,7 @@ class Layer:
         weight = torch.empty(self.experts, FEATURES, dtype=torch.bfloat16)
         if tokens <= 16:
             norm_expert_logits.kernel(self.x[:tokens], norm, weight)
-        routes = route.kernel(torch.empty(tokens, self.experts), self.router.routing)
+        routes = route.kernel(torch.empty(tokens, self.experts), self.routing)
         moe_experts.kernel(self.x[:tokens], routes._replace(order_P=None, starts_E1=None), *self.weights, SILU)
         moe_experts.kernel(self.x[:tokens], routes, *self.weights, SILU)
         own = self.x[:tokens], routes, *self.weights, SILU
@@ -86,7 +92,7 @@ class Layer:
 @pytest.mark.parametrize(("model", "form"), by_days(SIZES, ["bf16", "fp8", "mxfp4"]))
 def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeypatch, model, form):
     layer = Layer(monkeypatch, *SIZES[model], form)
-    more = more_counts(kernels_of([layer.router]), USUAL, MOST)
+    more = more_counts(kernels_of(mixture(*SIZES[model])), USUAL, MOST)
     assert len(more) <= 8  # one for each bound between two ways of products
     met = set().union(*(layer.kernels(tokens) for tokens in (*USUAL, *more)))
     assert len(met) > 3
@@ -97,6 +103,8 @@ def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeyp
 @pytest.mark.parametrize("model", SIZES)
 def test_between_two_numbers_of_tokens_that_need_the_same_kernels_there_are_no_others(model):
     """`more_counts` finds the numbers by it."""
-    for kernels in kernels_of([Router(FEATURES, SIZES[model][0], torch.bfloat16, Routing(SIZES[model][1]))]):
+    found = kernels_of(mixture(*SIZES[model]))
+    assert len(found) == 2  # of the router, and of the experts
+    for kernels in found:
         answers = [answer for answer, _ in itertools.groupby(map(kernels, [*range(1, 513), *range(513, MOST, 17)]))]
         assert len(answers) == len(set(answers))

@@ -20,7 +20,7 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, LatentCall, Projection
 from pagerunner.attention.capability import HALVES, SOFTCAP, Capabilities
-from pagerunner.attention.host_planned import HostPages, PlanFence, max_pages
+from pagerunner.attention.host_planned import PlanFence, RowPages, max_pages
 from pagerunner.attention.paged_mla import absorb, to_values
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.paged_attention import prepare_heads_, store_kv_
@@ -124,14 +124,14 @@ class PlanState:
             found = self.wrappers[key] = (make(self.workspace, buffers), PlanFence(device))
         return found
 
-    def pages(self, inputs: PlanInputs) -> HostPages:
+    def pages(self, inputs: PlanInputs) -> RowPages:
         """The pages of a step.
 
         At a graph's capture the rows aren't known, and these are the most pages that its kernels are launched for.
         """
         if self.shape is not None and not inputs.query_lens:
-            return HostPages.largest(self.shape, inputs.page_table.device)
-        return HostPages.of(inputs, len(inputs.query_lens) if self.shape is None else self.shape.rows)
+            return RowPages.largest(self.shape, inputs.page_table.device)
+        return RowPages.of(inputs, len(inputs.query_lens) if self.shape is None else self.shape.rows)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class WrapperPlan:
 
     inputs: PlanInputs
     state: PlanState
-    pages: HostPages
+    pages: RowPages
     planned: dict[Use, Any] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from pagerunner.ops.async_copy import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class HostPages:
+class RowPages:
     """The rows of a step.
 
     On the host, int32: query starts [R + 1], starts in `indices` [R + 1], tokens in a row's pages [R] and in its last page [R].
@@ -29,7 +29,7 @@ class HostPages:
     indices: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: PlanInputs, rows: int) -> HostPages:
+    def of(cls, inputs: PlanInputs, rows: int) -> RowPages:
         """The pages of a step, padded to `rows` rows. The page table is read on the device, as it is now."""
         size, table = inputs.page_tokens, inputs.page_table
         queries, ends = np.array(inputs.query_lens, dtype=np.int64), np.array(inputs.seq_lens, dtype=np.int64)
@@ -48,7 +48,7 @@ class HostPages:
         )
 
     @classmethod
-    def largest(cls, shape: GraphShape, device: torch.device) -> HostPages:
+    def largest(cls, shape: GraphShape, device: torch.device) -> RowPages:
         """The pages for the capture of a graph, whose rows aren't known: as many tokens as the graph has, and a page for each row."""
         queries = np.ones(shape.rows, dtype=np.int64)
         queries[0] = shape.tokens - shape.rows + 1

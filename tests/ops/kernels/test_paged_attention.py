@@ -73,6 +73,55 @@ def test_steps_with_several_tokens_a_row(case: Case) -> None:
     check_attention(case, "cpu")
 
 
+LONG = (plain(110, 9), plain(0, 3), plain(20, 1), plain(50, 18), plain(70, 2))
+
+
+LONG_CASES = [
+    Case(LONG, 4, 2, 3, 8),
+    Case(LONG, 3, 1, 3, 6, padding=3, sinks=True, softcap=2.0, head_dim_v=20),
+    Case(LONG, 4, 1, 2, 8, kv_dtype=E4M3),
+    Case(LONG, 4, 1, 2, 8, reach=Reach(60)),
+    Case(LONG, 4, 1, 2, 8, reach=Reach(32, chunked=True), sinks=True),
+]
+
+
+@pytest.mark.parametrize(("case", "programs"), by_days(LONG_CASES, [2, 20]))
+def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
+    """Into parts of several tiles, and of as few as there may be. A part may have keys of the past, new tokens, or both."""
+    monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2, programs))
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 20)
+    of_rows = []
+    merge = kernels.merge_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                of_rows.append(args[5].diff()[: len(LONG)].tolist())
+                return merge[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "merge_kernel", Spy())
+    check_attention(case, "cpu")
+    queries = 16 // kernels.padded(case.group)
+    assert sum(of_rows[0]) > sum(-(-row.queries // queries) for row in LONG if row.queries > 1), (
+        "no more parts than blocks"
+    )
+    assert of_rows[0][2] == 0, "a row of one token has no blocks"
+
+
+@pytest.mark.parametrize(("rows", "divided"), [(LONG[:1], True), ((plain(0, 9),), False), ((plain(30, 90),), False)])
+def test_whose_keys_are_divided(monkeypatch: pytest.MonkeyPatch, rows: tuple, divided: bool) -> None:
+    """Not those of rows with nothing before them, nor of as many blocks as the device has programs."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 20)
+    monkeypatch.setattr(kernels, "merge_kernel", {})
+    if divided:
+        with pytest.raises(KeyError):
+            check_attention(Case(rows, 4, 2, 3, 8), "cpu")
+        return
+    check_attention(Case(rows, 4, 2, 3, 8), "cpu")
+
+
 SHARING = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))
 
 

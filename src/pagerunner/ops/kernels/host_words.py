@@ -46,6 +46,7 @@ def _launch(device: torch.device, from_host: bool, *pairs: tuple[torch.Tensor, .
     """Copy words from the first to the second tensor of one or two pairs."""
     for one, other in pairs:
         alike = one.dtype == other.dtype and one.shape == other.shape
+        assert not one.nbytes % 4, f"{one.nbytes} bytes are not whole words"
         assert alike and one.is_contiguous() and other.is_contiguous(), (one.dtype, other.dtype, one.shape, other.shape)
     (source, target), (source_2, target_2) = pairs[0], pairs[-1]
     size, size_2 = source.nbytes // 4, source_2.nbytes // 4

@@ -16,6 +16,7 @@ from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, pa
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
+from pagerunner.ops.kernels.paged_parts import merge_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_shared import shared_kernel
@@ -86,9 +87,9 @@ def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool, window:
     wait for less.
     """
     if exact:
-        return Tiles(max(32, group), 32, 4, 2)
+        return Tiles(max(32, group), 32, 4, 2, 2)
     if queries * group <= 64 or (row_bytes == 256 and queries <= SHORT_QUERIES):
-        return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3)
+        return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3, 2)
     if row_bytes == 128:
         return Tiles(64, 32, 4, 3) if 0 < window <= SHORT_WINDOW else Tiles(128, 64, 8, 3)
     return Tiles(128, 128 if row_bytes == 256 else 32, 8, 3)
@@ -101,7 +102,7 @@ class _Schedule:
     info: torch.Tensor
     begin: torch.Tensor
     units: torch.Tensor
-    blocks: torch.Tensor
+    parts: torch.Tensor
     counters: torch.Tensor
     shared: bool
 
@@ -224,6 +225,7 @@ class _Call:
         self.shared_splits = self._shared_splits()
         self.own = self.reach or prep is not None
         self.long = not plan.one_token
+        self.prefill_parts = self._prefill_parts()
         few = few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         self.few = prep is not None and self.fp8 is None and (self.tokens < FEW_ROWS or self.one_tile)
@@ -244,9 +246,9 @@ class _Call:
             self.table, self.table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
             self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
-            self.shared_splits, self.entry_tiles,
-            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded, OWN=self.own,
-            SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
+            self.shared_splits, self.entry_tiles, self.prefill_parts,
+            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded,
+            BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(*parts, self.sharing)
 
@@ -329,22 +331,39 @@ class _Call:
             EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
+    def _prefill_parts(self) -> int:
+        """How many parts a step's blocks may have, so that all run at once; 0 if blocks occupy the device anyway, or see new tokens alone."""
+        tiles, programs = self.prefill, multiprocessors(self.q.device) * self.prefill.programs
+        few = 2 * blocks(self.tokens * self.group_padded, tiles.rows) * self.kv_heads <= programs
+        return max(programs // self.kv_heads, 1) if self.long and few and not self.plan.fresh else 0
+
     def run_prefill(self, schedule: _Schedule) -> None:
         tiles, rows, plan = self.prefill, self.rows, self.plan
         queries = tiles.rows // self.group_padded
         num_rows = rows.slots_R.shape[0]
-        most_blocks = blocks(self.tokens, queries) + min(num_rows, self.tokens // 2)
+        parts, sinks = self.prefill_parts, self.out if self.sinks is None else self.sinks
+        most_parts = max(blocks(self.tokens, queries) + min(num_rows, self.tokens // 2), parts)
         dot = torch.float32 if self.exact else self.q.dtype
         bulk = self._bulk_copies(dot)
-        prefill_kernel[(most_blocks * self.kv_heads,)](
+        places = most_parts * self.kv_heads * tiles.rows if parts else 0
+        values, sums = torch.empty(places * (self.dim_v + 2), dtype=torch.float32, device=self.q.device).split(
+            [places * self.dim_v, places * 2]
+        )
+        prefill_kernel[(most_parts * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), self.table, self.table.stride(0),
-            self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.blocks, num_rows,
-            self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
+            self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.parts, num_rows,
+            values, sums, sinks, self.scale, self.softcap, plan.window, plan.chunk,
             self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
-            self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot,
+            self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot, parts > 0,
             dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+        if parts:
+            merge_kernel[(self.tokens * self.kv_heads,)](
+                self.out, *self.out.stride()[:2], rows.row_T, rows.query_start_R1, schedule.parts, values, sums, sinks,
+                self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim_v, self.padded[1], self.sinks is not None,
+                min(max(8192 // (self.group_padded * self.padded[1]), 2), 16), num_warps=4, **dependent(self.q.device),
+            )  # fmt: skip
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:
         """Whether the copy engine can fetch tiles of the new tokens' keys and values."""
@@ -387,7 +406,7 @@ class _Call:
     def run(self) -> torch.Tensor:
         if self.library_serves():
             return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
-        key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits
+        key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and (self.few or self.tokens < FEW_ROWS)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import turned
+from pagerunner.ops.kernels.paged_parts import merged, over_sinks
 from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
 
 
@@ -182,47 +183,6 @@ def _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP: t
 
 
 @triton.jit
-def _merged(
-    part_ptr, sums_ptr, first, count, head,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """A unit's partial results, [GP, DP]. Those of AT_ONCE parts are on their way together."""
-    g, d, some = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, AT_ONCE)
-    highest = tl.full([GP], LOWEST, tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        # parts are the second dimension, which a thread holds whole: so threads exchange no values
-        at = ((first + start + some) * K + head)[None, :] * G + g[:, None]
-        there = (start + some < count)[None, :] & (g < G)[:, None]
-        values = tl.load(
-            part_ptr + at[:, :, None] * D + d[None, None, :],
-            mask=there[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        scores = tl.load(sums_ptr + at * 2, mask=there, other=LOWEST, cache_modifier=".cg")
-        totals = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.math.exp2(highest - new)
-        weights = tl.where(there, tl.math.exp2(scores - new[:, None]), 0.0)
-        total = total * shrink + tl.sum(weights * totals, 1)
-        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
-        highest = new
-    return highest, total, acc
-
-
-@triton.jit
-def _with_sinks(highest, total, sinks_ptr, heads, there, SINKS: tl.constexpr):
-    """The factor of a unit's weighted values: one over the total weight, in which the heads' sinks count."""
-    factor = tl.full([heads.shape[0]], 1.0, tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + heads, mask=there, other=0.0).to(tl.float32) * LOG2E
-        new = tl.maximum(highest, sink)
-        factor = tl.math.exp2(highest - new)
-        total = total * factor + tl.math.exp2(sink - new)
-    return factor / tl.where(total > 0, total, 1.0)
-
-
-@triton.jit
 def _store_whole(
     out_ptr, out_sh, sinks_ptr, highest, total, acc_low, acc_high, head,
     G: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
@@ -231,7 +191,7 @@ def _store_whole(
     m, h = tl.arange(0, M), tl.arange(0, HP)
     q_head = head * G + m
     mask = (m < G)[None, :] & (h < HALF)[:, None]
-    factor = _with_sinks(highest, total, sinks_ptr, q_head, m < G, SINKS)[None, :]
+    factor = over_sinks(highest, total, sinks_ptr, q_head, m < G, SINKS)[None, :]
     at = out_ptr + q_head[None, :] * out_sh + h[:, None]
     tl.store(at, (acc_low * factor).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(at + HALF, (acc_high * factor).to(out_ptr.dtype.element_ty), mask=mask)
@@ -262,8 +222,9 @@ def _store_merged(
     """The output of a unit whose parts have all been stored."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     q_head = head * G + g
-    highest, total, acc = _merged(part_ptr, sums_ptr, first_part, count, head, K, G, GP, D, DP, AT_ONCE)
-    acc *= _with_sinks(highest, total, sinks_ptr, q_head, g < G, SINKS)[:, None]
+    first = (first_part * K + head) * G + g
+    highest, total, acc = merged(part_ptr, sums_ptr, first, K * G, count, g < G, D, DP, AT_ONCE)
+    acc *= over_sinks(highest, total, sinks_ptr, q_head, g < G, SINKS)[:, None]
     at = out_ptr + q_head[:, None] * out_sh + d[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
 

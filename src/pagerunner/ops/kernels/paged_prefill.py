@@ -2,7 +2,12 @@
 
 Program (block, head) takes a block of one row's queries, with the query heads of one key/value head packed into the
 tile, so that keys and values are read once for all of them. Which row a block belongs to follows from prefix sums on
-the device. Blocks with most keys come first. Scores are in units of log2. Shape letters: see `paged_decode`; M rows of a
+the device. Blocks with most keys come first.
+
+In a step of few blocks, most of the device would be idle. Example: 16 tokens over 8,192 keys are one block for each head of keys. So a
+block's keys are divided: program (part, head) takes some of the tiles, and `kernels.paged_parts` merges the parts.
+
+Scores are in units of log2. Shape letters: see `paged_decode`; M rows of a
 tile, N keys of a tile.
 """
 
@@ -11,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.paged_parts import over_sinks, part_of_row, store_part
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
     LOWEST,
@@ -124,12 +130,30 @@ def _oldest(past, first, query_M, window, chunk, REACH: tl.constexpr):
 
 
 @triton.jit
-def _row_of(block_ptr, block, num_rows):
+def _keys_of_part(part, parts, past_from, past_to, new_from, new_to, BN: tl.constexpr):
+    """What a part has of its block's keys, the past [past_from, past_to) and the new tokens [new_from, new_to).
+
+    All parts but the last ones have equally many tiles. Either stretch may be empty.
+    """
+    past_keys = tl.maximum(tl.cdiv(past_to - past_from, BN), 0) * BN
+    each = tl.cdiv(past_keys + tl.cdiv(new_to - new_from, BN) * BN, parts * BN) * BN
+    first = part * each
+    of_new = new_from - past_keys + first
+    return (
+        past_from + first,
+        tl.minimum(past_from + first + each, past_to),
+        tl.maximum(of_new, new_from),
+        tl.minimum(of_new + each, new_to),
+    )
+
+
+@triton.jit
+def _row_of(part_ptr, part, num_rows):
     row = 0
     for start in range(0, num_rows, 256):
         i = start + tl.arange(0, 256)
-        ends = tl.load(block_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
-        row += tl.sum((ends <= block).to(tl.int32), 0)
+        ends = tl.load(part_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row += tl.sum((ends <= part).to(tl.int32), 0)
     return row
 
 
@@ -137,29 +161,29 @@ def _row_of(block_ptr, block, num_rows):
 def prefill_kernel(
     q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
-    k_desc, v_desc, table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, block_ptr, num_rows,
-    sinks_ptr, scale, softcap, window, chunk,
+    k_desc, v_desc, table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows,
+    values_ptr, sums_ptr, sinks_ptr, scale, softcap, window, chunk,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    TO: tl.constexpr, PAST: tl.constexpr, ASM: tl.constexpr,
+    TO: tl.constexpr, PAST: tl.constexpr, DIVIDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`block` [R + 1] are prefix sums of the rows' blocks, of BM // GP queries each. Products are of dtype TO, with pages of
-    dtype PAST.
+    """`part` [R + 1] are prefix sums of the rows' parts. A block has BM // GP queries, and one part if keys aren't DIVIDED. `values` and
+    `sums`: see `merge_kernel`. Products are of dtype TO, with pages of dtype PAST.
     """
     BT: tl.constexpr = BM // GP
     head = tl.program_id(0) % K
-    block = tl.load(block_ptr + num_rows) - 1 - tl.program_id(0) // K
-    if block >= 0:
-        row = _row_of(block_ptr, block, num_rows)
-        first = (block - tl.load(block_ptr + row)) * BT
+    index = tl.load(part_ptr + num_rows) - 1 - tl.program_id(0) // K
+    if index >= 0:
+        row = _row_of(part_ptr, index, num_rows)
         token = tl.load(starts_ptr + row)
         num_new = tl.load(starts_ptr + row + 1) - token
+        first_part, parts = part_of_row(part_ptr, row, num_new, BT)
+        first = (index - first_part) // parts * BT
         past = tl.load(lengths_ptr + row) - num_new
         slot = tl.load(slots_ptr + row).to(tl.int64)
 
-        m = tl.arange(0, BM)
-        d = tl.arange(0, DP)
+        m, d = tl.arange(0, BM), tl.arange(0, DP)
         query_M = first + m // GP
         q_head = head * G + m % GP
         there = (query_M < num_new) & (m % GP < G)
@@ -167,22 +191,25 @@ def prefill_kernel(
         q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
         q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
         oldest, oldest_M = _oldest(past, first, query_M, window, chunk, REACH)
-        highest = tl.full([BM], LOWEST, tl.float32)
-        total = tl.zeros([BM], tl.float32)
+        highest, total = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DVP], tl.float32)
 
         q_past = q.to(PAST)
         row_table = table_ptr + slot * table_st
-        kp_at = kp_ptr + head * kp_sh
-        vp_at = vp_ptr + head * vp_sh
+        kp_at, vp_at = kp_ptr + head * kp_sh, vp_ptr + head * vp_sh
         scales_ptr += head
         whole = past // BN * BN
+        begin = tl.maximum(oldest - past, 0) // BN * BN
+        past_from, past_to, new_from, new_to = oldest // BN * BN, past, begin, tl.minimum(first + BT, num_new)
+        if DIVIDED:
+            part = (index - first_part) % parts
+            past_from, past_to, new_from, new_to = _keys_of_part(part, parts, past_from, past_to, new_from, new_to, BN)
         highest, total, acc = _past_tiles(
             q_past, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table, width,
-            oldest // BN * BN, whole, past, oldest, oldest_M, scale, softcap,
+            past_from, tl.minimum(whole, past_to), past, oldest, oldest_M, scale, softcap,
             K, D, DP, DV, DVP, PAGE, BN, False, REACH, SOFTCAP, FP8, PAST, ASM,
         )  # fmt: skip
-        if (whole < past) & (oldest < past):
+        if (past_from <= whole) & (whole < past_to) & (oldest < past):
             highest, total, acc = _past_tiles(
                 q_past, highest, total, acc, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, scales_ptr, scales_se, row_table,
                 width, whole, past, past, oldest, oldest_M, scale, softcap,
@@ -191,26 +218,23 @@ def prefill_kernel(
 
         k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
         v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
-        begin = tl.maximum(oldest - past, 0) // BN * BN
         diagonal = tl.maximum(first // BN * BN, begin)
         highest, total, acc = _new_tiles(
-            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, begin, diagonal,
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, new_from, tl.minimum(diagonal, new_to),
             num_new, query_M, oldest_M - past, scale, softcap,
             D, DP, DV, DVP, BN, False, REACH, SOFTCAP, TMA, TO,
         )  # fmt: skip
         highest, total, acc = _new_tiles(
-            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, diagonal,
-            tl.minimum(first + BT, num_new), num_new, query_M, oldest_M - past, scale, softcap,
+            q, highest, total, acc, k_at, k_st, v_at, v_st, k_desc, v_desc, token, head * D, head * DV, tl.maximum(diagonal, new_from),
+            new_to, num_new, query_M, oldest_M - past, scale, softcap,
             D, DP, DV, DVP, BN, True, REACH, SOFTCAP, TMA, TO,
         )  # fmt: skip
 
-        if SINKS:
-            sink = tl.load(sinks_ptr + q_head, mask=there, other=0.0).to(tl.float32) * LOG2E
-            new = tl.maximum(highest, sink)
-            shrink = tl.math.exp2(highest - new)
-            total = total * shrink + tl.math.exp2(sink - new)
-            acc = acc * shrink[:, None]
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        dv = tl.arange(0, DVP)
-        out_at = out_ptr + (token_M * out_st + q_head * out_sh)[:, None] + dv[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
+        if DIVIDED and parts > 1:
+            place_M = (index * K + head) * BM + m
+            store_part(values_ptr, sums_ptr, place_M, highest, total, acc, there, DV, DVP)
+        else:
+            acc *= over_sinks(highest, total, sinks_ptr, q_head, there, SINKS)[:, None]
+            dv = tl.arange(0, DVP)
+            out_at = out_ptr + (token_M * out_st + q_head * out_sh)[:, None] + dv[None, :]
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])

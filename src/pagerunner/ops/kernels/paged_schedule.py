@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MOST_PARTS = tl.constexpr(64)  # of a block, because merging takes time too
+
 
 @triton.jit
 def _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot0, column, num_rows, BLOCK: tl.constexpr):
@@ -62,19 +64,63 @@ def _shared_tokens(
     return shared, slot
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window", "chunk", "num_counters", "least", "entry_tiles"])
+@triton.jit
+def _block_tiles(starts_ptr, lengths_ptr, row, there, window, chunk, BT: tl.constexpr, BNP: tl.constexpr):
+    """Of rows, how many blocks of BT queries each has, and about how many tiles of keys each of its blocks sees."""
+    queries = tl.load(starts_ptr + row + 1, mask=there, other=0) - tl.load(starts_ptr + row, mask=there, other=0)
+    past = tl.load(lengths_ptr + row, mask=there, other=0) - queries
+    oldest = tl.zeros_like(past)
+    if chunk > 0:
+        oldest = past // chunk * chunk
+    elif window > 0:
+        oldest = tl.maximum(past - window + 1, 0)
+    tiles = tl.cdiv(tl.maximum(past - oldest, 0), BNP) + tl.cdiv(queries, BNP)
+    return tl.where(queries > 1, tl.cdiv(queries, BT), 0), tiles
+
+
+@triton.jit
+def _divide_blocks(
+    starts_ptr, lengths_ptr, part_ptr, num_rows, window, chunk, slices, BT: tl.constexpr, BNP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Prefix sums of the parts of rows' blocks: see `schedule_kernel`."""
+    blocks = 0
+    tiles = 0
+    if slices > 0:
+        for start in range(0, num_rows, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            count, of_block = _block_tiles(starts_ptr, lengths_ptr, row, row < num_rows, window, chunk, BT, BNP)
+            blocks += tl.sum(count, 0)
+            tiles += tl.sum(count * of_block, 0)
+    # a block's last part may be short, so that many more parts than wanted would come from rounding up
+    per = tl.maximum(tl.cdiv(tiles, tl.maximum(slices - blocks, 1)), 1)
+    parts = 0
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        there = row < num_rows
+        count, of_block = _block_tiles(starts_ptr, lengths_ptr, row, there, window, chunk, BT, BNP)
+        if slices > blocks:
+            count *= tl.minimum(tl.cdiv(of_block, per), MOST_PARTS)
+        tl.store(part_ptr + 1 + row, parts + tl.cumsum(count, 0), mask=there)
+        parts += tl.sum(count, 0)
+    tl.store(part_ptr, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "window", "chunk", "num_counters", "least", "entry_tiles", "slices"]
+)
 def schedule_kernel(
     table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, row_ptr, position_ptr,
-    info_ptr, begin_ptr, unit_ptr, block_ptr, counter_ptr,
-    num_tokens, num_rows, num_counters, window, chunk, least, shared_splits, entry_tiles,
-    PAGE: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, OWN: tl.constexpr,
+    info_ptr, begin_ptr, unit_ptr, part_ptr, counter_ptr,
+    num_tokens, num_rows, num_counters, window, chunk, least, shared_splits, entry_tiles, slices,
+    PAGE: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, BNP: tl.constexpr, OWN: tl.constexpr,
     SHARED: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Padding tokens are units too, because a program has to write their zeros. `entry_tiles`: see `decode_kernel`.
     A row's first tile begins at a multiple of ALIGN.
 
-    `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `block` [R + 1]: prefix sums of
-    rows' blocks of BT queries; `counter`: zeros.
+    `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `part` [R + 1]: prefix sums of the
+    parts of rows' blocks of BT queries; `counter`: zeros. Blocks' keys are divided so that the step has at most `slices` parts, if it has
+    fewer blocks than these. Otherwise each block is one part.
     """
     for start in range(0, num_counters, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -127,14 +173,4 @@ def schedule_kernel(
         for start in range(0, num_tokens, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(begin_ptr + 1 + at, tl.zeros([BLOCK], tl.int32) + tiles, mask=(at >= units) & (at < num_tokens))
-        blocks = 0
-        for start in range(0, num_rows, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            there = row < num_rows
-            queries = tl.load(starts_ptr + row + 1, mask=there, other=0) - tl.load(
-                starts_ptr + row, mask=there, other=0
-            )
-            count = tl.where(queries > 1, tl.cdiv(queries, BT), 0)
-            tl.store(block_ptr + 1 + row, blocks + tl.cumsum(count, 0), mask=there)
-            blocks += tl.sum(count, 0)
-        tl.store(block_ptr, 0)
+        _divide_blocks(starts_ptr, lengths_ptr, part_ptr, num_rows, window, chunk, slices, BT, BNP, BLOCK)
