@@ -4,11 +4,13 @@ pytest-xdist starts processes that collect all tests each: 11 s of computing, mo
 Each process asks for a file when it begins the last test of the one before, so the fixtures of the session stay in between.
 What it reports goes through a pipe to the first process, whose plugins hear it as if the tests had run there.
 A process that dies fails the test that it was at. Another one takes over what is left of the file.
+A process that says nothing for `--silence` seconds shows its threads and is ended: a test that hangs fails, and the others still run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import signal
@@ -25,18 +27,22 @@ from typing import Any, NoReturn
 
 import pytest
 from _pytest.assertion import rewrite
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from helpers.programs import end
 
 Part = list[int]
 """Places of tests in `session.items`, which one process runs in this order."""
 _SECONDS_TO_END = 20
+_SECONDS_TO_DUMP = 5
 
 
 def add_option(parser: pytest.Parser) -> None:
     """The option's words."""
     help = "run tests in so many processes, whole files in each, which are forked after the tests are collected"
     parser.addoption("--forks", type=int, default=1, metavar="N", help=help)
+    help = "end a forked process whose test takes longer"
+    parser.addoption("--silence", type=float, default=600, metavar="SECONDS", help=help)
 
 
 @contextlib.contextmanager
@@ -77,6 +83,8 @@ class _Process:
     pid: int
     link: Connection
     left: Part = field(default_factory=list)
+    heard: float = field(default_factory=time.monotonic)
+    silent: bool = False
 
 
 def run(session: pytest.Session) -> bool | None:
@@ -96,6 +104,7 @@ class _First:
     def __init__(self, session: pytest.Session, files: list[Part]) -> None:
         self._session, self._hook = session, session.config.hook
         self._to_do, self._others, self._numbers = files[::-1], list[_Process](), itertools.count()
+        self._silence: float = session.config.getoption("silence")
         session.config._tmp_path_factory.getbasetemp()  # one for all
 
     def run(self, processes: int) -> None:
@@ -103,12 +112,13 @@ class _First:
             for _ in range(processes):
                 self._fork()
             while self._others:
-                for link in wait([other.link for other in self._others]):
+                for link in wait([other.link for other in self._others], self._silence / 10):
                     self._listen(next(other for other in self._others if other.link is link))
                     if self._session.shouldfail:
                         raise self._session.Failed(self._session.shouldfail)
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
+                self._end_silent()
         finally:
             self._end()
 
@@ -122,7 +132,18 @@ class _First:
         theirs.close()
         self._others.append(_Process(number, pid, ours))
 
+    def _end_silent(self) -> None:
+        for other in [*self._others]:
+            over = time.monotonic() - other.heard - self._silence
+            other.silent = over > 0
+            if over > _SECONDS_TO_DUMP:
+                os.kill(other.pid, signal.SIGKILL)
+                self._bury(other)  # its end may not be heard: a program that its test has forked may keep the link
+            elif over > 0:
+                os.kill(other.pid, signal.SIGABRT)
+
     def _listen(self, other: _Process) -> None:
+        other.heard = time.monotonic()
         try:
             what, said = other.link.recv()
         except (EOFError, ConnectionError):
@@ -154,6 +175,8 @@ class _First:
         at = other.left.pop(0) if other.left else None
         where = self._session.items[at].nodeid if at is not None else f"process {other.number}"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+        if other.silent:
+            how += f" after {self._silence:g} seconds of silence"
         report = pytest.TestReport(
             where, (where.partition("::")[0], None, where), {}, "failed", f"The process {how} in {where}.", "call"
         )
@@ -189,6 +212,7 @@ class _Other:
         capture.stop_global_capturing()
         capture.start_global_capturing()
         capture.suspend_global_capture()
+        self._stderr = self._config.stash[fault_handler_stderr_fd_key]  # what is captured by now is shown to nobody
         factory = self._config._tmp_path_factory
         factory._basetemp = factory.mktemp(f"process{number}", numbered=False)
 
@@ -203,6 +227,7 @@ class _Other:
         except BaseException:
             traceback.print_exc()
         self._link.close()
+        faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=self._stderr)
         end(status)
 
     def _run(self) -> None:
@@ -221,9 +246,14 @@ class _Other:
         return self._link.recv()
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        open("/tmp/forks.log", "a").write(f"{time.time():.1f} {os.getpid()} {nodeid}\n")
         self._link.send(("start", {"nodeid": nodeid, "location": location}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            open("/tmp/forks.log", "a").write(
+                f"{time.time():.1f} {os.getpid()} FAILED {report.nodeid} {report.when}\n{report.longreprtext}\n{report.sections}\n"
+            )
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._link.send(("report", data))
 

@@ -41,7 +41,7 @@ import os, pytest
 def test_before(): pass
 def test_dies(): os.kill(os.getpid(), 9)
 def test_after(): pass
-@pytest.mark.skip(reason="cold")
+@pytest.mark.skip(reason="so that a sample suite has a skipped test")
 def test_skipped(): pass
 """,
     "test_c.py": """
@@ -60,6 +60,24 @@ def test_is_interrupted():
     try: time.sleep(60)
     finally: pathlib.Path("cleaned").touch()
 """,
+    "test_y.py": """
+import os, pathlib, time
+def test_hangs():
+    if os.fork():
+        time.sleep(600)
+    for _ in range(300):
+        if pathlib.Path("after").exists(): os._exit(0)
+        time.sleep(0.1)
+    pathlib.Path("late").touch()
+    os._exit(0)
+def test_after_that(): pathlib.Path("after").touch()
+""",
+    "test_z.py": """
+import signal, time
+def test_hangs_while_it_ends():
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    time.sleep(600)
+""",
 }
 
 
@@ -76,13 +94,13 @@ def start(root: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def test_what_happens_in_processes_is_told_by_one(tmp_path: Path) -> None:
-    with start(tmp_path, "-rs", "--deselect", "tests/test_d.py") as process:
+    with start(tmp_path, "-rs", *(f"--deselect=tests/test_{name}.py" for name in "dyz")) as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == pytest.ExitCode.TESTS_FAILED
-    assert re.search(r"3 failed, 5 passed, 1 skipped, 1 deselected, 1 warning, 1 error in ", said), said
+    assert re.search(r"3 failed, 5 passed, 1 skipped, 4 deselected, 1 warning, 1 error in ", said), said
     assert "The process was ended by SIGKILL in tests/test_b.py::test_dies." in said
     assert "The process ended with 3 in tests/test_c.py::test_leaves." in said
-    for shown in ("assert 1 == 2", "\nshown\n", "no way back", "an old way", "cold"):
+    for shown in ("assert 1 == 2", "\nshown\n", "no way back", "an old way", "so that a sample suite has"):
         assert shown in said
     assert "not shown" not in said
     assert len(list((tmp_path / "tests/__pycache__").glob("test_*pytest*.pyc"))) == len(FILES)
@@ -100,3 +118,13 @@ def test_ctrl_c_ends_the_processes_and_what_they_have_begun(tmp_path: Path) -> N
         said, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, said
     assert (tmp_path / "cleaned").exists()
+
+
+def test_a_test_that_hangs_fails_and_the_others_run(tmp_path: Path) -> None:
+    with start(tmp_path, "--silence", "2", "-k", "test_y or test_z or passes") as process:
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == pytest.ExitCode.TESTS_FAILED
+    assert re.search(r"2 failed, 2 passed, \d+ deselected in ", said), said
+    assert "The process was ended by SIGABRT after 2 seconds of silence in tests/test_y.py::test_hangs." in said
+    assert "The process was ended by SIGKILL after 2 seconds of silence in tests/test_z.py" in said
+    assert not (tmp_path / "late").exists()  # what the test that hangs has forked keeps its link open
