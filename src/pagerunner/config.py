@@ -312,10 +312,14 @@ def kv_events(args: EngineArgs) -> KVEventsConfig | None:
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an engine `lends` and `pulls` pages, where it listens for other engines, and which ones it knows. A loan lasts so many `seconds`."""
+    """Whether an engine `lends` and `pulls` pages, where it listens for other engines, and which ones it knows. A loan lasts so many `seconds`.
+
+    An engine without an `engine_id` gets one at each start. `fails`: requests whose pages don't come end with an error, and aren't computed.
+    """
 
     lends: bool
     pulls: bool
+    tp_size: int
     engine_id: str
     host: str
     port: int
@@ -324,6 +328,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_threads: int
     nixl: bool = False
+    fails: bool = False
 
 
 class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):

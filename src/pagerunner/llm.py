@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -22,7 +22,14 @@ from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.frontend.frontend import build_frontend, check_options
-from pagerunner.engine.frontend.input_processor import POOLING_PARAMS, check_continues, up_to_mark, with_marked_end
+from pagerunner.engine.frontend.input_processor import (
+    POOLING_PARAMS,
+    Prompt,
+    check_continues,
+    shown_text,
+    up_to_mark,
+    with_marked_end,
+)
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.engine.startup.resolve import resolve
@@ -40,8 +47,15 @@ from pagerunner.types.weights import (
     read_request,
 )
 
-Prompt = str | dict[str, Any]
 Message = dict[str, Any]
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Prompts one by one. A list of integers is one prompt, as in vLLM."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]  # a wrong one is refused by name with the others
+    items: list[Any] = list(prompts)
+    return [items] if items and all(type(item) is int for item in items) else items
 
 
 class LLM:
@@ -143,7 +157,7 @@ class LLM:
         """Complete prompts; outputs come in the prompts' order.
 
         Args:
-            prompts: a string, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
+            prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
             sampling_params: one for all, or one per prompt; the checkpoint's defaults when None.
             use_tqdm: show a progress bar.
             priority: with scheduling_policy="priority", one number per prompt; lower runs first.
@@ -153,9 +167,7 @@ class LLM:
             EngineSleepingError: call `wake_up` first.
             EngineDeadError: a step has failed; make a new LLM.
         """
-        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        if any(isinstance(item, int) for item in items):
-            raise InvalidRequestError('Token ids are passed as {"prompt_token_ids": [...]}.', param="prompts")
+        items = _each(prompts)
         if len(items) > limits.MAX_PROMPTS_PER_CALL * 1_000:
             raise InvalidRequestError(f"{len(items)} prompts in one call are too many.", param="prompts")
         params = self._one_each(
@@ -219,7 +231,7 @@ class LLM:
             raise ConfigError(
                 'The model has no modules.json; say how it is pooled: pooler_config={"pooling_type": "LAST"}.'
             )
-        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        items = _each(prompts)
         with seldom_collected():
             params = [POOLING_PARAMS] * len(items)
             outputs = self._run(items, params, [0] * len(items), use_tqdm, pooling=pooler.kind)
@@ -390,8 +402,7 @@ class LLM:
         ]
         with self._whole():
             for request_id, prompt, requests in batches:
-                text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-                self._outputs.add(request_id, text, requests, kind)
+                self._outputs.add(request_id, shown_text(prompt), requests, kind)
                 for request in requests:
                     self._core.add(request)
 

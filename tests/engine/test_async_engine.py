@@ -125,7 +125,7 @@ def test_every_output_kind_ends_with_the_same_text(shared: asyncio.Runner, model
 
 def test_n_sequences_come_as_one_request(shared: asyncio.Runner, model: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        output = await last(engine, "a", {"prompt_token_ids": [5, 6]}, n=3, max_tokens=3)
+        output = await last(engine, "a", [5, 6], n=3, max_tokens=3)
         assert [(one.index, one.token_ids) for one in output.outputs] == [(index, [5, 6, 5]) for index in range(3)]
 
     with_shared(shared, model, test)

@@ -143,20 +143,24 @@ def test_new_weights_and_resets_end_hits(checkpoint: Callable[[str], str], tmp_p
     nothing_held(llm)
 
 
-def test_other_weights_after_a_sleep_end_the_disk_and_its_threads(
+def test_other_weights_do_not_use_the_disk_and_those_of_the_start_use_it_again(
     checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engine(checkpoint("qwen3"), tmp_path, enable_sleep_mode=True)
     wanted, _ = run(llm, PROMPTS)
     written(llm)
-    monkeypatch.setattr(llm._core._executor, "weights_digest", lambda: "other weights")
+    with monkeypatch.context() as others:
+        others.setattr(llm._core._executor, "weights_digest", lambda: "other weights")
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert run(llm, PROMPTS) == (wanted, [0] * 4)
+        assert below(llm).detached
+        llm._core.recover([])
+        assert run(llm, PROMPTS) == (wanted, [0] * 4)
     llm.sleep(level=2)
     llm.wake_up()
-    assert run(llm, PROMPTS) == (wanted, [0] * 4)
-    assert below(llm).detached
-    until(lambda: not any(thread.is_alive() for thread in below(llm)._store._threads))
-    llm._core.recover([])
-    assert run(llm, PROMPTS) == (wanted, [0] * 4)
+    tokens, cached = run(llm, PROMPTS)
+    assert tokens == wanted and all(cached)
     nothing_held(llm)
 
 
@@ -254,3 +258,20 @@ def test_a_directory_that_cannot_be_is_refused_at_the_start(checkpoint: Callable
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="root_dir='.*file' of the disk tier can't be used"):
         engine(checkpoint("qwen3"), tmp_path / "file")
+
+
+def test_of_more_prompts_than_have_room_in_host_memory_each_is_read_in_its_turn(
+    checkpoint: Callable[[str], str], tmp_path: Path
+) -> None:
+    prompts = [[(i * j) % 480 + 5 for j in range(130)] for i in range(1, 9)]
+    path = checkpoint("qwen3")
+    first = engine(path, tmp_path)
+    wanted, _ = run(first, prompts)
+    written(first)
+    below(first)._store.close()
+    second = engine(path, tmp_path)
+    until(lambda: second._core._executor.host_ready >= second._core._scheduler.tiers.host.num_bytes)
+    below(second)._store._stats.read_rate = 1e12  # so that reading always pays
+    page_bytes = second._core.memory_plan.groups[0].page_bytes
+    second._core._scheduler.tiers.host.num_bytes = int(2 * 3.2 * 8 * page_bytes)  # half of it has room for three
+    assert run(second, prompts) == (wanted, [128] * 8)

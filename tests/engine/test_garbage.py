@@ -107,3 +107,27 @@ def test_generating_collects_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     assert set(seen) == {(YOUNG, 10, OLD)}
     assert gc.get_threshold() == USUAL
+
+
+def test_what_was_made_before_is_passed_over_inside_and_collected_afterwards() -> None:
+    gc.unfreeze()
+    gc.disable()
+    try:
+        old = weakref.ref(Knot())
+        with seldom_collected():
+            new = weakref.ref(Knot())
+            gc.collect()
+            assert old() is not None and new() is None, "garbage of inside is collected"
+        assert not gc.get_freeze_count()
+        gc.collect()
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_what_the_users_program_has_set_apart_stays_so() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with seldom_collected():
+        pass
+    assert gc.get_freeze_count() > count - 1000, "some of it may be freed"

@@ -19,6 +19,7 @@ from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.report import plan_json, plan_table
 from pagerunner.runner.transfers import Transfers
 from pagerunner.tiers import policy
+from pagerunner.tiers.host import HostTier
 from pagerunner.types import EngineRequest, PageTransfer, TransferEnd
 
 pytest.importorskip("transformers")
@@ -253,6 +254,10 @@ def test_ranks_stages_and_teams_have_the_same_places(
             {"kv_transfer_config": {"kv_connector": "MoRIIO", "kv_role": "kv_both"}},
             "must be one of OffloadingConnector, PeerConnector, NixlConnector, got 'MoRIIO'",
         ),
+        (
+            {"kv_transfer_config": {"kv_connector": "MultiConnector", "kv_role": "kv_both"}},
+            "'MultiConnector' .* isn't there; PeerConnector or NixlConnector with secondary_tiers",
+        ),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_role of OffloadingConnector"),
         (connector(), "doesn't say how much of it: give cpu_bytes_to_use"),
         (connector(cpu_bytes_to_use=0), "cpu_bytes_to_use must be at least 1, got 0"),
@@ -263,6 +268,11 @@ def test_ranks_stages_and_teams_have_the_same_places(
         (connector(cpu_bytes_to_use=2**26, store_threshold=2), "store_threshold=2 would store a prompt when"),
         (connector(cpu_bytes_to_use=2**26, store_threshold=-3), "store_threshold must be 0 or 1, got -3"),
         ({"kv_offloading_size": 1e9}, r"got 1e\+09 \(and below 1,048,576\)"),
+        (
+            {"kv_transfer_config": "{}"},
+            "kv_transfer_config asks for nothing: kv_connector is missing. Give JSON such as",
+        ),
+        ({"kv_transfer_config": "/tmp/kv.json"}, "kv_transfer_config must be JSON such as .*kv_connector"),
         ({"kv_transfer_config": {"kv_load_failure_policy": "retry"}}, "must be one of recompute, fail, got 'retry'"),
     ],
 )
@@ -278,8 +288,10 @@ def test_more_host_memory_than_there_is_and_vllms_words(checkpoint: Callable[[st
     with pytest.raises(CapacityError, match=r"asks for 61.44 MiB .* 32.00 MiB can be had .*; lower it to 0.0"):
         resolve(args, available=2**30 + 2**24)
     resolved = resolve(args, available=2**33)
-    assert resolved.config.host_bytes == resolved.plan.host_bytes == int(0.06 * 2**30) // 2
+    assert resolved.config.host_bytes == int(0.06 * 2**30) // 2
     assert dict(resolved.plan.other)["host memory for pages"] == resolved.plan.host_bytes
+    assert resolved.plan.host_bytes == HostTier(resolved.plan, resolved.config.host_bytes).num_bytes, "what there is"
+    assert 0 <= resolved.config.host_bytes - resolved.plan.host_bytes < 2 * resolved.plan.groups[0].page_bytes
     assert "host memory" in plan_table(resolved.plan) and plan_json(resolved.plan)["host_tokens"] > 10_000
     same = connector(cpu_bytes_to_use=int(0.06 * 2**30), offload_prompt_only=False)
     other = resolve(msgspec.structs.replace(args, kv_offloading_size=None, **same), available=2**33)

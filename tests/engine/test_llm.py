@@ -53,6 +53,20 @@ def test_prompt_forms_agree(llm: LLM) -> None:
     assert outputs[2].prompt_token_ids == ids
     assert outputs[0].outputs[0].text == llm.get_tokenizer().decode(first)
     assert outputs[0].outputs[0].finish_reason == "length"
+    assert tokens(llm.generate([ids, tuple(ids), text], GREEDY, use_tqdm=False)) == [first] * 3
+    [alone] = llm.generate(ids, GREEDY, use_tqdm=False)
+    assert tokens([alone]) == [first] and alone.prompt is None and alone.prompt_token_ids == ids
+    assert [tokens([output]) for output in llm.stream(ids, GREEDY)][-1] == [first]
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, [None], [5, "a"], [[5], 6], b"a", [("a",)], [[[5]]], torch.tensor([5, 6])]
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="A prompt must be a text, a list of token ids or a mapping|must hold"
+    ):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
 def test_a_fork_of_the_process_hears_that_the_engine_is_not_there(llm: LLM) -> None:

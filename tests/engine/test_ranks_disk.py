@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from math import isinf
 from pathlib import Path
@@ -18,10 +20,13 @@ from engine.test_disk_tier import PROMPTS, engine
 from engine.test_host_tier import run
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import until
+from helpers.patience import patient, until
 from pagerunner import LLM
+from pagerunner.engine.core.executors import pages
+from pagerunner.engine.core.executors import process as executor
 from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.worker import orders
+from pagerunner.engine.worker.pages import RankPages
 from pagerunner.errors import ConfigError, EngineDeadError
 from pagerunner.tiers.stats import DiskStats, StoreStats
 
@@ -96,7 +101,8 @@ def test_ranks_have_what_all_of_them_have() -> None:
     store.take(1, news(there="a", clears=1))
     assert store.find(0, keys) == [False] * 3, "rank 0 said so before it was cleared"
     store.take(0, news(there="ab", clears=1))
-    assert store.find(0, keys) == [True, False, False] and store.stats().pages == 1
+    assert store.find(0, keys) == [True, False, False]
+    assert (store.stats().pages, store.stats().pages_of_some) == (1, 1), "nobody finds b, which one rank has"
     store.forget(0, [b"a"])
     assert store.find(0, keys) == [False] * 3 and store.stats().pages == 0
     assert sent[1:] == [orders.ClearPages(1), orders.ForgetPages(0, [b"a"])]
@@ -105,6 +111,119 @@ def test_ranks_have_what_all_of_them_have() -> None:
     assert store.ended() == [(8, [False])] and len(sent) == 3
     stats = store.stats()
     assert (stats.read_only, stats.skipped, stats.reads, stats.read_rate) == ("rank 1: full", 1, 3, 2e6)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "a reset", "an interrupt"])
+def test_nothing_is_written_for_a_while_when_one_rank_has_no_room(
+    meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[orders.OfPages] = []
+    store = RanksStore(2, sent.append)
+
+    def write(number: int, *outcomes: list[bool]) -> bool:
+        """Whether the ranks were asked."""
+        before = len(sent)
+        store.write(number, [(0, key, range(8)) for key in (b"a", b"b")])
+        if (asked := len(sent) > before) and number == 1:
+            {"a reset": store.clear, "an interrupt": store.cancel}.get(meanwhile, lambda: None)()
+        for rank, ended in enumerate(outcomes if asked else []):
+            store.take(rank, news((number, ended)))
+        return asked
+
+    assert write(0, [True, False], [True, False]), "b is too long for both"
+    assert write(1, [True, True], [True, False])
+    assert store.ended() == [(0, [True, False]), (1, [True, False])]
+    clock = time.monotonic
+    paused = meanwhile == "nothing"
+    assert write(2, [True, True], [True, True]) != paused
+    assert store.ended() == [(2, [not paused] * 2)] and store.stats().skipped == 2 * paused
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + pages._PAUSE_SECONDS)
+    assert write(3, [True, True], [True, True]) and store.ended() == [(3, [True, True])]
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_an_interrupt_between_two_ranks_leaves_no_order_that_never_ends(given: int) -> None:
+    """It comes when so many of two ranks have an order. The books wait for all of them to end it, then."""
+    ways: list[list[orders.OfPages]] = [[], []]
+    cut: list[int] = [given]
+
+    def send(order: orders.OfPages) -> None:
+        for rank, way in enumerate(ways):
+            if cut == [rank]:
+                raise KeyboardInterrupt
+            way.append(order)
+        if cut == [2]:
+            raise KeyboardInterrupt
+
+    store = RanksStore(2, send)
+    disk = Recorder()
+    ranks = [RankPages(rank, disk, memoryview(bytes(64)), [32], threading.Event()) for rank in range(2)]  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        store.read(0, [(0, b"a", range(32, 64))])
+    cut.clear()
+    store.cancel()
+    for rank, way in zip(ranks, ways, strict=True):
+        for order in way:
+            rank.do(order)
+    assert disk.reads == [0, 0], "each rank reads once"
+    store.take(0, news((0, [True])))
+    assert store.ended() == []
+    store.take(1, news((0, [True])))
+    assert store.ended() == [(0, [True])]
+
+
+def test_an_interrupt_before_an_order_is_noted_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    sent: list[orders.OfPages] = []
+    store = RanksStore(2, sent.append)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pages, "_Begun", interrupted)
+        store.read(0, [(0, b"a", range(32))])
+    for _ in range(2):
+        store.cancel()
+    assert store.ended() == [(0, [False])] and sent == [orders.CancelPages()] * 2
+
+
+def test_a_rank_goes_on_while_its_store_takes_an_order_and_cancels_at_once_what_has_begun() -> None:
+    disk = Recorder(busy=threading.Event())
+    rank = RankPages(0, disk, memoryview(bytes(64)), [32], threading.Event())  # type: ignore[arg-type]
+    for number in range(2):
+        rank.put(orders.MovePages(number, True, [(0, b"a", 0)]))
+    said: list[orders.Done] = []
+    threading.Thread(target=rank.run, args=(said.append,), daemon=True).start()
+    until(lambda: disk.reads == [0])
+    rank.put(orders.CancelPages())
+    assert disk.cancelled == [1], "as many reads had begun"
+    rank.put(orders.MovePages(2, True, [(0, b"a", 0)]))
+    assert disk.busy is not None
+    disk.busy.set()
+    until(lambda: disk.reads == [0, 1, 2])
+    assert disk.cancelled == [1, 2], "what waited for the thread is cancelled, too"
+    rank.put(orders.ClosePages(7))
+    until(lambda: said == [orders.Done(0, 7)])
+    assert disk.closed
+
+
+class Recorder:
+    """A store that notes what it is to read, and how much that was when it was cancelled. While it is `busy` a read takes long to begin."""
+
+    def __init__(self, busy: threading.Event | None = None) -> None:
+        self.reads: list[int] = []
+        self.cancelled: list[int] = []
+        self.busy = busy
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def read(self, number: int, pages: object) -> None:
+        self.reads.append(number)
+        assert self.busy is None or self.busy.wait(patient(10))
+
+    def cancel(self) -> None:
+        self.cancelled.append(len(self.reads))
 
 
 @pytest.mark.days(4)
@@ -133,6 +252,36 @@ def test_prompts_are_warm_after_a_restart(
     assert disk.hits == sum(cached) and disk.pages == pages
     holders = 1 if "data_parallel_size" in ways else 2
     assert (disk.reads, disk.failures, disk.writes) == (holders * pages, 0, 0)
+
+
+def sizes(root: Path) -> list[int]:
+    """Bytes of each segment. One that is being written has its whole room, and one that is sealed what it needs."""
+    return [file.stat().st_size for file in root.glob("rank-*/pagerunner-pages/*.pages")]
+
+
+@pytest.mark.days(4)
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_are_closed_seal_what_they_have_written(
+    checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("qwen3")
+    first = ready(engine(path, tmp_path, **TWO))
+    wanted, _ = run(first, PROMPTS)
+    settled(first)
+    [room] = {*sizes(tmp_path)}
+    first._core._executor.close()
+    assert max(sizes(tmp_path)) < room
+    again = ready(engine(path, tmp_path, **TWO))
+    tokens, cached = run(again, PROMPTS)
+    assert tokens == wanted and all(cached)
+    ranks = [process(again, rank) for rank in range(2)]
+    os.kill(ranks[1], signal.SIGSTOP)  # its disk hangs, for example
+    monkeypatch.setattr(executor, "CLOSE_SECONDS", 0.5)
+    began = time.monotonic()
+    again._core._executor.close()
+    assert time.monotonic() - began < patient(10)
+    for pid in ranks:
+        assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.days(4)
@@ -200,6 +349,35 @@ def test_a_fine_tune_of_one_ranks_weights_finds_nothing_of_its_parent(
     again = ready(engine(child, disk, **ways))
     tokens, cached = run(again, PROMPTS)
     assert tokens == wanted and all(cached)
+
+
+@pytest.mark.days(4)
+@pytest.mark.usefixtures("forked")
+def test_the_disk_is_used_with_the_weights_of_the_start_alone(checkpoint: Callable[[str], str], tmp_path: Path) -> None:
+    path, disk = tmp_path / "model", tmp_path / "disk"
+    shutil.copytree(checkpoint("qwen3"), path)
+    [file] = path.glob("*.safetensors")
+    parent, child = file.read_bytes(), load_file(file)
+    child["model.embed_tokens.weight"][:9] = 0  # rows of rank 0
+    disk.mkdir()
+    llm = ready(engine(str(path), disk, enable_sleep_mode=True, **TWO))
+    wanted, _ = run(llm, PROMPTS)
+    settled(llm)
+
+    def again() -> tuple[list[list[int]], list[int]]:
+        llm.sleep(level=2)
+        llm.wake_up()
+        return run(llm, PROMPTS)
+
+    tokens, cached = again()
+    assert tokens == wanted and all(cached), "an unchanged checkpoint"
+    save_file(child, file, metadata={"format": "pt"})
+    tokens, cached = again()
+    assert tokens != wanted and not any(cached)
+    file.write_bytes(parent)
+    tokens, cached = again()
+    assert tokens == wanted and all(cached)
+    settled(llm)
 
 
 def test_each_rank_has_its_share_of_the_bytes(checkpoint: Callable[[str], str], tmp_path: Path) -> None:

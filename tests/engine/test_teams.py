@@ -55,6 +55,10 @@ class Pending:
         return TeamsResult(step_id=0, token_ids=[], teams=results[::ranks])
 
 
+# Made once: threads that work out the fields of a type at the same time can end the process.
+PLANS = msgspec.msgpack.Decoder(StepPlan)
+
+
 class Teams:
     """Ranks of all teams in threads of this process. Plans travel as bytes."""
 
@@ -92,9 +96,7 @@ class Teams:
         self.plans.append(plan)
         data = [msgspec.msgpack.encode(own) for own in plan.teams]
         given = enumerate(self.workers)
-        found = self._each(
-            lambda one: one[1].run(msgspec.msgpack.decode(data[one[0] // self.ranks], type=StepPlan)), given
-        )
+        found = self._each(lambda one: one[1].run(PLANS.decode(data[one[0] // self.ranks])), given)
         pending = Pending(plan, found)
         self.in_graph.append(pending.in_graph)
         return pending

@@ -23,6 +23,7 @@ from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, TokenLogprobs
+from pagerunner.types.weights import WeightChange
 
 FACTORY = "helpers.fake_core:build"
 OPTIONS_VARIABLE = "PAGERUNNER_FAKE_CORE"
@@ -217,6 +218,15 @@ class FakeCore:
             self._unreported = updates
             raise OSError("the fake host has no memory to lock")
         return updates
+
+    def drain(self) -> list[RequestUpdate]:
+        return []  # no step is in flight
+
+    def change_weights(self, change: WeightChange) -> None:
+        raise ConfigError("The fake core has no weights.")
+
+    def end_late_update(self) -> None:
+        """No update has begun."""
 
     def take_unreported(self) -> list[RequestUpdate]:
         updates, self._unreported = self._unreported, []

@@ -16,13 +16,15 @@ from pagerunner.engine.startup.build import build_on
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import CapacityError
+from pagerunner.tiers.disk import DiskStore
 from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
 
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
 RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
 VARIABLE = "PAGERUNNER_TEST_FAULT"
-"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails."""
+"""One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
+"disk slow" and "disk hangs" are of its store of pages, which takes a second for a page, or for ever."""
 
 
 class FaultyWorker:
@@ -95,6 +97,11 @@ def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, 
             os._exit(7)
         case "load hangs":
             time.sleep(3600)
+        case "disk slow" | "disk hangs" as fault:
+            write = DiskStore._write_page
+            late = 1 if fault == "disk slow" else 3600
+            DiskStore._write_page = lambda *given: time.sleep(late) or write(*given)  # type: ignore[method-assign]
+            return loaded
     return FaultyLoaded(loaded)
 
 

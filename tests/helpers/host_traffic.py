@@ -36,6 +36,7 @@ class HostTraffic(Traffic):
     tiering_class: type[Tiering] = Tiering
     cachings = st.just(True)
     sizes = st.sampled_from([1, 2, 10])  # of the host memory, times the page memory
+    pieces = st.sampled_from([1, 4, 1_024])  # pages that a plan begins to store
     bads = st.sampled_from([0, 7, 3])
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -48,6 +49,7 @@ class HostTraffic(Traffic):
         self.tiers = self.tiering_class(
             self.manager, host, prompts_only=data.draw(st.booleans()), clock=lambda: self.now
         )
+        self.tiers._pieces.most = data.draw(self.pieces)
         return self.tiers
 
     def __init__(self) -> None:
@@ -80,8 +82,9 @@ class HostTraffic(Traffic):
         moved = self.scheduler.stats().steps_total != steps
         self.idle = self.idle + 1 if quiet and not moved else 0
         if self.idle > 2 and self.scheduler.has_work:
-            assert self.checker.transfers, "nothing runs and nothing is under way"
-            self.end(next(iter(self.checker.transfers)))
+            assert self.tiers.num_transfers, "nothing runs and nothing is under way"
+            if self.checker.transfers:  # else what is read from a disk ends with the next step
+                self.end(next(iter(self.checker.transfers)))
 
     def end(self, number: int) -> None:
         """A transfer ends."""
@@ -100,7 +103,7 @@ class HostTraffic(Traffic):
             self.held |= {place: self.plan.groups[group].page_bytes for group, _, place in transfer.pages}
         self.scheduler.end_transfer(TransferEnd(number, well, 0.5))
 
-    def _end_all(self) -> None:
+    def end_transfers(self) -> None:
         for number in list(self.checker.transfers):
             self.end(number)
 
@@ -112,17 +115,13 @@ class HostTraffic(Traffic):
         """Transfers end before the pages go; the host keeps what it has."""
         while self.flight:
             self.note(self.scheduler.commit(*self.flight.popleft()))
-        self._end_all()
+        self.end_transfers()
         super().sleep()
 
     def teardown(self) -> None:
-        """Every request ends whatever becomes of transfers, and nothing is held."""
+        """When every request has ended, nothing is held."""
         if hasattr(self, "scheduler") and not self.failed:
-            for _ in range(40_000):
-                if not self.scheduler.has_work:
-                    break
-                self.step()
-            self._end_all()
+            self.finish()
             assert not any(self.tiers.host.pool.used), "host pages are in use after the last transfer"
             self.tiers.host.pool.check()
             self.scheduler.clear_tiers()

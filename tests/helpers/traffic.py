@@ -259,13 +259,21 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             self.manager.check_integrity()
 
-    def teardown(self) -> None:
-        if not hasattr(self, "scheduler") or self.failed:
-            return
+    def end_transfers(self) -> None:
+        """No transfer is under way any more."""
+
+    def finish(self) -> None:
+        """Every request ends, whatever becomes of transfers; then they end too."""
         for _ in range(40_000):
             if not self.scheduler.has_work:
                 break
             self.step()
+        self.end_transfers()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler") or self.failed:
+            return
+        self.finish()
         assert not self.scheduler.has_work, "some request never finishes"
         assert set(self.ended) == set(self.requests)
         self.manager.check_integrity()

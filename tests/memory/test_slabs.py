@@ -69,6 +69,18 @@ def test_released_pages_are_cached_only_if_published_and_evicted_oldest_first() 
     pool.check()
 
 
+def test_pages_that_were_touched_are_evicted_last_and_the_first_of_them_first() -> None:
+    pool = make(4, 4, 1)
+    (pages, _) = take(pool, 12, 1)
+    publish(pool, 0, pages)
+    pool.release(0, pages)
+    pool.share(0, [7])
+    pool.touch(0, [1, 0, 7])  # a page in use and two of slab 0
+    assert list(pool.cached[0]) == [2, 3, 4, 5, 6, 8, 9, 10, 11, 1, 0]
+    assert take(pool, 0, 1)[1] and pool.owner[0] == 0, "slab 0 goes after slab 2, which nobody touched"
+    pool.check()
+
+
 def test_without_caching_pages_leave_the_index_with_their_last_owner() -> None:
     pool = make(1, 4, keep=False)
     (pages,) = take(pool, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -165,3 +167,18 @@ def test_a_batch_is_one_call_where_the_driver_takes_it(library: _Library, calls:
 def test_a_copy_that_the_driver_refuses_is_an_error_of_the_step() -> None:
     with pytest.raises(DriverError, match="64 bytes between device and host failed: error 700"):
         BatchedCopies(_Newer(refuses=True, broken=True))([(1, 2, 64)], 5)
+
+
+def test_shared_host_memory_is_that_of_another_process_too() -> None:
+    pages = HostPages(8192, 4096, None, shared=True)
+    program = f"""
+import mmap
+with open({pages.path!r}, "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+assert len(memory) == 8192 and memory[:2] == bytes([7, 0])
+memory[8191] = 5
+"""
+    pages.bytes[0] = 7
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert pages.bytes[8191] == 5
+    assert HostPages(8192, 4096, None).path == ""

@@ -113,13 +113,14 @@ class DiskTraffic(HostTraffic):
                 self.store.scribble(pages)
         self.tiers.settle()
         self.seen["fetching"] += bool(self.tiers.fetching)
+        self.seen["in line"] += bool(self.tiers._line)
         self.seen["late"] += self.tiers.below is not None and self.tiers.below.given_up
         if int(self.now) % 11 == 10:
             self.tiers.host.clear()
         super().step(fault)
 
-    def _end_all(self) -> None:
-        super()._end_all()
+    def end_transfers(self) -> None:
+        super().end_transfers()
         for number in list(self.store.begun):
             self.store.end(number)
         self.tiers.settle()
@@ -136,7 +137,7 @@ def run(machine: type[DiskTraffic], examples: int) -> None:
 
 def test_traffic_over_a_disk_has_the_right_tokens() -> None:
     DiskTraffic.seen.clear()
-    wanted = {"read", "fetching", "late"}
+    wanted = {"read", "fetching", "late", "in line"}
     run_until(DiskTraffic, lambda: all(DiskTraffic.seen[name] for name in wanted), effort(10, 1000))
 
 
@@ -154,10 +155,23 @@ class _BelievesAll(Below[Any]):
         super()._end_read(moving, [True] * len(moving.places))
 
 
+class _NeverTriesAgain(Tiering):
+    def _room_may_be(self) -> bool:
+        return False
+
+
 @pytest.mark.days(2)
-@pytest.mark.parametrize("broken", [_GivesBackWhileWriting, _BelievesAll])
-def test_the_traffic_finds_planted_bugs(broken: type[Below[Any]]) -> None:
-    machine = type("Broken", (DiskTraffic,), {"below_class": broken, "pools": mixes(("full",)), "bads": st.just(3)})
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"below_class": _GivesBackWhileWriting, "bads": st.just(3)},
+        {"below_class": _BelievesAll, "bads": st.just(3)},
+        {"tiering_class": _NeverTriesAgain, "sizes": st.just(1)},
+    ],
+    ids=["gives back while writing", "believes all", "never tries again"],
+)
+def test_the_traffic_finds_planted_bugs(broken: dict[str, Any]) -> None:
+    machine = type("Broken", (DiskTraffic,), {"pools": mixes(("full",)), **broken})
     for number in range(6):
         try:
             run_state_machine_as_test(

@@ -1,4 +1,7 @@
-"""Prompts that host memory has and the device hasn't, more of them at once than there is room for: all of them are loaded, none is computed."""
+"""Prompts that host memory has and the device hasn't, more of them at once than there is room for: all of them are loaded, none is computed.
+
+And prompts that are stored in pieces.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import pytest
 
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
+from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.policy import Tiering
-from pagerunner.types import EngineRequest, SamplingParams, StepResult, TransferEnd
+from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, TransferEnd
 
 KINDS: dict[str, list[Spec]] = {
     "full": [FullKV(1, 16, "bfloat16")],
@@ -64,10 +68,12 @@ class Engine:
         updates = self.scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=tokens))
         return {one.request_id: one.num_cached_tokens for one in updates if one.num_cached_tokens is not None}
 
-    def add(self, name: str, number: int) -> None:
+    def add(self, name: str, number: int, max_tokens: int = 1) -> None:
         prompt = [1_000 * number + place for place in range(TOKENS)]
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
-        self.scheduler.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, seed=0, max_tokens=1))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(
+            EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, seed=0, max_tokens=max_tokens)
+        )
 
     def run(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -96,3 +102,95 @@ def test_what_host_memory_has_is_loaded_and_not_computed_however_many_prompts_co
             engine.add(f"{again}{number}", number)
         assert engine.run() == {f"{again}{number}": 320 for number in range(PROMPTS)}
         assert engine.computed == PROMPTS * 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_whose_pages_are_on_their_way_is_tried_when_they_have_come(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(kind, 5, 64)
+    for number in range(PROMPTS):
+        engine.add(f"first {number}", number)
+        engine.run()
+    tries, admit = [], engine.manager.admit
+    monkeypatch.setattr(engine.manager, "admit", lambda *args, **more: tries.append(1) or admit(*args, **more))
+    for number in range(PROMPTS):
+        engine.add(f"second {number}", number)
+    engine.step()
+    assert engine.scheduler.stats().waiting_for == "transfer"
+    engine.run()
+    assert len(tries) == PROMPTS
+
+
+def pages_stored(engine: Engine, group: int) -> list[int]:
+    """Pages of a group that each plan begins to store, until nothing is left to do."""
+    begun, schedule = [], engine.scheduler.schedule
+
+    def noted() -> StepPlan | None:
+        if (plan := schedule()) is not None:
+            begun.append(
+                sum(page[0] == group for transfer in plan.transfers if not transfer.loads for page in transfer.pages)
+            )
+        return plan
+
+    engine.scheduler.schedule = noted  # type: ignore[method-assign]
+    engine.run()
+    return [count for count in begun if count]
+
+
+def wished(engine: Engine, number: int) -> tuple[PrefixChain, int]:
+    chain = engine.manager.chain("")
+    chain.cover([1_000 * number + place for place in range(TOKENS)], TOKENS)
+    return chain, TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt_is_stored_in_pieces_and_found_as_one(kind: str) -> None:
+    engine, full = Engine(kind, lag=2, batched=512), len(KINDS[kind]) - 1
+    engine.tiers._pieces.most = 8
+    engine.add("long", 1)
+    assert pages_stored(engine, full) == [8, 8, 4]
+    chain, _ = wished(engine, 1)
+    held, cached = engine.host.index, engine.host.pool.cached[full]
+    assert list(held.pages[full]) == chain.hashes[:20], "from the front to the end"
+    assert kind == "full" or list(held.pages[0]) == [chain.hashes[19]]
+    assert [held.keys[full][page] for page in cached][-16:] == chain.hashes[15::-1], "the front is given away last"
+    engine.manager.reset_prefix_cache()
+    engine.add("again", 1)
+    assert engine.run() == {"again": 320}
+
+
+def test_pieces_of_several_prompts_share_what_a_plan_may_store() -> None:
+    engine = Engine("full", lag=1, batched=4_096)
+    engine.tiers._pieces.most = 8
+    for number in range(3):
+        engine.add(f"{number}", number)
+    assert pages_stored(engine, 0) == [8, 8, 8, 8, 8, 8, 8, 4]
+
+
+def test_what_is_pushed_out_between_pieces_costs_the_rest_of_the_prompt_and_holds_no_page() -> None:
+    engine = Engine("full", lag=3, batched=512)
+    engine.tiers._pieces.most = 8
+    engine.add("long", 1)
+    while not engine.ends:
+        engine.step()
+    assert engine.tiers.storing(*wished(engine, 1))
+    engine.manager.reset_prefix_cache()  # pages of the first piece are held by its transfer
+    engine.run()
+    assert not engine.tiers.storing(*wished(engine, 1)) and not engine.tiers.busy
+    assert engine.tiers.counts.stores_skipped == 1 and not any(engine.host.pool.used)
+
+
+def test_two_prompts_with_one_front_wait_for_the_same_store() -> None:
+    engine = Engine("full", lag=4, batched=512)
+    engine.add("one", 1)
+    while not engine.ends:
+        engine.step()
+    chain, tokens = wished(engine, 1)
+    engine.tiers.wish(chain, 160)
+    engine.scheduler.schedule()
+    assert not engine.tiers._wishes and engine.tiers.storing(chain, 160), (
+        "nothing of its own, but the other's store brings it"
+    )
+    engine.run()
+    assert not engine.tiers.storing(chain, 160) and not engine.tiers.storing(chain, tokens)

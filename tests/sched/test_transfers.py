@@ -102,7 +102,7 @@ class TierTraffic(Traffic):
                     (group, key): place for key, place in zip(keys, places, strict=True) if key in stood[group]
                 }
 
-    def _end_all(self) -> None:
+    def end_transfers(self) -> None:
         for number in list(self.under_way):
             self._end(number, well=number not in self.doubtful)
 
@@ -139,18 +139,8 @@ class TierTraffic(Traffic):
         if self.under_way:
             with pytest.raises(AssertionError, match="under way"):
                 self.scheduler.preempt_all()
-        self._end_all()
+        self.end_transfers()
         super().sleep()
-
-    def teardown(self) -> None:
-        """Every request ends whatever becomes of transfers; then they end too."""
-        if hasattr(self, "scheduler") and not self.failed:
-            for _ in range(40_000):
-                if not self.scheduler.has_work:
-                    break
-                self.step()
-            self._end_all()
-        super().teardown()
 
 
 @pytest.fixture(autouse=True)
@@ -187,8 +177,8 @@ class _FreesTheQuarantined(Leases):
 
 
 class _PublishesWhatFailed(Leases):
-    def end(self, number: int, *, well: bool) -> list[list[bytes]]:
-        return super().end(number, well=True)
+    def end(self, number: int, *, well: bool, keep: bool = False) -> list[list[bytes]]:
+        return super().end(number, well=True, keep=keep)
 
 
 class _PublishesAtOnce(Leases):

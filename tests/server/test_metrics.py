@@ -24,6 +24,7 @@ from pagerunner.sched.teams import _together
 from pagerunner.server import app, launch, stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
+from pagerunner.tiers.stats import TierStats
 from pagerunner.types import EngineRequest, SamplingParams
 
 NAMES = {
@@ -217,6 +218,17 @@ def test_tokens_of_steps_are_those_that_the_core_counted() -> None:
         assert f"vllm:iteration_tokens_total_{name} {value:.1f}" in text
 
 
+def test_prompt_tokens_are_counted_by_where_they_came_from_as_vllm_does() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(100, 80, 1, 48)
+    metrics.on_step(100, 80, 1)
+    text = metrics.render().decode()
+    for source, tokens in (("local_compute", 40), ("local_cache_hit", 112), ("external_kv_transfer", 48)):
+        name = f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="{source}"}}'
+        assert f"{name} {tokens:.1f}" in text
+    assert 'vllm:prompt_tokens_cached_total{engine="0",model_name="m"} 160.0' in text
+
+
 def test_the_load_of_several_processes_is_read_of_their_own_files_alone(tmp_path: Path) -> None:
     program = """
 import os
@@ -326,6 +338,17 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
     metrics.on_stats(SchedulerStats(busy_seconds=9))
     assert log.line() is None
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
+
+
+def test_the_log_line_has_what_was_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics("m")
+    metrics.on_stats(
+        SchedulerStats(running=1, prefix_queries_total=100, tier=TierStats(queries_total=100, hits_total=100))
+    )
+    log = StatsLog(metrics)
+    later = TierStats(queries_total=500, hits_total=300)
+    metrics.on_stats(SchedulerStats(running=1, prefix_queries_total=500, prefix_hits_total=0, tier=later))
+    assert "Prefix cache hit rate: 0.0%, External prefix cache hit rate: 50.0%, Device idle" in (log.line() or "")
 
 
 def test_teams_are_engines_and_the_log_line_has_the_fullest_ones_usage() -> None:

@@ -94,6 +94,8 @@ def test_vllms_fields_by_hand(pair: list[RunningServer]) -> None:
         ({**lent, "remote_host": "169.254.169.254"}, "isn't among the peers"),
         ({**lent, "remote_lease": "guess"}, "remote_lease must be 32 hexadecimal digits"),
         ({**lent, "no_such_field": 1}, "no_such_field"),
+        ({**lent, "remote_block_ids": [2**80]}, "kv_transfer_params.remote_block_ids[0]"),
+        ({**lent, "tp_size": 2**80}, "kv_transfer_params.tp_size"),
         (asked, "this engine lends no pages"),
     ]:
         got = httpx.post(

@@ -406,6 +406,12 @@ def test_the_command_line() -> None:
         ({}, "either --worker-urls, or --prefill and --decode"),
         ({"worker_urls": ["http://a"], "decode": ["http://b"]}, "either --worker-urls"),
         ({"prefill": ["http://a"]}, "--decode is missing"),
+        ({"worker_urls": ["http://a"], "vllm_pd_disaggregation": True}, "needs --prefill and --decode"),
+        (
+            {"prefill": ["http://a", "8998"], "decode": ["http://b"]},
+            "URLs alone, got '8998'. A bootstrap port is for the Mooncake",
+        ),
+        ({"prefill": ["http://a", "none"], "decode": ["http://b"]}, "URLs alone, got 'none'"),
         ({"worker_urls": ["http://a"] * 2}, "http://a is named twice"),
         ({"worker_urls": ["http://a"], "policy": "random"}, "cache_aware, round_robin, got 'random'"),
         ({"worker_urls": ["http://a"], "request_timeout_secs": float("nan")}, "--request-timeout-secs must be above 0"),

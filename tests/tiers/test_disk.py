@@ -314,6 +314,30 @@ def test_what_is_cleared_is_found_at_the_next_start(
     again.close()
 
 
+def test_what_is_forgotten_is_struck_before_what_waits_to_be_written(
+    root: Path, tmp_path: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert write(store, [1]) == [True]
+    usual, may, done = Segment.append, threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(*given: Any) -> Record:
+        done.release()
+        may.acquire(timeout=60)
+        return usual(*given)
+
+    monkeypatch.setattr(Segment, "append", slow)
+    store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(2, 60)])
+    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # each thread is within a page
+    store.forget(0, [key_of(1)])
+    may.release(2)
+    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # within the next ones
+    left = opened(crashed(root, tmp_path / "killed"))
+    assert read(left, [1]) == [False]
+    left.close()
+    may.release(100)
+    assert outcomes(store) == [True] * 58
+
+
 def test_what_is_on_its_way_when_all_is_cleared_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(root)
     usual, begun, go_on = Segment.append, threading.Semaphore(0), threading.Event()
@@ -410,7 +434,7 @@ def test_a_disk_that_hangs_fails_what_waits_and_is_not_asked_again(root: Path, m
 
 
 def test_the_end_waits_for_no_disk_that_hangs_and_begins_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(disk, "_FINISH_SECONDS", 0.2)
     store = DiskStore(root, OF, max_bytes=SMALL, largest_page=6000, read_threads=1, rate=1e6)
     write(store, range(4))
     usual, hold = os.preadv, threading.Event()
@@ -439,6 +463,30 @@ def test_the_rate_is_measured_at_the_start_and_follows_what_is_read(
     write(store, [1])
     read(store, [1])
     assert store.stats().read_rate != rate
+    store.close()
+
+
+def test_a_disk_that_was_slow_for_a_while_is_measured_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.01)
+    monkeypatch.setattr(disk, "_PIECE", SIZES[0])
+    usual, rates = disk.read_rate, list[float]()
+    monkeypatch.setattr(disk, "read_rate", lambda *given: rates.append(usual(*given)) or rates[-1])
+    store = opened(root, rate=1e6)
+    write(store, [1])
+    with monkeypatch.context() as slow:
+        slow.setattr(Segment, "read", lambda *given: time.sleep(0.1) or True)
+        for _ in range(40):
+            store.read(3, [(0, key_of(1), memoryview(bytearray(SIZES[0])))])
+            outcomes(store)
+            if store.stats().read_rate < 3e5:
+                break
+    assert store.stats().read_rate < 3e5 and not rates, "reads tell how fast it is"
+    monkeypatch.setattr(disk, "_MEASURE_SECONDS", 0.05)
+    until(lambda: rates)
+    until(lambda: store.stats().read_rate == rates[-1])
+    assert rates[-1] > 1e6, "as fast as at the start: nothing more is to be measured"
+    time.sleep(0.1)
+    assert len(rates) == 1
     store.close()
 
 

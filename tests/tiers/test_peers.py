@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import select
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,28 +30,6 @@ from pagerunner.tiers.peers import PeerStore
 
 
 @pytest.fixture
-def owner() -> Iterator[Owner]:
-    owner = Owner()
-    yield owner
-    owner.server.close("end")
-    assert not len(owner.loans)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., PeerStore]]:
-    made: list[PeerStore] = []
-
-    def one(secret: bytes = SECRET, fields: dict = FIELDS, allowed=wire.LOOPBACK) -> PeerStore:
-        made.append(PeerStore(secret, fields, allowed, lambda: None))
-        return made[-1]
-
-    yield one
-    for store in made:
-        store.close()
-    until(lambda: not any(thread.name == "pages of a peer" for thread in threading.enumerate()))
-
-
-@pytest.fixture
 def hasty(monkeypatch) -> None:
     """Deadlines of tenths of a second."""
     monkeypatch.setattr(peers, "GRACE_SECONDS", patient(0.15))
@@ -64,9 +43,9 @@ def test_pages_come_as_they_were_lent_and_the_loan_is_released(owner, make) -> N
     store = make()
     token = owner.loans.lend(LENT, 30)
     store.visit(7, owner.server.address, token, owner.server.boot)
-    assert store.names(7) == []
+    assert store.lent(7) == {}
     assert news(store, 7) == ""
-    assert sorted(store.names(7)) == sorted(LENT)
+    assert sorted((group, key) for group, keys in store.lent(7).items() for key in keys) == sorted(LENT)
     pages = read(store, 7, [(0, key(5)), (0, key(PAGES)), (1, key(2)), (0, key(2))])
     assert read(store, 7, [(0, key(1))], SIZE - 1) == [None], "a page of another size is a miss"
     assert pages == [content(5, SIZE), None, None, content(2, SIZE)]
@@ -82,6 +61,25 @@ def test_many_pages_are_listed_and_pulled_some_at_a_time(owner, make, monkeypatc
     monkeypatch.setattr(peers, "PULL_BYTES", 3 * SIZE)
     monkeypatch.setattr("pagerunner.tiers.wire.MAX_PAGES", 5)
     assert check(pull(make(), owner)) == PAGES
+
+
+def test_all_connections_pull_a_prompt_and_as_much_each(monkeypatch) -> None:
+    def sizes(count: int, connections: int) -> list[int]:
+        pages = [(number, (0, key(number), memoryview(bytes(30)))) for number in range(count)]
+        return [sum(len(page[2]) for _, page in part) for part in peers._divided(pages, connections)]
+
+    monkeypatch.setattr(peers, "LEAST_PULL_BYTES", 60)
+    monkeypatch.setattr(peers, "PULL_BYTES", 150)
+    assert sizes(12, 4) == [90] * 4 and sizes(20, 4) == [150] * 4 and sizes(24, 4) == [90] * 8
+    assert sizes(3, 4) == [60, 30], "so little isn't divided further"
+    monkeypatch.setattr(peers, "PULL_BYTES", 100)
+    monkeypatch.setattr(peers, "PULL_PAGES", 7)
+    for count, size, connections in itertools.product((0, 1, 3, 4, 5, 13, 64), (1, 30, 100, 170), (1, 4)):
+        pages = [(number, (0, key(number), memoryview(bytes(size)))) for number in range(count)]
+        parts = peers._divided(pages, connections)
+        assert [one for part in parts for one in part] == pages
+        assert all(0 < len(part) <= 7 for part in parts)
+        assert all(sum(len(page[2]) for _, page in part) < 100 + size for part in parts)
 
 
 def test_loans_are_renewed_while_they_are_needed(owner, make) -> None:
@@ -224,16 +222,47 @@ def test_a_client_asks_only_for_what_it_was_lent(owner) -> None:
     line.close()
 
 
-def test_strangers_are_few_and_have_seconds(owner, make, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(PageServer, "HANDSHAKE_SECONDS", patient(0.3))
+@pytest.mark.parametrize("dribbling", [False, True])
+def test_strangers_cannot_shut_an_engine_out(owner, make, caplog, monkeypatch, dribbling) -> None:
+    """They come back as soon as they are sent away, and only send the length of a message, or a byte of it now and then."""
     monkeypatch.setattr(PageServer, "STRANGERS", 3)
-    idle = [socket.create_connection(owner.server.address) for _ in range(8)]
-    until(lambda: "3 connections haven't proven yet" in caplog.text)
-    assert len(owner.server._lines) <= 3
-    until(lambda: not owner.server._lines)
-    assert check(pull(make(), owner)) == PAGES
-    for sock in idle:
-        sock.close()
+    over = threading.Event()
+
+    def stranger() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(owner.server.address) as sock:
+                sock.settimeout(0.05)
+                sock.sendall(struct.pack("<I", 40))
+                while not over.is_set():
+                    try:
+                        if not sock.recv(1):
+                            break
+                    except TimeoutError:
+                        sock.sendall(b"x" * dribbling)
+
+    strangers = [threading.Thread(target=stranger) for _ in range(3)]
+    for one in strangers:
+        one.start()
+    until(lambda: len(owner.server._strangers) == 3)
+    for _ in range(3):
+        store = make()
+        assert check(pull(store, owner)) == PAGES
+    assert len(owner.server._strangers) <= 4
+    over.set()
+    for one in strangers:
+        one.join()
+    assert "the oldest of 4 connections that haven't proven that they know the secret was closed" in caplog.text
+
+
+def test_a_stranger_has_a_second_to_begin_and_seconds_to_prove_that_he_knows_the_secret(owner, monkeypatch) -> None:
+    for patience, limits in (("FIRST_SECONDS", (0.1, 60)), ("HANDSHAKE_SECONDS", (60, 0.3))):
+        monkeypatch.setattr(PageServer, "FIRST_SECONDS", limits[0])
+        monkeypatch.setattr(PageServer, "HANDSHAKE_SECONDS", limits[1])
+        line = wire.Line(socket.create_connection(owner.server.address))
+        if patience == "HANDSHAKE_SECONDS":
+            line.send(wire.Hello("pagerunner-kv", wire.VERSION, b"n" * 32), time.monotonic() + 5)
+        until(lambda: not owner.server._lines)
+        line.close()
 
 
 def test_who_takes_pages_too_slowly_is_cut_off(owner, hasty, monkeypatch) -> None:
@@ -430,11 +459,11 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
         sock = listener.accept()[0]
         line = wire.Line(sock)
         wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        line.receive(wire.List, time.monotonic() + 5)
+        line.receive(wire.Request, time.monotonic() + 5)
         line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + 5)
         other = wire.Line(listener.accept()[0])
         wire.welcome(other, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        other.receive(wire.Pull, time.monotonic() + 5)
+        other.receive(wire.Request, time.monotonic() + 5)
         other.send(wire.Sending([True]), time.monotonic() + 5)
         with contextlib.suppress(wire.WireError):
             while True:
@@ -455,7 +484,8 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
 
 
 def test_a_visit_that_is_left_writes_nothing_any_more(owner, make, monkeypatch) -> None:
-    monkeypatch.setattr(peers, "PULL_BYTES", 1 << 30)  # one after the other
+    for name in ("PULL_BYTES", "LEAST_PULL_BYTES"):  # one page after the other
+        monkeypatch.setattr(peers, name, 1 << 30)
     size = 64 << 20
     big = {(0, key(at)): memoryview(bytes(size)) for at in range(2)}
     store = make()

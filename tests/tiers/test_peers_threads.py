@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from helpers.page_owner import FIELDS, SECRET, key
-from helpers.page_pulls import PAGES, SIZE, Owner, check, news, pull
+from helpers.page_pulls import LENT, PAGES, SIZE, check, news, pull
 from helpers.patience import patient, until
 from pagerunner.tiers import wire
-from pagerunner.tiers.peers import PeerStore
-
-
-@pytest.fixture
-def owner() -> Iterator[Owner]:
-    owner = Owner()
-    yield owner
-    owner.server.close("end")
-    assert not len(owner.loans)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., PeerStore]]:
-    made: list[PeerStore] = []
-
-    def one(secret: bytes = SECRET, fields: dict = FIELDS, allowed=wire.LOOPBACK) -> PeerStore:
-        made.append(PeerStore(secret, fields, allowed, lambda: None))
-        return made[-1]
-
-    yield one
-    for store in made:
-        store.close()
-    until(lambda: not any(thread.name == "pages of a peer" for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize("accepts", [True, False])
@@ -46,7 +24,7 @@ def test_closing_waits_for_no_peer_that_hangs(make, accepts) -> None:
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)
         line = wire.Line(listener.accept()[0])
         wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        line.receive(wire.List, time.monotonic() + 5)
+        line.receive(wire.Request, time.monotonic() + 5)
         line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + 5)
         assert news(store, 1) == ""
         fillers = [wire.Line.connecting(listener.getsockname()) for _ in range(0 if accepts else 3)]
@@ -76,3 +54,76 @@ def test_a_thread_that_cannot_be_started_costs_one_connection(owner, make, monke
     assert "was turned away: can't start new thread" in caplog.text
     owner.loans.end_all("end")
     assert not refused and check(pull(make(), owner)) == PAGES
+
+
+@pytest.mark.parametrize("says", ["more", "without end"])
+def test_a_peer_that_lists_more_pages_than_can_be_needed_is_not_listened_to(make, says) -> None:
+    asked = []
+
+    def answer() -> None:
+        line = wire.Line(listener.accept()[0])
+        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
+        with contextlib.suppress(wire.WireError):
+            while True:
+                asked.append(line.receive(wire.Request, time.monotonic() + 5))
+                pages = [(0, f"{len(asked)} {at}".encode().ljust(32)) for at in range(8)]
+                line.send(wire.Listed(pages, 21 if says == "more" else 20, 30.0), time.monotonic() + 5)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        store = make()
+        store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16, 20)
+        lists = 21 if says == "more" else 24
+        assert f"lists {lists} pages, of at most 20 that can be needed" in news(store, 1)
+        assert len(asked) == (1 if says == "more" else 3)
+        store.close()
+        thread.join()
+
+
+def test_what_a_peer_refuses_with_is_one_line_of_the_log(make, caplog) -> None:
+    def refuse() -> None:
+        line = wire.Line(listener.accept()[0])
+        line.receive(wire.Hello, time.monotonic() + 5)
+        line.send(
+            wire.Refused("no\n2026-01-01 ERROR pagerunner: \x1b[31mfalse\x1b[0m" + "!" * 100), time.monotonic() + 5
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        store = make()
+        store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)
+        assert "refuses: no 2026-01-01 ERROR" in news(store, 1)
+        thread.join()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.isprintable() and len(said) < 400
+
+
+def test_pages_of_a_read_are_made_and_divided_by_a_thread_of_the_peer(owner, make) -> None:
+    store, threads = make(), []
+    store.visit(1, owner.server.address, owner.loans.lend(LENT, 30), owner.server.boot)
+    assert news(store, 1) == ""
+    pages = [(group, key, memoryview(bytearray(len(view)))) for (group, key), view in LENT.items()]
+
+    def made() -> list[Any]:
+        threads.append(threading.current_thread())
+        return pages
+
+    store.read_later(1, len(pages), made)
+    until(lambda: store._ended)
+    assert store.ended() == [(1, [True] * len(pages))] and threading.current_thread() not in threads
+    assert [bytes(view) for _, _, view in pages] == [bytes(view) for view in LENT.values()]
+
+
+def test_the_pages_of_a_loan_are_made_by_the_first_reader(owner, make) -> None:
+    threads = []
+
+    def made() -> Any:
+        threads.append(threading.current_thread())
+        return dict(LENT)
+
+    store = make()
+    store.visit(1, owner.server.address, owner.loans.lend(made, 30), owner.server.boot)
+    assert not [one for one in threads if one is threading.current_thread()]
+    assert news(store, 1) == "" and len(threads) == 1 and threading.current_thread() not in threads

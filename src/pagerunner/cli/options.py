@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -174,6 +175,55 @@ def positive(text: str, least: int = 1) -> int:
 not_negative = functools.partial(positive, least=0)
 
 
+def _joined(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """vLLM's dotted flags as the JSON that they are parts of: `--flag.key.inner value`. With `key+` a value is one more of a list, or several with
+    commas between. A value that isn't JSON is text.
+
+    Raises:
+        ConfigError: one has no value, or contradicts another.
+    """
+    kept: list[str] = []
+    whole: dict[str, dict[str, Any]] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, text = word.partition("=")
+        flag, dot, path = name.partition(".")
+        flag = _dashed(flag)
+        if word == "--":
+            kept += [word, *rest]
+        elif not dot or flag not in known or not flag.startswith("--"):
+            kept.append(word)
+        else:
+            value = text if equals else next(rest, None)
+            if value is None:
+                raise ConfigError(f"{name} needs a value, such as {name} 1.")
+            place: Any = whole.setdefault(flag, {})
+            *outer, last = path.removesuffix("+").split(".")
+            for key in outer:
+                place = place.setdefault(key, {}) if isinstance(place, dict) else place
+            if not isinstance(place, dict) or (
+                last in place and not (path.endswith("+") and isinstance(place[last], list))
+            ):
+                raise ConfigError(
+                    f"{name} contradicts another {flag}.; each key has one value, and one more of a list is {name.removesuffix('+')}+."
+                )
+            if path.endswith("+"):
+                place.setdefault(last, []).extend(map(_json_or_text, value.split(",")))
+            else:
+                place[last] = _json_or_text(value)
+    for flag, keys in whole.items():
+        if any(_dashed(word).partition("=")[0] == flag for word in kept):
+            raise ConfigError(f"{flag} is given as JSON and by its keys ({flag}.{next(iter(keys))}); give one of them.")
+    return [*(f"{flag}={json.dumps(keys)}" for flag, keys in whole.items()), *kept]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are `ConfigError`s of one sentence, and which names the nearest flag.
 
@@ -194,7 +244,8 @@ class Parser(argparse.ArgumentParser):
             ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
         """
         known = {option for action in self._actions for option in action.option_strings}
-        namespace, extra = self.parse_known_intermixed_args(screen([_dashed(word) for word in argv], known, tell=tell))
+        words = screen([_dashed(word) for word in _joined(argv, known)], known, tell=tell)
+        namespace, extra = self.parse_known_intermixed_args(words)
         if extra:
             self.error(self._explain(extra))
         return namespace

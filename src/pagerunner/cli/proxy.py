@@ -19,6 +19,8 @@ def build_parser() -> Parser:
     add("--worker-urls", **several, help="equal servers, such as http://127.0.0.1:8000")
     add("--prefill", **several, help="servers that compute prompts, for those of --decode")
     add("--decode", **several, help="servers that generate, from the prompts that those of --prefill have computed")
+    switch = "vllm-router's switch, for --prefill and --decode, which mean it without it too"
+    add("--vllm-pd-disaggregation", action="store_true", help=switch)
     policy_help = "cache_aware: by load and by what a server was sent before; round_robin (default: %(default)s)"
     add("--policy", default="cache_aware", metavar="NAME", help=policy_help)
     least = "shorter prompts are not given to prefill servers; by four bytes for a token (default: %(default)s)"

@@ -183,26 +183,27 @@ class Rank:
         send(orders.Loaded(launch.rank, list(loaded.facts), weights))
         order = self._next(orders.TakePages)
         self._reports.worker = worker = loaded.map_pages(order.num_bytes)
-        if worker.host_view is not None:
+        if worker.host_views:
             tell = partial(self._reports.tell_transfers, worker)
             threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
         self._open_pages(resolved, worker, order.weights)
-        send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report()))
+        send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report(), host_path=worker.host_path))
         return worker
 
     def _open_pages(self, resolved: Resolved, worker: Worker, weights: list[str]) -> None:
         """Open the rank's store of pages, if it is to have one, and tell what is there."""
         ended = threading.Event()
         store = open_store(resolved, resolved.plan, " ".join(weights), self._launch.rank, ended.set)
-        if store is None or worker.host_view is None:
+        if store is None or not worker.host_views:
             return
         page_bytes = [group.page_bytes for group in resolved.plan.groups]
-        self._pages = pages = RankPages(self._launch.rank, store, worker.host_view, page_bytes, ended)
+        self._pages = pages = RankPages(self._launch.rank, store, worker.host_views[0], page_bytes, ended)
 
         if (news := pages.news()) is not None:
             self._reports.send(news)
-        tell = partial(pages.tell, self._reports.send)
-        threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
+        for act in (pages.run, pages.tell):
+            told = partial(act, self._reports.send)
+            threading.Thread(target=or_end, args=(told, self._reports), daemon=True).start()
 
     def _meet(self, config: EngineConfig, where: Path | Store) -> tuple[Comm, Stage | None, Comm | None]:
         """Meet the other ranks: those of the stage or team, those of other stages, and those of all teams if there are several."""
@@ -231,15 +232,14 @@ class Rank:
                     self._reports.steps += 1
                     if self._results is not None:
                         self._results.put(self._reports.steps, pending)
-                case orders.MovePages() | orders.ForgetPages() | orders.ClearPages() | orders.CancelPages() if (
-                    self._pages is not None
-                ):
-                    self._pages.do(order)
-                case orders.Compare(call_id):
-                    self._reports.send(orders.Done(self._launch.rank, call_id, digest=worker.state_digest()))
+                case orders.Compare(call_id, of_weights):
+                    digest = worker.weights_digest() if of_weights else worker.state_digest()
+                    self._reports.send(orders.Done(self._launch.rank, call_id, digest=digest))
                 case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp() | orders.ChangeWeights():
                     error = self._call(worker, order)
                     self._reports.send(orders.Done(self._launch.rank, order.call_id, worker.sleep_level, error))
+                case _ if isinstance(order, orders.OfPages) and self._pages is not None:
+                    self._pages.put(order)
                 case _:
                     raise RuntimeError(f"{type(order).__name__} is no order for a rank that runs")
 

@@ -166,11 +166,11 @@ class Admission:
         grant.snapshot_positions = sorted(position for position in wanted if position > hit)
         self._snapshots.plan(grant, hit)
 
-    def count_query(self, grant: Grant) -> None:
+    def count_query(self, grant: Grant, external: int) -> None:
         """See KVManager."""
         counts, asked = self.hit_counts, grant.target
         counts.queries += asked
-        counts.hits += grant.cached_tokens
+        counts.hits += grant.cached_tokens - external
         for group in self._lookup_order:
             hit = grant.group_hits[group]
             counts.group_queries[group] += asked

@@ -12,7 +12,7 @@ Pages that no request of this engine has computed have no tokens yet (they were 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -295,6 +295,17 @@ class LoggedIndex(PrefixIndex):
         super().forget(group, page)
         if key is not None:
             self._medium.changed(key)
+
+    def publish_all(self, group: int, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
+        """See PrefixIndex."""
+        super().publish_all(group, keys, pages)
+        for key in keys:
+            self._medium.changed(key)
+
+    def forget_all(self, group: int, pages: Iterable[int]) -> None:
+        """See PrefixIndex."""
+        for page in pages:
+            self.forget(group, page)
 
     def clear(self) -> None:
         """See PrefixIndex."""

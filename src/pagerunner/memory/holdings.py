@@ -92,10 +92,13 @@ class Holdings:
         chain = grant.chain
         for group, rule in enumerate(self._rules):
             complete = rule.complete(end)
-            pages = grant.pages[group]
-            for number in range(max(grant.published[group], grant.first[group]), complete):
-                if pages[number] != NO_PAGE:
-                    self._index.publish(group, rule.key(chain, number), pages[number])
+            start = max(grant.published[group], grant.first[group])
+            if start < complete:
+                pages, keys = grant.pages[group][start:complete], rule.keys(chain, start, complete)
+                if NO_PAGE in pages:
+                    keys = [key for key, page in zip(keys, pages, strict=True) if page != NO_PAGE]
+                    pages = [page for page in pages if page != NO_PAGE]
+                self._index.publish_all(group, keys, pages)
             grant.published[group] = complete
         grant.next_publish = min(map(_next_publish, self._rules, grant.published))
 

@@ -16,7 +16,8 @@ Example: a prompt's 512 pages are copied to the host. Its request ends meanwhile
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 from typing import Literal
 
 from pagerunner.memory.books import Books
@@ -85,8 +86,10 @@ class Leases:
 
         Keys that aren't findable are left out. None if none is, or if a promise would be broken by keeping cached pages.
         """
-        lease = self._new("held", keys, places, lambda group, key: key in self._index.pages[group])
-        lease.pages = [[self._index.pages[group][key] for key in found] for group, found in enumerate(lease.keys)]
+        there = self._index.pages
+        chosen = [filter(held.__contains__, some) for some, held in zip(keys, there, strict=True)]
+        lease = self._new("held", keys, places, chosen)
+        lease.pages = [[there[group][key] for key in found] for group, found in enumerate(lease.keys)]
         for group, pages in enumerate(lease.pages):
             self._pool.share(group, pages)
         if not any(lease.keys) or not self._books.promises.kept([0] * len(lease.keys)):
@@ -100,9 +103,9 @@ class Leases:
         Keys that are findable or arriving are left out. None if none is left, or if the pages were promised to requests.
         """
         there, coming = self._index.pages, self.arriving
-        lease = self._new(
-            "arriving", keys, places, lambda group, key: not (key in there[group] or key in coming[group])
-        )
+        both = zip(keys, there, coming, strict=True)
+        chosen = [filterfalse(more.__contains__, filterfalse(held.__contains__, some)) for some, held, more in both]
+        lease = self._new("arriving", keys, places, chosen)
         needs = [len(group) for group in lease.keys]
         pages = self._pool.allocate(needs) if any(needs) and self._books.promises.kept(needs) else None
         if pages is None:
@@ -110,8 +113,7 @@ class Leases:
         lease.pages = pages
         for group, fresh in enumerate(pages):
             coming[group].update(zip(lease.keys[group], fresh, strict=True))
-            for page in fresh:
-                self._books.work.keep(group, page)
+            self._books.work.keep(group, fresh)
         return self._begin(lease)
 
     def quarantine(self, number: int) -> None:
@@ -133,11 +135,10 @@ class Leases:
         well = well and lease.state != "quarantined"
         if well and lease.state == "arriving" and not lease.distrusted and lease.epoch == self._index.epoch:
             for group, pages in enumerate(lease.pages):
-                for key, page in zip(lease.keys[group], pages, strict=True):
-                    self._index.publish(group, key, page)
+                self._index.publish_all(group, lease.keys[group], pages)
         stood = [
-            [key for key, page in zip(keys, pages, strict=True) if well and self._index.find(group, key) == page]
-            for group, (keys, pages) in enumerate(zip(lease.keys, lease.pages, strict=True))
+            [key for key, page in zip(keys, pages, strict=True) if well and there.get(key) == page]
+            for keys, pages, there in zip(lease.keys, lease.pages, self._index.pages, strict=True)
         ]
         if keep and well and lease.state == "arriving":
             lease.state = "kept"
@@ -193,14 +194,13 @@ class Leases:
         state: LeaseState,
         keys: Sequence[Sequence[PageKey]],
         places: Sequence[Sequence[int]],
-        wanted: Callable[[int, PageKey], bool],
+        chosen: Iterable[Iterable[PageKey]],
     ) -> Lease:
         self._made += 1
         lease = Lease(state, [[] for _ in keys], self._index.epoch, self._made)
-        for group, pairs in enumerate(map(dict, map(zip, keys, places))):
-            chosen = {key: place for key, place in pairs.items() if wanted(group, key)}
-            lease.keys.append(list(chosen))
-            lease.places.append(list(chosen.values()))
+        for pairs, some in zip(map(dict, map(zip, keys, places)), chosen, strict=True):
+            lease.keys.append(list(dict.fromkeys(some)))
+            lease.places.append(list(map(pairs.__getitem__, lease.keys[-1])))
         return lease
 
     def _begin(self, lease: Lease) -> Lease:

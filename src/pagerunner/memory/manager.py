@@ -140,9 +140,9 @@ class KVManager:
         """Tokens that were looked up in the prefix index, and those that were there."""
         return self._admission.hit_counts
 
-    def count_query(self, grant: Grant) -> None:
-        """Count a request's first look into the prefix index, in tokens."""
-        self._admission.count_query(grant)
+    def count_query(self, grant: Grant, external: int = 0) -> None:
+        """Count a request's first look into the prefix index, in tokens. So many `external` ones are there since they were loaded for it."""
+        self._admission.count_query(grant, external)
 
     def count_on(self, earlier: KVManager) -> None:
         """Go on with the counts of an earlier manager of the same plan."""

@@ -7,7 +7,7 @@ One page holds all the layers of its group: page -> layer -> K, then V -> tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -62,7 +62,9 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every byte of the page memory and, by name, what is allocated outside it (`other`). `host_bytes` of host memory hold pages too."""
+    """Every byte of the page memory and, by name, what is allocated outside it (`other`). `host_bytes` of host memory hold pages too, and
+    `disk_bytes` of a disk; both are those of a rank.
+    """
 
     groups: tuple[GroupPlan, ...]
     slab_bytes: int
@@ -72,6 +74,7 @@ class MemoryPlan:
     budget_bytes: int
     other: tuple[tuple[str, int], ...] = ()
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -89,10 +92,18 @@ class MemoryPlan:
     @property
     def host_tokens(self) -> int:
         """Tokens of prompts of about max_model_len whose pages fit into the host memory: of each prompt what a prefix hit takes."""
+        return self._tokens_in(self.host_bytes)
+
+    @property
+    def disk_tokens(self) -> int:
+        """The same of the disk."""
+        return self._tokens_in(self.disk_bytes)
+
+    def _tokens_in(self, num_bytes: int) -> int:
         length = max((self.max_model_len - 1) // self.hit_granularity * self.hit_granularity, 1)
         spans = (group.rule.hit_span(length) for group in self.groups)
         each = sum((stop - first) * group.page_bytes for (first, stop), group in zip(spans, self.groups, strict=True))
-        return self.host_bytes * length // max(each, 1)
+        return num_bytes * length // max(each, 1)
 
     @property
     def other_bytes(self) -> int:
@@ -120,9 +131,12 @@ class MemoryPlan:
 
     def page_offset(self, group: int, page: int) -> int:
         """Byte offset of a page in the page memory."""
-        plan = self.groups[group]
-        slab, place = divmod(page, plan.pages_per_slab)
-        return slab * self.slab_bytes + place * plan.page_bytes
+        return self.page_offsets(group, [page])[0]
+
+    def page_offsets(self, group: int, pages: Iterable[int]) -> list[int]:
+        """Those of several."""
+        slab, size, per_slab = self.slab_bytes, self.groups[group].page_bytes, self.groups[group].pages_per_slab
+        return [page // per_slab * slab + page % per_slab * size for page in pages]
 
     def table_entries(self, group: int, pages: Sequence[int]) -> list[int]:
         """What a page table holds for these pages: byte offset // unit; -1 for NO_PAGE (-1)."""

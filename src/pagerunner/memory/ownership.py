@@ -61,9 +61,10 @@ class HostPagesState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskState(msgspec.Struct, frozen=True, kw_only=True):
-    """The disk tier: its pages, the bytes of all files in its directory, requests that wait for pages from it, and why it isn't written to, if so."""
+    """The disk tier: its pages, and those that only some ranks have; the bytes of all files in its directory, requests that wait for pages from it, and why it isn't written to, if so."""
 
     pages: int
+    pages_of_some: int
     num_bytes: int
     waiting: int
     read_only: str
@@ -81,8 +82,15 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     disk: DiskState | None = None
 
 
+class ExchangeState(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages that are lent to other engines, and pulled from them: loans that last, and prompts whose pages are waited for."""
+
+    loans: int
+    pulls: int
+
+
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """The page memory at one moment, between two steps, and the `host` memory for pages if there is one."""
+    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, and what other engines have to do with it."""
 
     num_slabs: int
     slab_bytes: int
@@ -90,6 +98,7 @@ class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupOwnership]
     requests: list[RequestPages]
     host: HostState | None = None
+    exchange: ExchangeState | None = None
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 UNIT_TOKENS = 16
@@ -123,11 +123,28 @@ class PrefixIndex:
         if self.pages[group].setdefault(key, page) == page:
             self.keys[group][page] = key
 
+    def publish_all(self, group: int, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
+        """As `publish`, of many pages, whose keys differ."""
+        held = self.pages[group]
+        if held.keys().isdisjoint(keys):
+            held.update(zip(keys, pages, strict=True))
+            self.keys[group].update(zip(pages, keys, strict=True))
+        else:
+            for key, page in zip(keys, pages, strict=True):
+                PrefixIndex.publish(self, group, key, page)
+
     def forget(self, group: int, page: int) -> None:
         """The page's content is no longer findable."""
         key = self.keys[group].pop(page, None)
         if key is not None:
             del self.pages[group][key]
+
+    def forget_all(self, group: int, pages: Iterable[int]) -> None:
+        """As `forget`, of many pages."""
+        keys, held = self.keys[group], self.pages[group]
+        for page in pages:
+            if (key := keys.pop(page, None)) is not None:
+                del held[key]
 
     def move(self, group: int, source: int, target: int) -> None:
         """The content of page `source` is now in page `target`."""

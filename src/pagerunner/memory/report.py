@@ -44,9 +44,12 @@ def plan_table(plan: MemoryPlan) -> str:
         *((name, human_bytes(size)) for name, size in plan.other),
         ("total", human_bytes(plan.kv_bytes + plan.other_bytes)),
         *(
-            [("host memory", f"{human_bytes(plan.host_bytes)} for pages, {plan.host_tokens:,} tokens")]
-            if plan.host_bytes
-            else []
+            (name, f"{human_bytes(size)} for pages, {tokens:,} tokens")
+            for name, size, tokens in (
+                ("host memory", plan.host_bytes, plan.host_tokens),
+                ("disk", plan.disk_bytes, plan.disk_tokens),
+            )
+            if size
         ),
     ]
     cut = [
@@ -81,6 +84,8 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "total_bytes": plan.kv_bytes + plan.other_bytes,
         "host_bytes": plan.host_bytes,
         "host_tokens": plan.host_tokens,
+        "disk_bytes": plan.disk_bytes,
+        "disk_tokens": plan.disk_tokens,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [
             {

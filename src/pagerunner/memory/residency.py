@@ -130,10 +130,10 @@ class TimedPool(SlabPool):
             self._sampler.allocated(group, pages)
         return taken
 
-    def touch(self, group: int, page: int) -> None:
+    def touch(self, group: int, pages: Sequence[int]) -> None:
         """See SlabPool."""
-        super().touch(group, page)
-        self._sampler.used([(page,) if number == group else () for number in range(len(self.per_slab))])
+        super().touch(group, pages)
+        self._sampler.used([pages if number == group else () for number in range(len(self.per_slab))])
 
     def release(self, group: int, pages: Sequence[int]) -> None:
         """See SlabPool."""

@@ -89,15 +89,10 @@ class SlabPool:
         taken: list[list[int]] = [[] for _ in needs]
         for group, pages in enumerate(taken):
             while left[group]:
-                count = left[group]
-                # A page taken from anywhere costs at most one slab of slack. Without slack, only certain pages will do.
-                spare = self.slack(left) if len(left) > 1 else count
-                if spare:
-                    count = min(count, spare)
-                    pages += self._take(group, count)
-                else:
-                    pages += self._take_thriftily(group, count)
-                left[group] -= count
+                # A slab in which pages are taken costs at most itself of the slack. Without slack, only certain pages will do.
+                spare = self.slack(left) if len(left) > 1 else self.num_slabs
+                pages += self._take(group, left[group], spare) if spare else self._take_thriftily(group, left[group])
+                left[group] = needs[group] - len(pages)
             pages.sort()
         return taken
 
@@ -114,21 +109,20 @@ class SlabPool:
                 fresh.append(page)
         self._mark_all_used(group, fresh)
 
-    def touch(self, group: int, page: int) -> None:
-        """A cached page was used. It is now the last of all cached pages to be evicted."""
-        if page in self.cached[group]:
-            self._clock += 1
-            self.cached[group][page] = self._clock
-            self.cached[group].move_to_end(page)
-            slab = page // self.per_slab[group]
-            if slab in self._idle[group]:
-                self._idle[group][slab] = self._clock
-                self._idle[group].move_to_end(slab)
+    def touch(self, group: int, pages: Sequence[int]) -> None:
+        """Pages were used. Those that are cached are now the last to be evicted; of these the first goes first."""
+        self._clock += 1
+        slabs = dict.fromkeys([page // self.per_slab[group] for page in pages])
+        for used, among in ((pages, self.cached[group]), (slabs, self._idle[group])):
+            for one in filter(among.__contains__, used):
+                among[one] = self._clock
+                among.move_to_end(one)
 
-    def _take(self, group: int, need: int) -> list[int]:
+    def _take(self, group: int, need: int, slabs: int) -> list[int]:
+        """Up to `need` pages, and at least one: those of up to so many `slabs` in which the group has no page in use."""
         taken: list[int] = []
-        per_slab, alone = self.per_slab[group], len(self.per_slab) == 1
-        while need > len(taken):
+        per_slab, alone, before = self.per_slab[group], len(self.per_slab) == 1, self._busy[group]
+        while need > len(taken) and (spare := slabs - self._busy[group] + before) > 0:
             missing = need - len(taken)
             if missing >= per_slab and self._free_slabs and (alone or not self._open[group]):
                 taken += self._take_slab(group)
@@ -138,7 +132,7 @@ class SlabPool:
                 taken += self._take_free(group, slab, missing)
             elif alone:
                 taken += self._reuse(group, list(islice(self.cached[group], missing)))
-            elif own := self._oldest_own(group, missing):
+            elif own := self._oldest_own(group, missing, spare):
                 taken += self._reuse(group, own)
             else:
                 self._evict_slab(self._oldest_idle(other_than=group))
@@ -321,20 +315,29 @@ class SlabPool:
     def _reuse(self, group: int, pages: list[int]) -> list[int]:
         """Put cached pages straight into use, as a full pool of one group does all the time."""
         cached, refs = self.cached[group], self.refs[group]
+        self.index.forget_all(group, pages)
         for page in pages:
             del cached[page]
-            self.index.forget(group, page)
             refs[page] = 1
         self._mark_all_used(group, pages)
         self.evictions[group] += len(pages)
         return pages
 
-    def _oldest_own(self, group: int, most: int) -> list[int]:
-        """Up to `most` cached pages of the group that have been unused for longer than any slab of another group."""
+    def _oldest_own(self, group: int, most: int, slabs: int) -> list[int]:
+        """Up to `most` cached pages of the group that have been unused for longer than any slab of another group. They lie in up to
+        so many `slabs` without a page in use.
+        """
         slab = self._oldest_idle(other_than=group)
         limit = self._clock if slab < 0 else self._idle[self.owner[slab]][slab]
         oldest = islice(self.cached[group].items(), most)
-        return [page for page, _ in takewhile(lambda item: item[1] <= limit, oldest)]
+        pages = [page for page, _ in takewhile(lambda item: item[1] <= limit, oldest)]
+        per_slab, idle, opened = self.per_slab[group], self._idle[group], set[int]()
+        for at, page in enumerate(pages):
+            if (slab := page // per_slab) in idle and slab not in opened:
+                if len(opened) == slabs:
+                    return pages[:at]
+                opened.add(slab)
+        return pages
 
     def _oldest_idle(self, other_than: int = -1) -> int:
         """The slab that has been without a page in use for longest, or -1."""

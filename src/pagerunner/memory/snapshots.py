@@ -57,12 +57,12 @@ class Snapshots:
             return
         group = self._group
         source = self.find(grant.chain, hit)
-        self._pool.touch(group, source)
+        self._pool.touch(group, (source,))
         fresh = self._pool.allocate(self._one)
         assert fresh is not None, "admission made sure of this page"
         (page,) = fresh[group]
         if page == source:
-            self._work.keep(group, page)
+            self._work.keep(group, (page,))
         else:
             self._work.copy(group, source, page)
         grant.pages[group] = [page]

@@ -13,7 +13,8 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     `pages_in_use` are held by requests, `pages_cached` only by the prefix index, `pages_free` lie in slabs of the group and
     belong to nobody. `evictions` counts cached pages that made room. `queries_total` are the tokens of prompts that the group
-    was asked for: all of them, or as many as the groups that keep everything had. `hits_total` are those that it had cached.
+    was asked for: all of them, or as many as the groups that keep everything had. `hits_total` are those that it had cached,
+    also what was loaded for the request.
 
     Three fields are shares from 0 to 1. `usage`: of the page memory's bytes, those of the group's pages in use. `fragmentation`:
     of all slabs, those that packing the group's pages together would give back. `waste`: of each slab of the group, the bytes in

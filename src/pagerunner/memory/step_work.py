@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from pagerunner.memory.grant import Grant
@@ -47,11 +48,13 @@ class StepWork:
         """Page `target`, just handed out, is to hold what `source` holds."""
         offset = self._plan.page_offset
         self._copies.append(PageCopy(group, offset(group, source), offset(group, target)))
-        self.keep(group, target)
+        self.keep(group, (target,))
 
-    def keep(self, group: int, page: int) -> None:
-        """The page's bytes are wanted: it is not fresh."""
-        self._fresh[group].pop(page, None)
+    def keep(self, group: int, pages: Iterable[int]) -> None:
+        """The pages' bytes are wanted: they are not fresh."""
+        if fresh := self._fresh[group]:
+            for page in pages:
+                fresh.pop(page, None)
 
     def move(self, group: int, source: int, target: int) -> None:
         """What `source` held is held by `target` from now on."""
@@ -93,8 +96,7 @@ class StepWork:
         """Byte offsets, per group, of the pages handed out since the last call, for groups that list them."""
         if not any(self._fresh):
             return []
-        offset = self._plan.page_offset
-        fresh = [[offset(group, page) for page in pages] for group, pages in enumerate(self._fresh)]
+        fresh = [self._plan.page_offsets(group, pages) for group, pages in enumerate(self._fresh)]
         self._fresh = [{} for _ in fresh]
         return fresh
 
@@ -116,10 +118,7 @@ class StepWork:
         return [self._transfer(lease) for lease in leases if lease.state != "ended"]
 
     def _transfer(self, lease: Lease) -> PageTransfer:
-        groups = enumerate(zip(lease.pages, lease.places, strict=True))
-        pages = [
-            (group, self._plan.page_offset(group, page), place)
-            for group, pair in groups
-            for page, place in zip(*pair, strict=True)
-        ]
+        pages: list[tuple[int, int, int]] = []
+        for group, (some, places) in enumerate(zip(lease.pages, lease.places, strict=True)):
+            pages += zip(repeat(group), self._plan.page_offsets(group, some), places)
         return PageTransfer(lease.number, lease.state == "arriving", pages)

@@ -194,9 +194,10 @@ def _unpin(memory: HostMemory, pinned: list[torch.Tensor]) -> None:
         memory.unpin(pinned.pop())
 
 
-def host_buffer(size: int) -> torch.Tensor:
-    """Host memory of its own pages, large ones where the system has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory rarely has large pages
+def host_buffer(size: int, file: int = -1) -> torch.Tensor:
+    """Host memory of its own pages, large ones where the system has them. That of a `file` in memory is shared with who maps it, too."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED  # which rarely has large pages
+    memory = mmap.mmap(file, size, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -11,6 +11,7 @@ it from the start on, piece by piece, and only what is locked is used. On a CPU 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -51,12 +52,19 @@ def runs(transfer: PageTransfer, page_bytes: Sequence[int], piece_bytes: int) ->
 class HostPages:
     """So many bytes of host memory. With a `memory` its pieces are locked one after another, by a thread; else all can be used at once.
 
-    A piece is a multiple of `slab_bytes`, so no slab lies in two. `ready_bytes` can be used by now.
+    A piece is a multiple of `slab_bytes`, so no slab lies in two. `ready_bytes` can be used by now. What is `shared` can be mapped by another
+    process of this user, under the name `path`, as long as this one lives.
     """
 
-    def __init__(self, num_bytes: int, slab_bytes: int, memory: HostMemory | None) -> None:
+    def __init__(self, num_bytes: int, slab_bytes: int, memory: HostMemory | None, *, shared: bool = False) -> None:
+        file, self.path = -1, ""
         try:
-            self.bytes = host_buffer(num_bytes)
+            if shared:
+                file = os.memfd_create("pagerunner host pages")
+                weakref.finalize(self, os.close, file)
+                os.ftruncate(file, num_bytes)
+                self.path = f"/proc/{os.getpid()}/fd/{file}"
+            self.bytes = host_buffer(num_bytes, file)
         except OSError as error:
             raise CapacityError(
                 f"{human_bytes(num_bytes)} of host memory can't be had for pages ({error.strerror}); lower kv_offloading_size."

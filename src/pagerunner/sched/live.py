@@ -103,7 +103,7 @@ def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
         return "turn"
     if first.blocked:
         return "grammar"
-    if first.awaits_transfer and first.retry_version >= 0 or state.tiers is not None and first in state.tiers.fetching:
+    if first.awaits_transfer and first.retry_version >= 0 or state.tiers is not None and state.tiers.fills(first):
         return "transfer"
     if first.retry_version >= 0 and state.manager.awaits == "snapshot":
         return "snapshot"

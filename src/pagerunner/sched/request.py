@@ -15,11 +15,12 @@ class Sequence:
     Positions below `scheduled` are in a plan. Positions below `refill` get their token from `tokens`; later positions get the
     token that the device sampled. `in_flight` counts the plans with a row of this sequence. A `blocked` sequence can't be
     scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight. While it waits, `looked_up` says that
-    no other memory need be asked for its pages, and `awaits_transfer` that pages are on their way.
+    no other memory need be asked for its pages, and `awaits_transfer` that pages are on their way. Of its `cached_tokens` those whose pages came
+    from another memory are `external_tokens`.
     """
 
     __slots__ = (
-        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "fetched", "finished", "grant", "guide", "in_flight", "key", "looked_up",
+        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
         "max_total",
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
@@ -55,6 +56,7 @@ class Sequence:
         self.in_flight = 0
         self.refill = 0
         self.cached_tokens = -1  # unknown before the first admission
+        self.external_tokens, self.found = 0, (0, 0)
         self.admitted_time = 0.0  # monotonic, of the first admission
         self.retry_version = -1  # `KVManager.version` at which it didn't fit
         self.retry_budget = 0  # tokens a step must have left for it

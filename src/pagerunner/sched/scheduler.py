@@ -23,12 +23,11 @@ from pagerunner.sched.results import commit
 from pagerunner.sched.state import SchedulerState
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.step_planner import StepPlanner
-from pagerunner.tiers.policy import Tiering
+from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
 
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
-LOAD_FAILED = 'The pages of its prompt could not be loaded, and kv_load_failure_policy is "fail"; "recompute" computes them instead.'
 
 
 class Scheduler:

@@ -142,6 +142,7 @@ class SchedulerState:
             logprobs=logprobs,
             prompt_logprobs=[None, *sequence.prompt_logprobs] if first and sequence.wants_prompt_logprobs else None,
             num_cached_tokens=max(sequence.cached_tokens, 0) if first else 0,
+            num_external_computed_tokens=sequence.external_tokens if first else 0,
             admitted_time=sequence.admitted_time if first else 0.0,
             num_preemptions=sequence.preemptions,
             error=error,

@@ -148,7 +148,9 @@ class StepPlanner:
         return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
 
     def _may_go(self, tiers: Tiering, sequence: Sequence, passed: int) -> bool:
-        """Look into other memories for a sequence. Whether it may go before `passed` others: not into the room that is set aside for them."""
+        """Look the first of the line up in other memories, unless that was done. Whether a sequence may be tried: who passes others that wait for
+        their pages doesn't take the room that is set aside for them, but goes only if room is set aside for it, too.
+        """
         refused = sequence.retry_version == self._manager.version
         if sequence.blocked or refused or sequence in tiers.fetching or tiers.provides(sequence):
             return True
@@ -170,7 +172,7 @@ class StepPlanner:
                 break
             if tiers is not None and not self._may_go(tiers, sequence, passed):
                 break
-            if tiers is not None and sequence in tiers.fetching:
+            if tiers is not None and tiers.fills(sequence):
                 passed += 1
                 continue
             if sequence.retry_version == manager.version:
@@ -222,9 +224,11 @@ class StepPlanner:
             sequence.retry_budget = 0
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = start
+                local, found = sequence.found
+                sequence.external_tokens = max(min(start, found) - local, 0)
                 sequence.admitted_time = time.monotonic()
                 if sequence.shares and not sequence.wants_prompt_logprobs:
-                    manager.count_query(grant)
+                    manager.count_query(grant, sequence.external_tokens)
             state.run(sequence)
             admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
             if not waits:

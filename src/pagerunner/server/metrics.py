@@ -68,7 +68,10 @@ _MOMENTS = {
 _TOTALS = {
     "preemptions_total": ("vllm:num_preemptions", "Requests preempted, to be computed again."),
     "prefix_queries_total": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits_total": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache at admission."),
+    "prefix_hits_total": (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache of the device at admission.",
+    ),
     "busy_seconds": ("pagerunner:device_busy_seconds", "Time that the device has worked on steps."),
     "steps_total": ("pagerunner:steps", "Engine steps."),
 }
@@ -116,6 +119,10 @@ _TIER_TOTALS = {
 _DISK_MOMENTS = {
     "bytes": ("pagerunner:kv_disk_bytes", "Bytes of all files of the disk tier's directory."),
     "pages": ("pagerunner:kv_disk_pages", "Pages that the disk tier has of this model."),
+    "pages_of_some": (
+        "pagerunner:kv_disk_pages_of_some",
+        "Pages that some ranks' disk tiers have and not all: nobody finds them.",
+    ),
     "read_rate": ("pagerunner:kv_disk_read_bytes_per_second", "How fast the disk tier reads, as measured."),
     "waiting": ("pagerunner:kv_disk_requests_waiting", "Requests that wait for pages from the disk."),
 }
@@ -125,7 +132,10 @@ _DISK_TOTALS = {
     "write_bytes": ("pagerunner:kv_disk_write_bytes", "Bytes of pages written to the disk."),
     "failures": ("pagerunner:kv_disk_failed_pages", "Pages of the disk that were wrong or couldn't be read."),
     "skipped": ("pagerunner:kv_disk_skipped_pages", "Pages that were not written, as there was no room or no time."),
-    "given_up": ("pagerunner:kv_disk_reads_given_up", "Requests that waited too long for pages from the disk."),
+    "given_up": (
+        "pagerunner:kv_disk_reads_given_up",
+        "Requests that were computed since pages from the disk took too long, or had no room in host memory.",
+    ),
 }
 _TOKENS = {
     "prompt_tokens": "Prompt tokens processed.",
@@ -418,14 +428,15 @@ class Metrics(EngineObserver):
         for field, (name, text) in totals.items():
             figures.raise_to(name, text, self._values, getattr(stats, field))
 
-    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
+    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int, external_tokens: int = 0) -> None:
         """Count one step's tokens."""
         self.tokens = (self.tokens[0] + prompt_tokens, self.tokens[1] + generation_tokens)
         self._tokens["prompt_tokens"].inc(prompt_tokens)
         self._tokens["prompt_tokens_cached"].inc(cached_tokens)
         self._tokens["generation_tokens"].inc(generation_tokens)
         self._sources["local_compute"].inc(prompt_tokens - cached_tokens)
-        self._sources["local_cache_hit"].inc(cached_tokens)
+        self._sources["local_cache_hit"].inc(cached_tokens - external_tokens)
+        self._sources["external_kv_transfer"].inc(external_tokens)
 
     def on_first_token(self, seconds: float) -> None:
         """Observe a time to first token."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from pagerunner.server.metrics import Metrics
+from pagerunner.tiers.stats import TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,18 @@ class StatsLog:
             return None
         queries = stats.prefix_queries_total - before.prefix_queries_total
         hits = stats.prefix_hits_total - before.prefix_hits_total
+        below = ""
+        if (tier := stats.tier) is not None:
+            old = before.tier or TierStats()
+            asked, loaded = tier.queries_total - old.queries_total, tier.hits_total - old.hits_total
+            below = f"External prefix cache hit rate: {loaded / max(asked, 1):.1%}, "
         waits = f" (for {stats.waiting_for})" if stats.waiting and stats.waiting_for else ""
         return (
             f"Engine {metrics.engine:03}: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs{waits}, "
             f"GPU KV cache usage: {stats.kv_usage:.1%}, "
-            f"Prefix cache hit rate: {hits / max(queries, 1):.1%}, Device idle: {idle:.1%}"
+            f"Prefix cache hit rate: {hits / max(queries, 1):.1%}, {below}Device idle: {idle:.1%}"
         )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 from pagerunner.errors import ConfigError
 from pagerunner.tiers.segments import BLOCK, Record, Segment, record_bytes
 
+logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 256 * 2**20
 LEAST_SEGMENTS = 8
 """In `max_bytes`: two that are written, one that is given up while its hot pages are copied, and others to find pages in."""
@@ -38,6 +41,7 @@ class Directory:
     def __init__(self, root: Path, fingerprint: bytes, max_bytes: int, largest_page: int) -> None:
         self.path = root / "pagerunner-pages"
         self.fingerprint, self.max_bytes, self.bytes = fingerprint, max_bytes, 0
+        self._strange: set[str] = set()
         least = BLOCK + record_bytes(largest_page)
         self.segment_bytes = max(min(SEGMENT_BYTES, max_bytes // LEAST_SEGMENTS), least)
         if self.segment_bytes * LEAST_SEGMENTS > max_bytes:
@@ -71,23 +75,26 @@ class Directory:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(
-                            errno.ETIMEDOUT, f"{self.path} has been locked for {_LOCK_SECONDS} s"
-                        ) from None
+                        said = f"{self.path} has been locked for {_LOCK_SECONDS} s"
+                        raise TimeoutError(errno.ETIMEDOUT, said) from None
                     time.sleep(0.002)
             yield
         finally:
             os.close(fd)
 
     def segments(self) -> list[tuple[Segment, int]]:
-        """All segments with their sizes, the oldest first, of other fingerprints too."""
+        """All segments with their sizes, the oldest first, of other fingerprints too. What isn't a regular file is passed over."""
         found = []
         with os.scandir(self.path) as entries:
             for entry in entries:
                 segment = Segment.named(Path(entry.path))
                 with contextlib.suppress(FileNotFoundError):
-                    if segment is not None:
-                        found.append((segment, entry.stat(follow_symlinks=False).st_size))
+                    status = entry.stat(follow_symlinks=False)
+                    if segment is not None and stat.S_ISREG(status.st_mode):
+                        found.append((segment, status.st_size))
+                    elif segment is not None and entry.path not in self._strange:
+                        self._strange.add(entry.path)
+                        logger.warning("The disk tier passes over %s, which isn't a regular file.", entry.path)
         self.bytes = sum(size for _, size in found)
         return sorted(found, key=lambda one: one[0].path.name)
 
@@ -156,12 +163,11 @@ class Directory:
         record, and sealed. One that isn't of this fingerprint, whatever its name says, has none.
         """
         with self.locked():
+            mine = True
             try:
                 fd = segment.open(lock=True)
             except BlockingIOError:
                 fd, mine = segment.open(), False
-            else:
-                mine = True
             try:
                 if not segment.is_of(fd, self.fingerprint):
                     return [], mine

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -33,7 +34,11 @@ WRITE_THREADS = 2
 _PIECE = 8 * 2**20  # bytes that a thread reads before others may take over
 _PROBE = 64 * 2**20
 _SCAN_SECONDS = 30.0
-_CLOSE_SECONDS = 5.0
+_SLOWER = 0.8  # reads with checksums are rarely as fast as the start's probe
+_MEASURE_SECONDS = 300.0  # so long after the last measurement a disk that had become slower is measured again
+_FINISH_SECONDS = 5.0  # so long a store that is closed writes what it was given
+CLOSE_SECONDS = _FINISH_SECONDS + 3.0
+"""So long `close` takes at most, on a busy machine."""
 _WRITE_SECONDS = 60.0  # nobody waits for a page to be written, but for its place
 _STEADY = 0.7  # how much of the measured rate stays when a number of some size has been read
 
@@ -127,9 +132,12 @@ class DiskStore:
         # how often clear() was called, and for how many of these `_passed_over` is complete
         self._clears = self._hidden = 0
         self._unmeasured = False
+        self._first_rate, self._measured = rate or 0.0, time.monotonic()
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Piece | tuple[Segment, int] | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._to_strike: deque[tuple[Segment, int]] = deque()  # before any page is written: a crash would bring it back
+        self._striking = threading.Lock()  # a thread that finds the line empty waits for who is at it
         work = [("keep", self._keep)]
         work += [("read", self._read_pieces)] * read_threads + [("write", self._write_pieces)] * write_threads
         self._threads = [threading.Thread(target=run, name=f"disk-{name}", daemon=True) for name, run in work]
@@ -176,8 +184,7 @@ class DiskStore:
         begun.clears = self._clears
         closed = self._closing.is_set()
         for at, page in enumerate(pages if not closed else ()):
-            piece: Piece = begun, [(at, page, None, 0)]
-            self._to_write.put(piece)
+            self._to_write.put((begun, [(at, page, None, 0)]))
         self._settle(begun, range(len(pages)) if closed else [], well=False)
 
     def ended(self) -> list[tuple[int, list[bool]]]:
@@ -194,11 +201,10 @@ class DiskStore:
 
     def close(self) -> None:
         """See PageStore. What was to be written still is, for some seconds. Then segments are sealed, so that the next start needn't walk them."""
-        self._end = time.monotonic() + _CLOSE_SECONDS
+        self._end = time.monotonic() + _FINISH_SECONDS
         self._closing.set()
         self._look.set()
-        readers, writers = self._counts
-        for line, count in ((self._to_read, readers), (self._to_write, writers)):
+        for line, count in zip((self._to_read, self._to_write), self._counts, strict=True):
             for _ in range(count):
                 line.put(None)
         for thread in self._threads:
@@ -216,7 +222,8 @@ class DiskStore:
                         del index[group, key]
                         self._wrong.add((found[0].identity, found[1]))  # a look may list it until it is struck
                 if found is not None:
-                    self._to_write.put(found)
+                    self._to_strike.append(found)
+                    self._to_write.put((_Begun(0, [], 0.0, reads=False), []))  # for a thread that waits
 
     def clear(self) -> None:
         """See KeepingStore. What is on its way isn't kept, and what the next look lists was there before."""
@@ -272,16 +279,12 @@ class DiskStore:
             return
         rate = self._busy_bytes / max(now - self._busy_since, 1e-6)
         self._stats.read_rate += (1 - _STEADY) * (rate - self._stats.read_rate)
-        self._busy_since, self._busy_bytes = now, 0
+        self._busy_since, self._busy_bytes, self._measured = now, 0, now
 
     def _late(self, begun: _Begun) -> bool:
         now = time.monotonic()
-        return (
-            begun.started <= self._cancelled
-            or now > begun.deadline
-            or now > self._end
-            or (begun.reads and self._closing.is_set())
-        )
+        over = begun.reads and self._closing.is_set()
+        return over or begun.started <= self._cancelled or now > min(begun.deadline, self._end)
 
     # -- reading
 
@@ -349,18 +352,20 @@ class DiskStore:
     def _write_pieces(self) -> None:
         writer = _Writer(self.directory)
         while (piece := self._to_write.get()) is not None:
-            if isinstance(piece[0], Segment):
-                with contextlib.suppress(OSError):
-                    piece[0].strike(piece[1])
-                continue
-            begun, [(at, (group, key, place), *_)] = piece
-            well = False
-            try:
-                well = not self._late(begun) and self._write_page(writer, group, key, place, begun.clears)
-            except Exception:  # the thread goes on, with another segment
-                logger.exception("The disk tier couldn't write a page")
-                writer.seal()
-            self._settle(begun, [at], well=well)
+            begun, pages = piece
+            with self._striking:
+                while self._to_strike:
+                    with contextlib.suppress(OSError):
+                        segment, offset = self._to_strike.popleft()
+                        segment.strike(offset)
+            for at, (group, key, place), *_ in pages:
+                well = False
+                try:
+                    well = not self._late(begun) and self._write_page(writer, group, key, place, begun.clears)
+                except Exception:  # the thread goes on, with another segment
+                    logger.exception("The disk tier couldn't write a page")
+                    writer.seal()
+                self._settle(begun, [at], well=well)
         writer.seal()
 
     def _write_page(self, writer: _Writer, group: int, key: bytes, place: memoryview, clears: int) -> bool:
@@ -433,9 +438,10 @@ class DiskStore:
 
     def _drop(self, victim: Segment, fd: int) -> list[Record]:
         """Forget a segment that is about to be unlinked. Returns what is worth copying: at most half of a segment in all."""
-        mine = victim.is_of(fd, self.directory.fingerprint)
-        records = victim.records(fd, self.directory.fingerprint, walk=True) if mine else []
-        kept, room = [], self.directory.segment_bytes // 2
+        records, kept, room = list[Record](), [], self.directory.segment_bytes // 2
+        with contextlib.suppress(OSError):  # it can't be read, which is no reason to keep it
+            if victim.is_of(fd, self.directory.fingerprint):
+                records = victim.records(fd, self.directory.fingerprint, walk=True)
         with self._lock:
             self._stats.segments_dropped += 1
             known, _ = self._known.pop(victim.identity, (victim, True))
@@ -465,15 +471,21 @@ class DiskStore:
             self._look.wait(_SCAN_SECONDS)
 
     def _probe(self) -> None:
-        """Measure how fast the disk reads. On a full disk that takes pages that are there, and while there are none nothing is to be read."""
-        if self._stats.read_rate:
+        """Measure how fast the disk reads. On a full disk that takes pages that are there, and while there are none nothing is to be read.
+
+        A disk that has become slower is measured again when nothing was read for some time: what doesn't pay is never read, so reads wouldn't tell.
+        """
+        known, now = self._stats.read_rate, time.monotonic()
+        if known and (known >= _SLOWER * self._first_rate or now - self._measured < _MEASURE_SECONDS):
             return
+        self._measured = now
         with self._lock:
             there = [segment.path for segment, whole in self._known.values() if whole]
         try:
-            self._stats.read_rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0], there)
+            self._stats.read_rate = rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0], there)
+            self._first_rate = self._first_rate or rate
         except OSError as error:
-            first, self._unmeasured = not self._unmeasured, True
+            first, self._unmeasured = not (self._unmeasured or known), True
             if first:
                 logger.warning(
                     "The disk tier can't measure how fast %s reads, and reads nothing from it until it can: %s.",

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -25,15 +26,18 @@ from pagerunner.config import ExchangeConfig
 from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.ownership import ExchangeState
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
 from pagerunner.tiers.below import Arrivals, lacking
 from pagerunner.tiers.loans import Loans
 from pagerunner.tiers.nixl import Reader, Shared
 from pagerunner.tiers.page_server import PageServer
+from pagerunner.tiers.parts import Parts
 from pagerunner.tiers.peers import PULL_BYTES, PeerStore
-from pagerunner.tiers.policy import Tiering
+from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.tiers.stats import ExchangeStats
+from pagerunner.tiers.wire import Name
 from pagerunner.types import EngineRequest, RequestUpdate
 from pagerunner.types.kv_transfer import KVTransferParams
 
@@ -57,13 +61,18 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A visit to a loan that some requests wait for. `until`: how long to wait for news of it; then reading has its own patience."""
+    """A visit to a loan that some requests wait for. `until`: how long to wait for news of it; then reading has its own patience.
+
+    What is `known` and isn't `reading` waits for room in host memory. `could`: so many tokens are found when all pages have come.
+    """
 
     number: int
     token: bytes
     requests: list[EngineRequest]
     until: float
+    known: bool = False
     reading: bool = False
+    could: int = 0
 
 
 class Books(Protocol):
@@ -81,11 +90,12 @@ class Exchange:
         config: ExchangeConfig,
         secret: bytes,
         scheduler: Books,
-        host_bytes: memoryview,
+        host_bytes: Sequence[memoryview],
         fields: Callable[[], Mapping[str, str]],
     ) -> None:
-        """`host_bytes`: the memory whose places `scheduler.tiers` knows. `fields()`: what pages look like; see `wire.Open`."""
+        """`host_bytes`: the memory of each rank, whose places `scheduler.tiers` knows. `fields()`: what pages look like; see `wire.Open`."""
         self._config, self._fields, self._bytes = config, fields, host_bytes
+        self._engine_id = config.engine_id or uuid.uuid4().hex
         self._news = threading.Event()
         self._given_back: deque[bytes] = deque()
         self.loans = Loans(partial(_on_loan_end, self._given_back, self._news))
@@ -102,20 +112,16 @@ class Exchange:
         self._lent: dict[bytes, list[list[int]]] = {}
         self._pulls: dict[int, _Pull] = {}
         self._made = self._failed = 0
+        self._no_room_at = -1
         assert scheduler.tiers is not None
-        self._arrivals = Arrivals[_Pull](self._peers, scheduler.tiers.host, host_bytes, sizes)
+        self._parts = Parts(self._peers, host_bytes, len(sizes))
+        self._arrivals = Arrivals[_Pull](self._parts, scheduler.tiers.host, range(len(host_bytes[0])), sizes)
         self.close = weakref.finalize(self, _close, self._server, self._peers)
         """End all threads and let host memory go, as when nobody has the exchange any more: threads know nothing of it."""
         self.close.atexit = False
-        self.use(scheduler)
-        self.open()
-
-    def use(self, scheduler: Books) -> None:
-        """Go on with other books of the same memory. No page is lent or pulled."""
-        assert scheduler.tiers is not None
         self._tiers, self._manager = scheduler.tiers, scheduler.manager
         self._rules = tuple(group.rule for group in self._manager.plan.groups)
-        self._arrivals.use(self._tiers.host)
+        self.open()
 
     def open(self) -> None:
         """Lend and pull, unless that is so. Raises ConfigError for an address that can't be had."""
@@ -123,7 +129,7 @@ class Exchange:
             self._peers.fields = self._fields()
             if self._server is not None:
                 if self._nixl and self._shared is None:  # all of it, which takes its time
-                    self._shared = Shared(self._bytes)
+                    self._shared = Shared(*self._bytes)
                 self._server.open(self._peers.fields, self._shared)
             self._is_open = True
 
@@ -140,6 +146,10 @@ class Exchange:
             pulls=len(self._pulls), pulled_total=arrivals.whole, failed_total=self._failed + arrivals.broken,
             pulled_bytes_total=peers.bytes_read, bytes_per_second=peers.bytes_per_second,
         )  # fmt: skip
+
+    def state(self) -> ExchangeState:
+        """What `GET /memory` shows."""
+        return ExchangeState(loans=len(self.loans), pulls=len(self._pulls))
 
     def wait(self, seconds: float) -> None:
         """Wait for news of another thread, for up to so many seconds."""
@@ -159,9 +169,7 @@ class Exchange:
             refused = "do_remote_prefill, and this engine pulls no pages: its kv_role is kv_producer"
         if refused:
             raise InvalidRequestError(f"kv_transfer_params has {refused}.", "kv_transfer_params")
-        if params.do_remote_decode and request.parent_id in ("", request.request_id):
-            self._to_lend[request.request_id] = request
-        if not params.do_remote_prefill or request.params.prompt_logprobs is not None:
+        if not params.do_remote_prefill:
             return False
         assert params.remote_host is not None and params.remote_port is not None
         token, boot = bytes.fromhex(params.remote_lease or ""), bytes.fromhex(params.remote_boot_id or "")
@@ -169,9 +177,19 @@ class Exchange:
             pull.requests.append(request)  # a sibling
             return True
         self._made += 1
-        self._peers.visit(self._made, (params.remote_host, params.remote_port), token, boot)
+        most = len(request.prompt_token_ids) * len(self._rules) * len(self._bytes)  # pages of a token each
+        self._peers.visit(self._made, (params.remote_host, params.remote_port), token, boot, most)
+        if request.params.prompt_logprobs is not None:  # all of the prompt is computed, and the loan given back
+            self._peers.leave(self._made)
+            return False
         self._pulls[self._made] = _Pull(self._made, token, [request], time.monotonic() + STORE_SECONDS)
         return True
+
+    def queued(self, request: EngineRequest) -> None:
+        """The scheduler has a request. Its last update waits if its pages are to be lent."""
+        params, alone = request.kv_transfer, request.parent_id in ("", request.request_id)
+        if params is not None and params.do_remote_decode and alone and request.pooling is None:
+            self._to_lend[request.request_id] = request
 
     def hold(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
         """Keep back the last updates of requests whose pages are to be lent."""
@@ -214,26 +232,38 @@ class Exchange:
     # -- what goes on
 
     def poll(self, needs_pages: Callable[[str], bool]) -> tuple[list[RequestUpdate], list[EngineRequest]]:
-        """Go on. Returns updates and requests that needn't be kept back any more.
+        """Go on. Returns updates and requests that needn't be kept back any more. Requests whose pages didn't come end, if that is asked for.
 
         `needs_pages(request_id)`: whether a request that was queued hasn't looked for its pages yet.
         """
         self._news.clear()
         self.loans.tick()
-        while self._given_back:
-            self._tiers.host.release(self._lent.pop(self._given_back.popleft()))
+        self.take_back()
         ready: list[EngineRequest] = []
+        lost: list[EngineRequest] = []
         for number, failed in self._peers.visited():
             pull = self._pulls.get(number)
-            if pull is not None and not pull.reading and (failed or not self._begin(pull)):
-                self._failed += bool(failed)
-                ready += self._leave(pull)
+            if pull is not None and not pull.reading and failed:
+                self._failed += 1
+                lost += self._leave(pull)
+            elif pull is not None:
+                pull.known = True
         now = time.monotonic()
-        for pull in [one for one in self._pulls.values() if not one.reading and now > one.until]:
-            ready += self._leave(pull)
+        for pull in [one for one in self._pulls.values() if not one.known and now > one.until]:
+            self._failed += 1
+            lost += self._leave(pull)
         self._arrivals.settle()
-        self._arrivals.arrivals(lambda pull: self._served(pull, ready, needs_pages))
-        return self._answered(now), ready
+        self._arrivals.arrivals(lambda pull: self._served(pull, ready, lost, needs_pages))
+        ready += self._begin_in_turn()
+        updates = self._answered(now)
+        if not self._config.fails:
+            return updates, ready + lost
+        return updates + [_failed(request) for request in lost], ready
+
+    def take_back(self) -> None:
+        """Let pages go whose loans have ended."""
+        while self._given_back:
+            self._tiers.host.release(self._lent.pop(self._given_back.popleft()))
 
     def stop(self, why: str, *, unregister: bool = False) -> tuple[list[RequestUpdate], list[EngineRequest]]:
         """Lend and pull nothing any more, until `open`. Returns what was kept back. No page of host memory is written afterwards.
@@ -276,45 +306,74 @@ class Exchange:
             return None
         keys = [rule.keys(chain, *rule.hit_span(hit)) for rule in self._rules]
         pages = [host.share(group, some) for group, some in enumerate(keys)]
-        views = {
-            (group, key): self._arrivals.view(group, page)
-            for group, some in enumerate(keys)
-            for key, page in zip(some, pages[group], strict=True)
-        }
-        token = self.loans.lend(views, config.seconds)
+        token = self.loans.lend(partial(_lent_pages, self._parts, self._arrivals, keys, pages), config.seconds)
         self._lent[token] = pages
         listens, port = self._server.address
         return KVTransferParams(
-            do_remote_prefill=True, remote_host=listens, remote_port=port, tp_size=1,
-            remote_engine_id=config.engine_id, remote_request_id=answer.update.request_id, remote_block_ids=[],
+            do_remote_prefill=True, remote_host=listens, remote_port=port, tp_size=config.tp_size,
+            remote_engine_id=self._engine_id, remote_request_id=answer.update.request_id, remote_block_ids=[],
             remote_num_tokens=hit, remote_blocks_expiry_time=time.time() + config.seconds,
             remote_lease=token.hex(), remote_boot_id=self._server.boot.hex(),
         )  # fmt: skip
 
     # -- pulling
 
-    def _begin(self, pull: _Pull) -> bool:
-        """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, or no room."""
+    def _begin_in_turn(self) -> list[EngineRequest]:
+        """Begin to read what is known and has room, in the order of requests. Returns those that needn't wait: nothing is to be read for them.
+
+        Who has no room waits until pages of others have gone to the device. A prompt that has none although nobody else's are there is computed.
+        """
+        ready: list[EngineRequest] = []
+        for pull in [one for one in self._pulls.values() if one.known and not one.reading]:
+            if self._arrivals.busy and self._no_room_at == self._arrivals.released:
+                break
+            if (begun := self._begin(pull)) is None and self._arrivals.busy:
+                self._no_room_at = self._arrivals.released
+                break
+            if begun is None:
+                self._failed += 1
+                self._refusals.warn(
+                    "A prompt's pages have no room in host memory and are computed; raise kv_offloading_size."
+                )
+            if not begun:
+                ready += self._leave(pull)
+        return ready
+
+    def _begin(self, pull: _Pull) -> bool | None:
+        """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, None if there is no room."""
         request, held = pull.requests[0], self._tiers.host.index.pages
         chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
-        lent: list[dict[PageKey, Any]] = [{} for _ in self._rules]
-        for group, key in self._peers.names(pull.number):
-            if group < len(lent):
-                lent[group][key] = 0
-        near = [ChainMap(*some) for some in zip(self._manager.index.pages, held, strict=True)]
-        far = [ChainMap(*some.maps, more) for some, more in zip(near, lent, strict=True)]
-        have, could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
-        pull.reading = could > have and self._arrivals.read(
-            pull.number, pull, *lacking(self._rules, chain, could, near, held)
-        )
-        return pull.reading
+        lent, near = (
+            self._peers.lent(pull.number),
+            self._near(),
+        )  # the first rank's parts; another that is lacking costs a computation
+        far = [ChainMap(*some.maps, lent.get(group, {})) for group, some in enumerate(near)]
+        have, pull.could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
+        if pull.could <= have:
+            return False
+        pull.reading = self._arrivals.read(pull.number, pull, *lacking(self._rules, chain, pull.could, near, held))
+        return pull.reading or None
 
-    def _served(self, pull: _Pull, ready: list[EngineRequest], needs_pages: Callable[[str], bool]) -> bool:
-        """Whether requests whose pages came needn't have them kept. Those that have waited until now are `ready`."""
-        if pull.number in self._pulls:
-            ready += self._leave(pull)
-            return not pull.requests
-        return not any(needs_pages(request.request_id) for request in pull.requests)
+    def _near(self) -> list[ChainMap[PageKey, int]]:
+        """The pages of this engine, by group."""
+        pages = zip(self._manager.index.pages, self._tiers.host.index.pages, strict=True)
+        return [ChainMap(*some) for some in pages]
+
+    def _served(
+        self, pull: _Pull, ready: list[EngineRequest], lost: list[EngineRequest], needs_pages: Callable[[str], bool]
+    ) -> bool:
+        """Whether requests whose pages came needn't have them kept. Those that have waited until now are `ready`, or `lost` if not all have come."""
+        if pull.number not in self._pulls:
+            return not any(needs_pages(request.request_id) for request in pull.requests)
+        fails = self._config.fails and pull.requests and not self._has(pull)
+        (lost if fails else ready).extend(self._leave(pull))
+        return bool(fails) or not pull.requests
+
+    def _has(self, pull: _Pull) -> bool:
+        """Whether all that was pulled is here."""
+        request = pull.requests[0]
+        chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
+        return joint_hit(self._rules, self._near(), chain, limit) >= pull.could
 
     def _leave(self, pull: _Pull) -> list[EngineRequest]:
         """Let a loan go. Returns the requests that have waited for it. A read that is under way ends soon."""
@@ -327,6 +386,22 @@ class Exchange:
         chain = self._manager.chain(request.cache_salt)
         chain.cover(request.prompt_token_ids, len(request.prompt_token_ids))
         return chain
+
+
+def _lent_pages(
+    parts: Parts, arrivals: Arrivals[_Pull], keys: Sequence[list[PageKey]], pages: Sequence[list[int]]
+) -> dict[Name, memoryview]:
+    """By another thread."""
+    named = [
+        (group, key, page)
+        for group, (some, there) in enumerate(zip(keys, pages, strict=True))
+        for key, page in zip(some, there, strict=True)
+    ]
+    return {(group, key): view for group, key, view in parts.of(arrivals.views(named))}
+
+
+def _failed(request: EngineRequest) -> RequestUpdate:
+    return RequestUpdate(request_id=request.request_id, new_token_ids=[], finish_reason="error", error=LOAD_FAILED)
 
 
 def _on_loan_end(given_back: deque[bytes], news: threading.Event, token: bytes, why: str) -> None:

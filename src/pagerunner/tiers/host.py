@@ -17,7 +17,7 @@ from pagerunner.memory.units import human_bytes
 
 _OS_PAGE = 4_096
 _ONE_GROUP_SLAB = 32 * 2**20
-"""Bytes of a slab where all pages are of one size: long runs of pages that are adjacent in both memories are one copy."""
+"""Least bytes of a slab where all pages are of one size, and there are so many: long runs of pages that are adjacent in both memories are one copy."""
 
 
 class HostCut(NamedTuple):
@@ -27,9 +27,15 @@ class HostCut(NamedTuple):
     num_slabs: int
     per_slab: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return self.slab_bytes * self.num_slabs
+
 
 def cut_host(plan: MemoryPlan, num_bytes: int) -> HostCut:
-    """Cut so many bytes of each rank's host memory. Slabs begin where the system's pages do, as these are locked.
+    """Cut so many bytes of each rank's host memory. Slabs begin where the system's pages do, as these are locked. Those of one group divide the bytes:
+    of 100 MB there are two of 50, and no third of 33.5 is lost.
 
     Raises:
         CapacityError: not one slab fits.
@@ -37,7 +43,9 @@ def cut_host(plan: MemoryPlan, num_bytes: int) -> HostCut:
     slab = plan.slab_bytes
     if len(plan.groups) == 1:
         page = plan.groups[0].page_bytes
-        slab = page * max(min(_ONE_GROUP_SLAB, num_bytes) // page, 1)
+        least = -(-max(min(_ONE_GROUP_SLAB, num_bytes) // page, 1) * page // _OS_PAGE) * _OS_PAGE
+        most = num_bytes // max(num_bytes // least, 1) // _OS_PAGE * _OS_PAGE
+        slab = max(most // page, 1) * page
     slab = -(-slab // _OS_PAGE) * _OS_PAGE
     if num_bytes < slab:
         raise CapacityError(
@@ -55,15 +63,10 @@ class HostTier:
     def __init__(self, plan: MemoryPlan, num_bytes: int, log: BlockLog | None = None) -> None:
         cut = cut_host(plan, num_bytes)
         self._page_bytes = [group.page_bytes for group in plan.groups]
-        self._slab_bytes, self._num_slabs = cut.slab_bytes, cut.num_slabs
+        self._slab_bytes, self._num_slabs, self.num_bytes = cut.slab_bytes, cut.num_slabs, cut.num_bytes
         groups = len(plan.groups)
         self.index = PrefixIndex(groups) if log is None else LoggedIndex(groups, log, "CPU")
         self.pool = SlabPool(0, cut.per_slab, self.index)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return self._slab_bytes * self._num_slabs
 
     @property
     def used_bytes(self) -> int:
@@ -102,10 +105,19 @@ class HostTier:
         self.pool.share(group, pages)
         return pages
 
+    def held(self, keys: Sequence[Sequence[PageKey]]) -> list[list[int]]:
+        """By group, the pages that hold these keys, as far as there are any."""
+        return [[at[key] for key in some if key in at] for some, at in zip(keys, self.index.pages, strict=True)]
+
     def release(self, pages: Sequence[Sequence[int]]) -> None:
         """Pages by group are used no more. Those with a key are kept; of these the first of each group is needed most."""
         for group, some in enumerate(pages):
             self.pool.release(group, some[::-1])
+
+    def touch(self, pages: Sequence[Sequence[int]]) -> None:
+        """Pages by group were used, and are given away after all others, as if they were released now."""
+        for group, some in enumerate(pages):
+            self.pool.touch(group, some[::-1])
 
     def forget(self, group: int, key: PageKey) -> None:
         """What has this key is wrong, or gone."""

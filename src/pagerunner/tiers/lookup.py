@@ -23,7 +23,8 @@ def hit_keys(rules: Iterable[GroupRule], chain: PrefixChain, hit: int) -> list[l
 
 def found(keys: Sequence[set[PageKey]], *held: Sequence[Mapping[PageKey, object]]) -> list[set[PageKey]]:
     """By group, those of `keys` that one of the memories has."""
-    return [set().union(*(memory[group].keys() & some for memory in held)) for group, some in enumerate(keys)]
+    parts = [[memory[group].keys() & some for memory in held if memory[group]] for group, some in enumerate(keys)]
+    return [some[0] if len(some) == 1 else set().union(*some) for some in parts]
 
 
 def within(keys: Iterable[PageKey], held: Collection[PageKey]) -> list[PageKey]:

@@ -63,16 +63,16 @@ class _Agent:
         api = _api()
         self.nixl = api.nixl_agent(f"pagerunner-{uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
 
-    def register(self, view: memoryview) -> Any:
-        return self.nixl.register_memory([(address_of(view), len(view), 0, "")], "DRAM")
+    def register(self, *views: memoryview) -> Any:
+        return self.nixl.register_memory([(address_of(view), len(view), 0, "") for view in views], "DRAM")
 
 
 class Shared(_Agent):
     """Memory that other engines may read. `close` before it is unmapped: a read of unmapped memory would end this process."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, *views: memoryview) -> None:
         super().__init__()
-        self._view, self._registered = view, self.register(view)
+        self._views, self._registered = views, self.register(*views)
         self.metadata: bytes = self.nixl.get_agent_metadata()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The page server: lets other engines read lent pages, on threads of its own, one for each connection.
 
-Whoever connects is a stranger until he has proven that he knows the secret. Strangers are few at a time, have seconds, and can't make the
-server hold more than some hundred bytes. Nothing that a client sends is believed: lengths, keys and tokens are looked up here.
+Whoever connects is a stranger until he has proven that he knows the secret. Strangers are few at a time, the oldest of too many is sent
+away, and they can't make the server hold more than some hundred bytes. Nothing that a client sends is believed: lengths, keys and tokens are looked up here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class PageServer:
     `allowed` are addresses and networks of clients: "10.0.0.7", "10.0.0.7:14579" (whose port says nothing here), "10.0.0.0/24".
     """
 
-    STRANGERS, CLIENTS = 16, 64
-    HANDSHAKE_SECONDS, IDLE_SECONDS = 5.0, 120.0
+    STRANGERS, CLIENTS = 16, 1024
+    """Connections that haven't proven that they know the secret, and those that have. An engine has num_threads + 1, 5 by default."""
+    HANDSHAKE_SECONDS, FIRST_SECONDS, IDLE_SECONDS = 5.0, 2.0, 120.0
+    """For all of the handshake, for a client's first message, and between two questions of one that is known."""
     GRACE_SECONDS, MIN_RATE = 5.0, 20e6
     """A message and its pages are sent within 5 s, and at 20 MB/s besides; a client that takes longer is cut off."""
 
@@ -50,7 +52,7 @@ class PageServer:
         self._shared: Shared | None = None
         self._lock = threading.Lock()
         self._lines: dict[Line, threading.Thread] = {}
-        self._strangers = 0
+        self._strangers: dict[Line, None] = {}  # the oldest first
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._refusals = SparingLog(log, most=5)
@@ -68,7 +70,7 @@ class PageServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self._host, self._port))
-            listener.listen(self.CLIENTS)
+            listener.listen(4 * self.STRANGERS)  # no more: an engine would wait behind them
         except OSError as error:
             listener.close()
             raise ConfigError(
@@ -119,27 +121,46 @@ class PageServer:
                     self._refusals.warn("Page server: %s was turned away: %s", host, error)
                     line.close()
                     continue
-                self._strangers += 1
+                self._strangers[line] = None
                 self._lines[line] = thread
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """The door never stays full: who has just come goes first. An engine needs milliseconds to prove that it knows the secret."""
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) > self.STRANGERS else None
+            thread = self._lines.get(oldest) if oldest is not None else None
+        if oldest is not None and thread is not None:
+            self._refusals.warn(
+                "Page server: the oldest of %d connections that haven't proven that they know the secret was closed",
+                self.STRANGERS + 1,
+            )
+            oldest.stop()
+            thread.join()
 
     def _turn_away(self, host: str) -> str:
         address = ipaddress.ip_address(host.split("%")[0])
         address = getattr(address, "ipv4_mapped", None) or address
         if not any(address in network for network in self._allowed):
             return "it isn't among the peers of kv_connector_extra_config"
-        if self._strangers >= self.STRANGERS:
-            return f"{self.STRANGERS} connections haven't proven yet that they know the secret"
-        return f"it would be connection number {self.CLIENTS + 1}" if len(self._lines) >= self.CLIENTS else ""
+        known = len(self._lines) - len(self._strangers)
+        return (
+            f"it would be connection number {self.CLIENTS + 1} of engines; set a lower num_threads there"
+            if known >= self.CLIENTS
+            else ""
+        )
 
     def _serve(self, line: Line, host: str) -> None:
         stranger = True
         try:
             try:
-                deadline = time.monotonic() + self.HANDSHAKE_SECONDS
-                wire.welcome(line, self._secret, self.address, self._fields, self.boot, deadline)
+                first, deadline = (
+                    time.monotonic() + seconds for seconds in (self.FIRST_SECONDS, self.HANDSHAKE_SECONDS)
+                )
+                wire.welcome(line, self._secret, self.address, self._fields, self.boot, deadline, first)
             finally:
                 with self._lock:
-                    self._strangers -= 1
+                    del self._strangers[line]
             stranger = False
             while self._listener is not None:
                 self._answer(line, line.receive(wire.Request, time.monotonic() + self.IDLE_SECONDS))  # type: ignore[arg-type]
@@ -157,7 +178,7 @@ class PageServer:
         match request:
             case wire.List(token, start):
                 with self._loans.reading(token) as loan:
-                    names, seconds = ([], 0.0) if loan is None else (loan.names, loan.seconds)
+                    names, seconds = ([], 0.0) if loan is None else (list(loan.pages), loan.seconds)
                     line.send(wire.Listed(names[start : start + wire.MAX_PAGES], len(names), seconds), deadline)
             case wire.Renew(token):
                 line.send(wire.Done(self._loans.renew(token)), deadline)

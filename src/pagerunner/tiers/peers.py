@@ -19,13 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.tiers import wire
 from pagerunner.tiers.nixl import NixlError, Reader
 from pagerunner.tiers.stores import Page
-from pagerunner.tiers.wire import Kind, Line, Name, WireError
+from pagerunner.tiers.wire import Kind, Line, WireError
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,13 @@ Address = tuple[str, int]
 GRACE_SECONDS, MIN_RATE = 5.0, 20e6
 """An engine answers within 5 s, and sends at 20 MB/s besides."""
 PULL_BYTES, PULL_PAGES = 32 << 20, 1_024
-"""Of one pull, so that deadlines are short and a visit can end between two."""
-Part = list[tuple[int, Page]]
-"""Pages of a read, each with its place in it."""
+"""Of one pull at most, so that deadlines are short and a visit can end between two."""
+LEAST_PULL_BYTES = 1 << 20
+"""Less than that isn't divided among connections."""
+Batch = list[tuple[int, Page]]
+"""Pages of a read that one connection pulls at a time, each with its number in the read."""
+MOST_NAMES = 1 << 20
+"""Pages that a loan is believed to have, unless a visit says less."""
 MAX_PEERS, MAX_IDLE_PEERS = 64, 16
 """Engines that are asked at a time, and that are remembered though nothing is asked."""
 
@@ -43,23 +48,24 @@ MAX_PEERS, MAX_IDLE_PEERS = 64, 16
 class Visit:
     """A loan of another engine, and which of its pages the store knows. `failed`: why none can be had, or ""."""
 
-    __slots__ = ("boot", "failed", "left", "names", "number", "peer", "seconds", "token")
+    __slots__ = ("boot", "failed", "left", "lent", "most", "number", "peer", "seconds", "token")
 
-    def __init__(self, number: int, peer: _Peer, token: bytes, boot: bytes) -> None:
-        self.number, self.peer, self.token, self.boot = number, peer, token, boot
-        self.names: list[Name] = []
+    def __init__(self, number: int, peer: _Peer, token: bytes, boot: bytes, most: int) -> None:
+        self.number, self.peer, self.token, self.boot, self.most = number, peer, token, boot, most
+        self.lent: dict[int, dict[bytes, int]] = {}
         self.seconds = math.inf
         self.failed = ""
         self.left = False
 
 
 class _Read:
-    """A read, and how many parts of it haven't ended."""
+    """A read, and how many batches of it haven't ended; to divide it counts as one. By now so many bytes have come, since the first batch was asked for."""
 
-    __slots__ = ("number", "parts", "well")
+    __slots__ = ("began", "nbytes", "number", "batches", "well")
 
     def __init__(self, number: int, pages: int) -> None:
-        self.number, self.parts, self.well = number, 0, [False] * pages
+        self.number, self.batches, self.well = number, 1, [False] * pages
+        self.began, self.nbytes = math.inf, 0
 
 
 class PeerStore:
@@ -88,13 +94,16 @@ class PeerStore:
         self._ended: list[tuple[int, list[bool]]] = []
         self._news: list[Visit] = []
         self._waiting_bytes = 0
-        self.bytes_per_second = 1e9  # bytes a second, measured with each pull
+        self.bytes_per_second = 1e9  # measured with each pull
+        self._measured = False
         self.bytes_read = 0
 
     # -- visits
 
-    def visit(self, number: int, address: Address, token: bytes, boot: bytes) -> None:
-        """Begin to ask what a loan holds; `visited` says when that is known. Raises InvalidRequestError for an engine that isn't allowed."""
+    def visit(self, number: int, address: Address, token: bytes, boot: bytes, most: int = MOST_NAMES) -> None:
+        """Begin to ask what a loan holds, which can be `most` pages; `visited` says when that is known. Raises InvalidRequestError for an engine that
+        isn't allowed.
+        """
         if not self._may(address):
             raise InvalidRequestError(
                 f"kv_transfer_params: remote_host and remote_port name {address[0]}:{address[1]}, which isn't among the peers of this "
@@ -105,21 +114,21 @@ class PeerStore:
             for at in idle[: max(len(self._peers) - MAX_IDLE_PEERS + 1, 0)]:
                 self._peers.pop(at).end()
             peer = _Peer(self, address)
-        visit = self._visits[number] = Visit(number, peer, token, boot)
+        visit = self._visits[number] = Visit(number, peer, token, boot, most)
         if address not in self._peers and len(self._peers) >= MAX_PEERS:
             return peer.fail(f"isn't asked: {MAX_PEERS} others are already", visit)
         self._peers[address] = peer
         peer.begin(visit)
 
     def visited(self) -> list[tuple[int, str]]:
-        """Visits with news since the last call: "" says that `names` knows their pages, other texts why they have failed."""
+        """Visits with news since the last call: "" says that `lent` knows their pages, other texts why they have failed."""
         with self._lock:
             news, self._news = self._news, []
         return [(visit.number, visit.failed) for visit in news if not visit.left]
 
-    def names(self, number: int) -> list[Name]:
-        """The pages of a visit."""
-        return self._visits[number].names
+    def lent(self, number: int) -> dict[int, dict[bytes, int]]:
+        """The keys of a visit's pages by group. Their values say nothing."""
+        return self._visits[number].lent
 
     def leave(self, number: int) -> None:
         """Give the loan back. Reads of it that are under way end, and not well."""
@@ -131,25 +140,21 @@ class PeerStore:
 
     def read(self, number: int, pages: Sequence[Page]) -> None:
         """See PageStore. `number` is that of a visit, whose pages these are: a request reads by its own loan, as others may be left meanwhile."""
-        reading, visit = _Read(number, len(pages)), self._visits.get(number)
-        known = frozenset(visit.names if visit is not None and not visit.failed else ())
-        parts: list[Part] = []
-        sizes: list[int] = []
-        for at, page in enumerate(pages):
-            if page[:2] not in known:
-                continue
-            if not parts or sizes[-1] >= PULL_BYTES or len(parts[-1]) == PULL_PAGES:
-                parts.append([])
-                sizes.append(0)
-            parts[-1].append((at, page))
-            sizes[-1] += len(page[2])
-        reading.parts = len(parts) + 1
+        self.read_later(number, len(pages), lambda: pages)
+
+    def read_later(self, number: int, count: int, make: Callable[[], Sequence[Page]]) -> None:
+        """As `read`. A thread of the peer makes the pages, so many of them."""
+        reading, visit = _Read(number, count), self._visits.get(number)
+        if visit is None or visit.failed:
+            self.batch_ended(reading, 0)
+        else:
+            visit.peer.read(visit, make, reading)
+
+    def begin(self, reading: _Read, sizes: Sequence[int]) -> None:
+        """A read is divided into batches of so many bytes."""
         with self._lock:
+            reading.batches += len(sizes)
             self._waiting_bytes += sum(sizes)
-        for part, nbytes in zip(parts, sizes, strict=True):
-            assert visit is not None
-            visit.peer.pull(visit, part, reading, nbytes)
-        self.part_ended(reading, 0)
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """See PageStore."""
@@ -179,16 +184,20 @@ class PeerStore:
             self._news.append(visit)
         self._on_end()
 
-    def part_ended(self, reading: _Read, nbytes: int, right: int = 0, seconds: float = 0.0) -> None:
-        """A visit's part of a read has ended, of which so many bytes were `right`."""
+    def batch_ended(self, reading: _Read, nbytes: int, right: int = 0, began: float = math.inf) -> None:
+        """A visit's batch of a read has ended, of which so many bytes were `right`. It was asked for when the clock said `began`."""
         with self._lock:
             self._waiting_bytes -= nbytes
             self.bytes_read += right
-            if right >= 1 << 20:  # less than that measures the way back and forth
-                self.bytes_per_second += (right / seconds - self.bytes_per_second) / 4
-            reading.parts -= 1
-            if done := not reading.parts:
+            reading.nbytes += right
+            reading.began = min(reading.began, began)
+            reading.batches -= 1
+            if done := not reading.batches:
                 self._ended.append((reading.number, reading.well))
+                if reading.nbytes >= 1 << 20:  # less than that measures the way back and forth
+                    rate = reading.nbytes / max(time.monotonic() - reading.began, 1e-6)
+                    self.bytes_per_second += (rate - self.bytes_per_second) * (0.25 if self._measured else 1)
+                    self._measured = True
         if done:
             self._on_end()
 
@@ -226,22 +235,41 @@ class _Peer:
         if not visit.failed:
             self._asking.call(None, lambda line: _ask(line, wire.Release(visit.token)))
 
-    def pull(self, visit: Visit, part: Part, reading: _Read, nbytes: int) -> None:
-        """Pull pages, whose outcomes go to `reading`."""
+    def read(self, visit: Visit, make: Callable[[], Sequence[Page]], reading: _Read) -> None:
+        """Divide pages among the connections, and pull them."""
 
-        begun = time.monotonic()
+        self._turn = turn = self._turn + 1
+
+        def divide() -> None:
+            lent = {} if visit.left or visit.failed else visit.lent
+            try:
+                known = [(at, page) for at, page in enumerate(make()) if page[1] in lent.get(page[0], ())]
+                batches = _divided(known, len(self._pulling))
+                sizes = [sum(len(page[2]) for _, page in batch) for batch in batches]
+                self.store.begin(reading, sizes)
+                for at, (batch, nbytes) in enumerate(zip(batches, sizes, strict=True)):
+                    self._pull(self._caller(turn + at), visit, batch, reading, nbytes)
+            finally:
+                self.store.batch_ended(reading, 0)
+
+        self._caller(turn).call(visit, None, divide)
+
+    def _caller(self, turn: int) -> _Caller:
+        return self._pulling[turn % len(self._pulling)]
+
+    def _pull(self, caller: _Caller, visit: Visit, batch: Batch, reading: _Read, nbytes: int) -> None:
+        begun = math.inf
 
         def run(line: Line) -> None:
             nonlocal begun
             begun = time.monotonic()
-            _pull(line, visit, part, reading, self.store.nixl)
+            _pull(line, visit, batch, reading, self.store.nixl)
 
         def then() -> None:
-            right = sum(len(page[2]) for index, page in part if reading.well[index])
-            self.store.part_ended(reading, nbytes, right, time.monotonic() - begun)
+            right = sum(len(page[2]) for index, page in batch if reading.well[index])
+            self.store.batch_ended(reading, nbytes, right, begun)
 
-        self._turn += 1
-        self._pulling[self._turn % len(self._pulling)].call(visit, run, then)
+        caller.call(visit, run, then)
 
     def fail(self, reason: str, only: Visit | None = None) -> None:
         """This visit has failed, or all have."""
@@ -267,23 +295,31 @@ class _Peer:
             caller.join()
 
     def _list(self, line: Line, visit: Visit) -> None:
-        names: list[Name] = []
+        count, lent = 0, dict[int, dict[bytes, int]]()
         while True:
-            line.send(wire.List(visit.token, len(names)), deadline := time.monotonic() + GRACE_SECONDS)
+            if visit.left:
+                return
+            line.send(wire.List(visit.token, count), deadline := time.monotonic() + GRACE_SECONDS)
             listed = line.receive(wire.Listed, deadline)
-            names += listed.pages
-            if len(names) >= listed.total or not listed.pages:
+            count += len(listed.pages)
+            if max(count, listed.total) > visit.most:
+                raise WireError(
+                    f"lists {max(count, listed.total):,} pages, of at most {visit.most:,} that can be needed"
+                )
+            for group, key in listed.pages:
+                lent.setdefault(group, {})[key] = 0
+            if count >= listed.total or not listed.pages:
                 break
         visit.seconds = listed.seconds
-        if not names:
+        if not lent:
             return self.fail("holds no such loan (any more)", visit)
-        visit.names = names
+        visit.lent = lent
         self.store.tell(visit)
 
     def _renew(self, line: Line | None) -> float:
         """Renew all loans. Returns in how many seconds that has to be done again."""
         with self._lock:
-            visits = [visit for visit in self.visits.values() if visit.names and not visit.failed]
+            visits = [visit for visit in self.visits.values() if visit.lent and not visit.failed]
         for visit in visits if line is not None else ():
             if not _ask(line, wire.Renew(visit.token)):  # type: ignore[arg-type]
                 self.fail("has ended the loan", visit)
@@ -296,15 +332,17 @@ class _Caller:
     def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] | None = None) -> None:
         """Who doesn't answer where loans are renewed isn't there, for all visits. Another connection's fault is of one."""
         self._peer, self._renew, self._asks = peer, renew or (lambda line: math.inf), renew is not None
-        self._jobs: deque[tuple[Visit | None, Callable[[Line], object], Callable[[], None]]] = deque()
+        self._jobs: deque[tuple[Visit | None, Callable[[Line], object] | None, Callable[[], None]]] = deque()
         self._wake = threading.Condition()
         self._line: Line | None = None
         self._boot = b""
         self._busy: Visit | None = None
-        self._over, self._last = False, math.inf
+        self._over, self._ended, self._last = False, False, math.inf
         self._thread: threading.Thread | None = None
 
-    def call(self, visit: Visit | None, job: Callable[[Line], object], then: Callable[[], None] = lambda: None) -> None:
+    def call(
+        self, visit: Visit | None, job: Callable[[Line], object] | None, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Run `job` with the connection, unless the visit has failed or was left; then `then` in any case."""
         with self._wake:
             if self._thread is None:
@@ -312,11 +350,11 @@ class _Caller:
                 with contextlib.suppress(RuntimeError):  # no more threads can be had
                     thread.start()
                     self._thread = thread
-            if there := self._thread is not None:
+            if there := self._thread is not None and not self._ended:
                 self._jobs.append((visit, job, then))
                 self._wake.notify()
         if not there:
-            if visit is not None:
+            if visit is not None and not visit.left:
                 self._peer.fail("can't be asked: this process can't start a thread", visit)
             then()
 
@@ -347,18 +385,23 @@ class _Caller:
                 if wait > 0:
                     self._wake.wait_for(lambda: self._jobs or self._over, None if wait == math.inf else wait)
                 job = self._jobs.popleft() if self._jobs and (wait > 0 or self._over) else None
-            if job is None and self._over:
+                self._ended = job is None and self._over
+            if self._ended:
                 break
             visit, run, then = job or (None, self._renew, lambda: None)
             renewal = renewal if job else time.monotonic()
-            try:
-                self._try(visit, run)
-            except Exception:
-                log.exception("Peer %s:%d: a call has failed", *self._peer.address)
-                self._peer.fail("can't be used, for the error above")
-                self._drop()
-            then()
+            if run is not None:
+                self._guard(partial(self._try, visit, run))
+            self._guard(then)
         self._drop()
+
+    def _guard(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception:
+            log.exception("Peer %s:%d: a call has failed", *self._peer.address)
+            self._peer.fail("can't be used, for the error above")
+            self._drop()
 
     def _try(self, visit: Visit | None, run: Callable[[Line], object]) -> None:
         """Once more with a fresh connection if an old one turns out to be closed, as after a long time without a call."""
@@ -403,21 +446,38 @@ class _Caller:
             line.close()
 
 
+def _divided(pages: Batch, connections: int) -> list[Batch]:
+    """Parts of about as many bytes, as many of them for each connection: all work from the first byte to the last."""
+    total = sum(len(page[2]) for _, page in pages)
+    most = min(connections * PULL_BYTES, max(total, 1))
+    rounds = max(math.ceil(total / most), math.ceil(len(pages) / (connections * PULL_PAGES)))
+    share = max(total / max(rounds * connections, 1), min(LEAST_PULL_BYTES, PULL_BYTES))
+    batches: list[Batch] = []
+    before, last = 0, -1
+    for one in pages:
+        if (number := int(before / share)) != last or len(batches[-1]) == PULL_PAGES:
+            batches.append([])
+            last = number
+        batches[-1].append(one)
+        before += len(one[1][2])
+    return batches
+
+
 def _ask(line: Line, question: wire.Renew | wire.Release) -> bool:
     line.send(question, deadline := time.monotonic() + GRACE_SECONDS)
     return line.receive(wire.Done, deadline).well
 
 
-def _pull(line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader | None = None) -> None:
+def _pull(line: Line, visit: Visit, batch: Batch, reading: _Read, nixl: Reader | None = None) -> None:
     """Pull a visit's pages. A page is well if it was still lent after its last byte, and has its checksum."""
-    deadline = time.monotonic() + GRACE_SECONDS + sum(len(view) for _, (_, _, view) in part) / MIN_RATE
-    asked = [(group, key, len(view)) for _, (group, key, view) in part]
+    deadline = time.monotonic() + GRACE_SECONDS + sum(len(view) for _, (_, _, view) in batch) / MIN_RATE
+    asked = [(group, key, len(view)) for _, (group, key, view) in batch]
     if nixl is not None:
         line.send(wire.Locate(visit.token, asked), deadline)
         located = line.receive(wire.Located, deadline)
         try:
             if located.agent:
-                return _read_by_nixl(line, visit, part, reading, nixl, located, deadline)
+                return _read_by_nixl(line, visit, batch, reading, nixl, located, deadline)
         except NixlError as error:
             if visit.left:
                 raise WireError("isn't needed any more") from None
@@ -426,7 +486,7 @@ def _pull(line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader | N
             )
     line.send(wire.Pull(visit.token, asked), deadline)
     there = line.receive(wire.Sending, deadline).there
-    coming = [page for page, is_there in zip(part, _as_many(there, part), strict=True) if is_there]
+    coming = [page for page, is_there in zip(batch, _as_many(there, batch), strict=True) if is_there]
     sums = []
     for _, (_, _, view) in coming:
         line.receive_into(view, deadline)
@@ -435,9 +495,9 @@ def _pull(line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader | N
 
 
 def _read_by_nixl(
-    line: Line, visit: Visit, part: Part, reading: _Read, nixl: Reader, located: wire.Located, deadline: float
+    line: Line, visit: Visit, batch: Batch, reading: _Read, nixl: Reader, located: wire.Located, deadline: float
 ) -> None:
-    pairs = [pair for pair in zip(part, _as_many(located.addresses, part), strict=True) if pair[1]]
+    pairs = [pair for pair in zip(batch, _as_many(located.addresses, batch), strict=True) if pair[1]]
     coming, addresses = [page for page, _ in pairs], [address for _, address in pairs]
     views = [view for _, (_, _, view) in coming]
     if coming:
@@ -447,13 +507,13 @@ def _read_by_nixl(
     _settle(reading, coming, [wire.checksum(view) for view in views], line.receive(wire.Sent, deadline))
 
 
-def _as_many(answers: list[Kind], part: Part) -> list[Kind]:
-    if len(answers) != len(part):
-        raise WireError(f"answers {len(part)} pages with {len(answers)}")
+def _as_many(answers: list[Kind], batch: Batch) -> list[Kind]:
+    if len(answers) != len(batch):
+        raise WireError(f"answers {len(batch)} pages with {len(answers)}")
     return answers
 
 
-def _settle(reading: _Read, coming: Part, sums: list[bytes], sent: wire.Sent) -> None:
+def _settle(reading: _Read, coming: Batch, sums: list[bytes], sent: wire.Sent) -> None:
     if sent.held and len(sent.sums) != len(sums):
         raise WireError(f"has sent {len(sums)} pages, and {len(sent.sums)} checksums")
     for (index, _), ours, theirs in zip(coming, sums, sent.sums if sent.held else (), strict=sent.held):

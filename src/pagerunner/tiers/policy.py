@@ -15,20 +15,19 @@ from __future__ import annotations
 import time
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from math import isinf
-from typing import NamedTuple, Protocol
 
-from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
 from pagerunner.memory.manager import KVManager
-from pagerunner.memory.ownership import DiskState, HostPagesState, HostState
+from pagerunner.memory.ownership import HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
-from pagerunner.tiers.below import Below, lacking
+from pagerunner.tiers.below import MOST_READ, Below, lacking
+from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.lookup import found, hit_keys, prompt_keys, within, without
+from pagerunner.tiers.pieces import Pieces, Wish
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
 from pagerunner.types import TransferEnd
@@ -43,55 +42,12 @@ STORED_AT_ONCE = 0.5
 """The share of the page memory that stores may keep from being evicted. A store ends three or four steps after its prompt, if two steps are in flight: with
 pages for seven prompts and one computed in each step, a quarter would store two of three.
 """
+LOAD_FAILED = 'The pages of its prompt could not be loaded, and kv_load_failure_policy is "fail"; "recompute" computes them instead.'
 MOST_LOST = 3
 """So often what was set aside for a request may be taken by running ones before it is computed."""
 PATIENCE = 10.0
 LEAST_PATIENCE = 2.0
 """A load that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
-
-
-class Waiting(Protocol):
-    """What the tier asks of a request that waits. `looked_up`: it needs no look into the tier any more; `fetched`: none below it."""
-
-    chain: PrefixChain
-    tokens: list[int]
-    shares: bool
-    grant: Grant | None
-    finished: bool
-    looked_up: bool
-    fetched: bool
-
-    def hit_limit(self) -> int:
-        """How many leading tokens may come from pages that are there."""
-
-
-class Wish(NamedTuple):
-    """The first `tokens` of a prompt are to be stored. Of these the device had `hit` when it was wished."""
-
-    chain: PrefixChain
-    tokens: int
-    hit: int
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A transfer under way: its pages of host memory, by group, in the order of tokens. `fresh` of them get keys when it has ended well."""
-
-    lease: Lease
-    loads: bool
-    pages: list[list[int]]
-    fresh: list[dict[PageKey, int]]
-    num_bytes: int
-    until: float
-    request: Waiting | None = None
-
-
-@dataclass(slots=True)
-class Ahead:
-    """What is set aside for a request that waits: what is loaded and kept, and the pages by group that it needs beside when it is its turn."""
-
-    needs: list[int]
-    leases: list[Lease]
 
 
 class Tiering:
@@ -113,19 +69,24 @@ class Tiering:
         self.rates, self.counts = Rates(), TierCounts()
         self.failed: list[Waiting] = []
         self.below, self.fetching = below, dict[Waiting, int]()
+        self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
+        self._no_room_at = -1
+        self._come = dict[Waiting, int]()  # of `fetching` what has come, until it is looked up
         self._manager, self._clock = manager, clock
         groups = manager.plan.groups
         self._rules = tuple(group.rule for group in groups)
         self._page_bytes = [group.page_bytes for group in groups]
         self._has_state = any(rule.snapshots for rule in self._rules)
         self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
+        self._pieces = Pieces(manager.plan)
+        self._bringing: dict[bytes, set[int]] = {}  # the last hash of a prompt -> numbers of the stores that bring it
         self._wishes: dict[bytes, Wish] = {}
         self._put_by: dict[bytes, Wish] = {}
         self._under_way: dict[int, Transfer] = {}
         self._ahead: dict[Waiting, Ahead] = {}
         self._lost: Counter[Waiting] = Counter()
         self._seen: tuple[int, int] = (-1, -1)
-        self._refused: tuple[Waiting | None, int] = (None, -1)
+        self._refused: Refused | None = None
         self._refused_at = -1
 
     # -- what is asked for
@@ -168,20 +129,13 @@ class Tiering:
     def storing(self, chain: PrefixChain, tokens: int) -> bool:
         """Whether what the device has of a chain's first `tokens` tokens waits to be stored, or is on its way."""
         units = min(tokens // UNIT_TOKENS, len(chain.hashes))
-        if units and chain.hashes[units - 1] in self._wishes:
-            return True
-        stores = [transfer.fresh for transfer in self._under_way.values() if not transfer.loads]
-        hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens) if stores else 0
-        return any(
-            not fresh[group].keys().isdisjoint(rule.keys(chain, *rule.hit_span(hit)))
-            for group, rule in enumerate(self._rules)
-            for fresh in stores
-        )
+        last = chain.hashes[units - 1] if units else b""
+        return last in self._wishes or last in self._put_by or last in self._bringing
 
     def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool) -> None:
         """Begin what can be begun with the plan in the making. `waiting` are in the order of their turns; `arrivals` counts those that ever came.
 
-        `idle`: no request is there, so what can't be stored now never can.
+        `idle`: no request is there, so what is wished and can't be stored now never can.
         """
         self._give_up(self._clock())
         self._look_after()
@@ -190,12 +144,11 @@ class Tiering:
         if self._wishes and self._refused_at != self._manager.version:
             self._begin_stores()
         if idle and not self._under_way:
-            self.counts.stores_skipped += len(self._wishes) + len(self._put_by)
+            self.counts.stores_skipped += len(self._wishes)  # what is put by waits for memory that isn't locked yet
             self._wishes.clear()
-            self._put_by.clear()
-        if self._seen != (self._manager.version, arrivals):
+        if self._seen != (self._manager.version, arrivals) or self._line and self._room_may_be():
             behind = dict.fromkeys(self._ahead)
-            for request in islice((one for one in waiting if one not in self.fetching), LOOK_AHEAD):
+            for request in islice(filter(self._to_look_up, waiting), LOOK_AHEAD):
                 behind.pop(request, None)
                 if request not in self._ahead and not self.look_up(request, behind):
                     break
@@ -212,58 +165,83 @@ class Tiering:
                 request.looked_up = self._lost[request] > MOST_LOST
         for request in [one for one in self._lost if one.grant is not None or one.finished]:
             del self._lost[request]
+        for request in [one for one in self._line if one.finished]:
+            self._leave_line(request)
 
     # -- stores
 
     def _begin_stores(self) -> None:
-        stored = sum(transfer.num_bytes for transfer in self._under_way.values() if not transfer.loads)
-        while self._wishes and stored < self._most_stored:
+        """Begin to store as many pages as a plan may. A prompt that has more of them stays first in line."""
+        stored, pages = sum(one.num_bytes for one in self._under_way.values() if not one.loads), self._pieces.most
+        while self._wishes and stored < self._most_stored and pages > 0:
             last, wish = next(iter(self._wishes.items()))
-            begun = self._store(last, wish)
+            wanted, end = self._next_piece(wish, pages)
+            begun = self._store(last, wish, wanted, end)
             if begun is None:
                 self._refused_at = self._manager.version
                 return
-            stored += begun
-            del self._wishes[last]
+            if end and begun >= 0:
+                self._wishes[last] = wish._replace(done=end)
+            else:
+                del self._wishes[last]
+            stored += max(begun, 0)
+            pages -= max(sum(map(len, wanted)), 1)
 
-    def _store(self, last: bytes, wish: Wish) -> int | None:
-        """Begin to store a prompt. Returns its bytes, 0 if there is nothing to do, None if that isn't possible yet."""
-        host, there, chain = self.host, self._manager.index.pages, wish.chain
-        hits = self._hits(chain, wish.tokens)
-        if max(hits, default=0) < wish.hit and not self._has(chain, wish.hit):
+    def _next_piece(self, wish: Wish, pages: int) -> tuple[list[list[PageKey]], int]:
+        """Keys of the next piece, and the token that it ends at: 0 if that is all that can be stored."""
+        if end := self._pieces.end(wish, pages):
+            wanted = self._pieces.keys(wish, [end], last=False)
+            held = self._manager.index.pages, self.host.index.pages
+            needed = zip(wanted, self._pieces.tail(wish), *held, strict=True)
+            if not any(without(without([*keys, *ends], near), far) for keys, ends, near, far in needed):
+                return wanted, end
+        hits = self._hits(wish.chain, wish.tokens)
+        if max(hits, default=0) < wish.hit and not self._has(wish.chain, wish.hit):
             self.counts.stores_skipped += 1  # evicted meanwhile, at least in part
-            wish = wish._replace(hit=max(hits, default=0))
-        wanted: list[dict[PageKey, None]] = [{} for _ in self._rules]
-        for hit in reversed(hits):
-            for group, rule in enumerate(self._rules):
-                wanted[group].update(dict.fromkeys(rule.keys(chain, *rule.hit_span(hit))))
-        known = [[key for key in keys if key in held] for keys, held in zip(wanted, host.index.pages, strict=True)]
-        coming = self._coming()
-        missing = [
-            [key for key in keys if not (key in held or key in others) and key in found]
-            for keys, held, others, found in zip(wanted, host.index.pages, coming, there, strict=True)
-        ]
+        return self._pieces.keys(wish, reversed(hits)), 0
+
+    def _store(self, last: bytes, wish: Wish, wanted: list[list[PageKey]], end: int) -> int | None:
+        """Begin to store a piece of a prompt that ends at token `end`, or all of the rest (0). Returns its bytes, 0 if there is nothing to do, -1 if it
+        can't be had now nor later, None if that isn't possible yet.
+        """
+        host, there = self.host, self._manager.index.pages
+        known = list(map(within, wanted, host.index.pages))
+        elsewhere = map(without, map(without, wanted, host.index.pages), self._coming(last, wanted))
+        if not any(missing := list(map(within, elsewhere, there))):
+            pages = host.held(known)
+            if self.below is not None:
+                self.below.keep(pages)
+            host.touch(pages)
+            if not end:
+                self._touch_front(wish)
+            return 0
         pages = [host.share(group, keys) for group, keys in enumerate(known)]  # used now, so not what makes room
-        fresh = host.take([len(keys) for keys in missing]) if any(missing) else None
+        spans = [rule.hit_span(wish.hit) for rule in self._rules]
+        fits = not end or host.pool.could_hold([stop - start for start, stop in spans])
+        fresh = host.take([len(keys) for keys in missing]) if fits else None
         if fresh is None:
             if self.below is not None:
                 self.below.keep(pages)
             host.release(pages)
-            if any(missing) and host.ready_bytes < host.num_bytes:
+            if host.ready_bytes < host.num_bytes:
                 self._put_off(last, wish)
             else:
-                self.counts.stores_skipped += any(missing)
-            return 0
+                self.counts.stores_skipped += 1
+            return -1
         lease = self._manager.store(missing, [host.places(group, some) for group, some in enumerate(fresh)])
         if lease is None:
             host.release([[*some, *new] for some, new in zip(pages, fresh, strict=True)])
             return None
         named = [dict(zip(keys, some, strict=True)) for keys, some in zip(missing, fresh, strict=True)]
-        in_order = [
-            [held[key] if key in held else new[key] for key in keys if key in held or key in new]
-            for keys, held, new in zip(wanted, host.index.pages, named, strict=True)
-        ]
-        return self._begun(lease, in_order, named, loads=False)
+        places = [new | dict(zip(keys, some, strict=True)) for new, keys, some in zip(named, known, pages, strict=True)]
+        in_order = [[held[key] for key in keys if key in held] for keys, held in zip(wanted, places, strict=True)]
+        self._bringing.setdefault(last, set()).add(lease.number)
+        return self._begun(lease, in_order, named, loads=False, front=None if end else wish)
+
+    def _touch_front(self, wish: Wish) -> None:
+        """All of a prompt is stored. Its front is needed most, and given away last."""
+        if wish.done:
+            self.host.touch(self.host.held(self._pieces.keys(wish._replace(done=0), [wish.done], last=False)))
 
     def _has(self, chain: PrefixChain, hit: int) -> bool:
         """Whether host memory and the device have so many tokens together."""
@@ -289,10 +267,15 @@ class Tiering:
             limit -= 1
         return found
 
-    def _coming(self) -> list[set[PageKey]]:
-        """Keys that stores under way bring to the host."""
-        stores = [transfer.fresh for transfer in self._under_way.values() if not transfer.loads]
-        return [set().union(*(fresh[group] for fresh in stores)) for group in range(len(self._rules))]
+    def _coming(self, last: bytes, keys: list[list[PageKey]]) -> list[set[PageKey]]:
+        """Which of these keys of a prompt stores under way bring to the host."""
+        coming: list[set[PageKey]] = [set() for _ in keys]
+        for number, transfer in self._under_way.items():
+            brought = [fresh.keys() & some for fresh, some in zip(transfer.fresh, keys, strict=False)]
+            if any(brought):
+                self._bringing.setdefault(last, set()).add(number)
+                coming = [one | more for one, more in zip(coming, brought, strict=True)]
+        return coming
 
     # -- loads
 
@@ -300,18 +283,25 @@ class Tiering:
         """Whether the room that a waiting request needs is set aside, and its pages are there or on their way."""
         return request in self._ahead
 
+    def fills(self, request: Waiting) -> bool:
+        """Whether pages are on their way for a request: into host memory, or from there to the device. It isn't tried before these have come."""
+        ahead = self._ahead.get(request)
+        return request in self.fetching or ahead is not None and any(one.state == "arriving" for one in ahead.leases)
+
     def look_up(self, request: Waiting, behind: Iterable[Waiting] | None = None) -> bool:
         """Set aside what a waiting request needs. What the device has of its prompt is kept, what the host has beside is loaded, if that pays, and the
         room of the rest is counted, so that nobody behind it takes it.
 
-        What is set aside for requests `behind` it (None: for all others) is given up for it, the last one's first. False if room is lacking all the
+        What is set aside for requests `behind` it (None: for all others, those before it too) is given up for it, the last one's first. False if room is lacking all the
         same. The request is to be looked up again then.
         """
         manager, chain, limit = self._manager, request.chain, request.hit_limit()
-        if self._refused == (request, manager.version):
+        behind = [one for one in (self._ahead if behind is None else behind) if one in self._ahead]
+        if self._still_refused(request, behind):
             return False
         hit = have = 0
-        near: list[set[PageKey]] = [set() for _ in self._rules]
+        every: list[set[PageKey]] = [set() for _ in self._rules]
+        near = every
         if request.shares and limit > 0:
             chain.cover(request.tokens, len(request.tokens))
             every = prompt_keys(self._rules, chain, limit)
@@ -329,15 +319,20 @@ class Tiering:
             max(rule.pages_needed(len(request.tokens)) - (0 if rule.snapshots else len(some)), 0)
             for rule, some in zip(self._rules, wanted, strict=True)
         ]
-        fits = self._make_room(pages, [len(some) for some in keys], more, self._ahead if behind is None else behind)
+        beside = [len(some) + rest for some, rest in zip(keys, more, strict=True)]
+        fits, needs = self._make_room(pages, beside, behind)
         leases = self._load(request, keys, pages) if fits else None
         if leases is None:
-            self._refused = request, manager.version
+            lacks = [some - there for some, there in zip(every, near, strict=True)]
+            self._refused = Refused(request, manager.version, needs, lacks)
             return False
-        self._ahead[request] = Ahead(more, leases)
+        self._ahead[request], self._refused = Ahead(more, leases), None
         if not request.looked_up:
             self.counts.queries += limit - have
             self.counts.hits += hit - have
+            if self.below is not None:
+                self.below.hits += min(self._come.pop(request, 0), hit - have)
+            request.found = have, hit
         request.looked_up = True
         return True
 
@@ -350,17 +345,29 @@ class Tiering:
         """Bytes that loads under way bring."""
         return sum(transfer.num_bytes for transfer in self._under_way.values() if transfer.loads)
 
-    def _make_room(self, pages: list[list[int]], loaded: list[int], more: list[int], behind: Iterable[Waiting]) -> bool:
-        """Whether pages of the device can be kept, so many loaded, and so many more taken, beside what is set aside for others."""
-        manager = self._manager
-        behind = [one for one in behind if one in self._ahead]
-        while True:
-            needs = [idle + new + rest for idle, new, rest in zip(manager.num_idle(pages), loaded, more, strict=True)]
-            others = (ahead.needs for ahead in self._ahead.values())
-            if manager.has_room([sum(column) for column in zip(needs, *others, strict=True)]):
-                return True
-            if not behind:
+    def _still_refused(self, request: Waiting, behind: list[Waiting]) -> bool:
+        """Whether a request that had no room has none now, as little has changed. Hashes and pages aren't looked at: a prompt may have 8,000 of them."""
+        refused, manager = self._refused, self._manager
+        if refused is None or refused.request is not request:
+            return False
+        if refused.version != manager.version:
+            come = found(refused.lacks, manager.index.pages, manager.arriving)
+            if behind or any(come) or self._fits(refused.needs):
                 return False
+            refused.version = manager.version
+        return True
+
+    def _fits(self, needs: list[int]) -> bool:
+        """Whether so many pages can be had beside what is set aside."""
+        others = (ahead.needs for ahead in self._ahead.values())
+        return self._manager.has_room([sum(column) for column in zip(needs, *others, strict=True)])
+
+    def _make_room(self, pages: list[list[int]], beside: list[int], behind: list[Waiting]) -> tuple[bool, list[int]]:
+        """Whether pages of the device can be kept and so many taken `beside`, and how many that are. What is set aside for others stays, but for those `behind`."""
+        while True:
+            needs = [idle + more for idle, more in zip(self._manager.num_idle(pages), beside, strict=True)]
+            if (fits := self._fits(needs)) or not behind:
+                return fits, needs
             self.let_go(last := behind.pop())
             last.looked_up = False
 
@@ -382,8 +389,9 @@ class Tiering:
         return leases
 
     def _fetch(self, request: Waiting, far: list[set[PageKey]], could: int, limit: int) -> bool:
-        """Begin to read what the store below has more than host memory, if that pays. A request does so once."""
+        """Begin to read what the store below has more than host memory, if that pays. A request does so once, and waits for room in its turn."""
         below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
+        self._leave_line(request)
         if below is None or request.fetched:
             return False
         deep = [ChainMap(dict.fromkeys(held, 0), others) for held, others in zip(far, below.index, strict=True)]
@@ -394,20 +402,42 @@ class Tiering:
         seconds = below.seconds(keys) + self.rates.seconds(self._bytes_of(keys))  # and to the device
         if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
             return False
-        if not below.fetch(request, keys, beside):
-            return False
+        if (self._line and not self._room_may_be()) or not below.fetch(request, keys, beside):
+            if not self._frees() or self._bytes_of(keys) > MOST_READ * self.host.num_bytes:
+                below.given_up += 1
+                return False
+            self._line.add(request)
+            self._no_room_at, self._refused = below.released, None
         self.fetching[request] = hit - could
         return True
 
+    def _frees(self) -> bool:
+        """Whether room in host memory is sure to come back: from reads, or from loads, all of which are given up in time."""
+        loads = (one for one in self._under_way.values() if one.loads and one.lease.state == "arriving")
+        return self.below is not None and (self.below.frees or any(loads))
+
+    def _room_may_be(self) -> bool:
+        """Whether those that wait for room in host memory may be tried again: some has come back, or none will."""
+        return self.below is None or self.below.released != self._no_room_at or not self._frees()
+
+    def _to_look_up(self, request: Waiting) -> bool:
+        """Whether a request isn't one that waits for pages from below. Of those without room, one after the other may be tried."""
+        return request not in self.fetching or request in self._line and self._room_may_be()
+
+    def _leave_line(self, request: Waiting) -> None:
+        if request in self._line:
+            self._line.remove(request)
+            del self.fetching[request]
+
     def _arrived(self, request: Waiting) -> bool:
-        """What was read for a request is in host memory, or won't come. It is looked up once, now."""
-        tokens, before = self.fetching.pop(request, 0), self.counts.hits
-        request.fetched, request.looked_up = True, False
-        if request.grant is None and not request.finished:
-            self.look_up(request)
-        if self.below is not None:
-            self.below.hits += min(tokens, self.counts.hits - before)
-        return True
+        """What was read for a request is in host memory, or won't come. It is kept there until the request has been looked up in its turn."""
+        if request in self.fetching:
+            self._come[request] = self.fetching.pop(request)
+            request.fetched, request.looked_up, self._refused, self._seen = True, False, None, (-1, -1)
+        served = request.looked_up or request.grant is not None or request.finished
+        if served:
+            self._come.pop(request, None)
+        return served
 
     def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
         return sum(size * len(list(some)) for size, some in zip(self._page_bytes, pages, strict=True))
@@ -421,11 +451,12 @@ class Tiering:
         loads: bool,
         request: Waiting | None = None,
         before: int = 0,
+        front: Wish | None = None,
     ) -> int:
         num_bytes = self._bytes_of(lease.keys)
         patience = max(LEAST_PATIENCE, PATIENCE * self.rates.seconds(num_bytes + before))
         until = self._clock() + patience
-        self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request)
+        self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request, front)
         return num_bytes
 
     def _give_up(self, now: float) -> None:
@@ -444,6 +475,7 @@ class Tiering:
 
     def let_go(self, request: Waiting) -> None:
         """Set nothing aside for a request: it runs, is gone, or comes after others."""
+        self._refused = None
         for lease in self._ahead.pop(request, Ahead([], [])).leases:
             if lease.state == "kept":
                 self._manager.let_go(lease)
@@ -463,7 +495,7 @@ class Tiering:
         ahead = None if transfer.request is None else self._ahead.get(transfer.request)
         keep = ahead is not None and transfer.lease in ahead.leases  # not one that it was let go of before
         stood = self._manager.end_transfer(end.number, well=end.well, keep=keep)
-        self._refused_at = -1
+        self._refused_at = self._no_room_at = -1
         host, counts = self.host, self.counts
         if end.well:
             self.rates.moved(transfer.num_bytes, end.seconds)
@@ -482,6 +514,9 @@ class Tiering:
         if self.below is not None and not transfer.loads and end.well:
             self.below.keep(transfer.pages)
         host.release(transfer.pages)
+        if transfer.front is not None:
+            self._touch_front(transfer.front)
+        self._bringing = {last: left for last, some in self._bringing.items() if (left := some - {end.number})}
 
     def distrust(self, chain: PrefixChain, start: int) -> None:
         """What was computed of this chain from position `start` on is wrong."""
@@ -515,11 +550,8 @@ class Tiering:
     def memory_state(self) -> HostState:
         """What lies in host memory now."""
         stats, pool = self.stats(), self.host.pool
-        disk = stats.disk
         return HostState(
-            disk=None
-            if disk is None
-            else DiskState(pages=disk.pages, num_bytes=disk.bytes, waiting=disk.waiting, read_only=disk.read_only),
+            disk=None if stats.disk is None else stats.disk.state(),
             num_bytes=stats.num_bytes,
             ready_bytes=stats.ready_bytes,
             used_bytes=stats.used_bytes,

@@ -95,7 +95,8 @@ class Segment:
 
     def open(self, *, lock: bool = False) -> int:
         """A file descriptor, with the lock on it if wanted. Raises BlockingIOError if somebody else has the lock."""
-        fd = os.open(self.path, (os.O_RDWR if lock else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        how = os.O_RDWR if lock else os.O_RDONLY | os.O_NONBLOCK  # a pipe in its place would wait for a writer
+        fd = os.open(self.path, how | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if lock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pagerunner.memory.ownership import DiskState
+
 
 class StoreStats(msgspec.Struct, kw_only=True):
     """What the store of a disk tier has done, and what it holds.
 
     `failures` are pages that were found and couldn't be read or proved; `skipped` those that weren't written. `bytes` are of all files in the
     directory, as of the last look. `read_rate` is in bytes a second, 0 before it was measured. `read_only` says why nothing is written.
+    Of several ranks' stores `pages` are those that all of them have, and `pages_of_some` those that can't be found, as one hasn't its part.
     """
 
     pages: int = 0
+    pages_of_some: int = 0
     bytes: int = 0
     reads: int = 0
     read_bytes: int = 0
@@ -34,6 +38,16 @@ class DiskStats(StoreStats, kw_only=True):
     hits: int = 0
     given_up: int = 0
     waiting: int = 0
+
+    def state(self) -> DiskState:
+        """What of it `GET /memory` shows."""
+        return DiskState(
+            pages=self.pages,
+            pages_of_some=self.pages_of_some,
+            num_bytes=self.bytes,
+            waiting=self.waiting,
+            read_only=self.read_only,
+        )
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,10 +33,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import ipaddress
+import math
 import os
 import secrets
 import select
@@ -285,11 +285,11 @@ class Line:
             if not hmac.compare_digest(seal, self._other.of(data)):
                 raise WireError("has sent a message that was changed on its way")
         try:
-            found = _decoder(kind).decode(data)  # type: ignore[arg-type]
+            found = _DECODERS[kind].decode(data)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise WireError(f"has sent what is no message here: {str(error)[:200]}") from None
         if isinstance(found, Refused):
-            raise WireError(f"refuses: {found.reason}")
+            raise WireError(f"refuses: {_as_line(found.reason)}")
         return found  # type: ignore[no-any-return]
 
     def receive_into(self, view: memoryview, deadline: float) -> None:
@@ -322,9 +322,16 @@ class Line:
         self._sock.close()
 
 
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind | Refused)
+def _as_line(text: str) -> str:
+    """What a peer has written, for a line of the log."""
+    return "".join(char if char.isprintable() else " " for char in text[:200])
+
+
+_DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind | Refused)
+    for kind in (Hello, Challenge, Proof, Open, Welcome, Request, Listed, Sending, Sent, Located, Done)
+}
+"""Made once, when this is imported: threads that work out the fields of a type at the same time can end the process."""
 
 
 def greet(line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, str], deadline: float) -> bytes:
@@ -342,10 +349,19 @@ def greet(line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, s
 
 
 def welcome(
-    line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, str], boot: bytes, deadline: float
+    line: Line,
+    secret: bytes,
+    at: tuple[str, int],
+    fields: Mapping[str, str],
+    boot: bytes,
+    deadline: float,
+    first: float = math.inf,
 ) -> None:
-    """The server's part, which listens `at` this address. Raises WireError about a client that can't be served."""
-    hello = line.receive(Hello, deadline, MAX_GREETING)
+    """The server's part, which listens `at` this address. Raises WireError about a client that can't be served.
+
+    The client's first message has to come by `first`.
+    """
+    hello = line.receive(Hello, min(first, deadline), MAX_GREETING)
     if hello.magic != "pagerunner-kv":
         raise WireError("has begun with another protocol")
     if hello.version != VERSION:

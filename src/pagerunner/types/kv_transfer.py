@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,7 @@ from msgspec import Meta
 from pagerunner.types.checks import require
 
 _Text = Annotated[str, Meta(max_length=256)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -23,10 +24,10 @@ class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     remote_request_id: _Text | None = None
     remote_host: _Text | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
-    remote_block_ids: Any = None
-    remote_num_tokens: int | None = None
+    remote_block_ids: list[_Count | list[_Count]] | None = None
+    remote_num_tokens: _Count | None = None
     remote_blocks_expiry_time: float | None = None
-    tp_size: int | None = None
+    tp_size: _Count | None = None
     remote_lease: _Text | None = None
     remote_boot_id: _Text | None = None
 

@@ -114,7 +114,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What one step added to one sequence. `finish_reason` is set exactly once, on the last update.
 
-    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens. `param` names the
+    `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens, and so does how many of
+    the cached tokens' pages came from another memory (`num_external_computed_tokens`). `param` names the
     parameter that is to blame for `error`; None where the request isn't. `num_preemptions` counts those of the sequence so far.
     `kv_transfer_params`, in the last update, say where the prompt's pages are lent.
     """
@@ -126,6 +127,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_external_computed_tokens: int = 0
     admitted_time: float = 0.0
     num_preemptions: int = 0
     error: str | None = None

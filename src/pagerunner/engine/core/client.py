@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_FACTORY = "pagerunner.engine.core.factory:build_with_progress"
 STALL_SECONDS = float(limits.STALL_SECONDS)
 """How long the core may be silent, with requests to run, before it counts as unhealthy."""
+CLOSE_SECONDS = 15.0
+"""How long a core may take to end: a store of pages writes what it was given, for up to tiers.disk.CLOSE_SECONDS."""
 _LAST_WORDS_SECONDS = 0.2
 
 
@@ -235,7 +237,7 @@ class CoreClient:
         if not self._core.exited.done():
             os.kill(self.pid, signal.SIGUSR1)
 
-    async def close(self, timeout: float = 5.0) -> None:
+    async def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """End the process, if it is this one's: asked first, killed after `timeout` seconds. Idempotent."""
         if self._closing:
             return

@@ -95,6 +95,8 @@ class EngineCore:
             if self._exchange.take(request):
                 return
         self._scheduler.add(request)
+        if self._exchange is not None:
+            self._exchange.queued(request)
 
     def _check_ids(self, request: EngineRequest) -> None:
         """Check ids once more. The frontend has checked them, but an id outside the vocabulary would end the device's context.
@@ -140,10 +142,6 @@ class EngineCore:
         self._executor.drain_transfers()
         self._in_flight.clear()
         self._scheduler = scheduler
-        if self._exchange is not None:
-            self._exchange.stop("started again")
-            self._exchange.use(self._one_scheduler())
-            self._exchange.open()
         self._publish_events()
 
     @property
@@ -311,7 +309,10 @@ class EngineCore:
 
         Raises InvalidRequestError if there is no such team.
         """
-        return self._of_team(team).memory_state()
+        if (exchange := self._exchange) is None:
+            return self._of_team(team).memory_state()
+        exchange.take_back()
+        return msgspec.structs.replace(self._of_team(team).memory_state(), exchange=exchange.state())
 
     def _of_team(self, team: int) -> Scheduler:
         teams = self._scheduler.teams if isinstance(self._scheduler, TeamsScheduler) else [self._scheduler]

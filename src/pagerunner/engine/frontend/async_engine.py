@@ -20,7 +20,14 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, Loaded
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
-from pagerunner.engine.frontend.input_processor import Truncation, check_queueable, up_to_mark, with_marked_end
+from pagerunner.engine.frontend.input_processor import (
+    Prompt,
+    Truncation,
+    check_queueable,
+    shown_text,
+    up_to_mark,
+    with_marked_end,
+)
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.replicas import Chooser, Replica, check_able, check_alive
 from pagerunner.engine.frontend.source import SOURCE
@@ -38,7 +45,6 @@ from pagerunner.types.weights import AbortUpdate, InitTransfer, WeightChange
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | dict[str, Any]
 Result = TypeVar("Result")
 
 _INLINE_CHARS = 4_096
@@ -223,13 +229,13 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         self._check_queue(params.n, 0)
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        text = shown_text(prompt)
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
         # Siblings' ids are made of this id, and must not equal an id that another caller has chosen.
         own_id = f"{request_id}-{self._name}{next(self._numbers)}"
         stop = tuple(params.stop or ())
-        size = len(text) if isinstance(text, str) else 0
+        size = len(text or "")
         size += sum(map(len, params.bad_words or ())) + _CHARS_OF_A_STOP_CHAR * sum(map(len, stop))
         # The search for stop strings is made there too, and kept until the output takes it.
         requests, _held = await self._text_work(
@@ -251,7 +257,7 @@ class AsyncEngine:
             requests[0] = msgspec.structs.replace(requests[0], data_parallel_rank=team)
         if kv_transfer:
             requests[0] = msgspec.structs.replace(requests[0], kv_transfer=kv_transfer)
-        return replica.submit(request_id, text if isinstance(text, str) else None, requests, arrival, hashes)
+        return replica.submit(request_id, text, requests, arrival, hashes)
 
     async def generate(
         self,
@@ -270,7 +276,7 @@ class AsyncEngine:
         gets several steps' outputs as one.
 
         Args:
-            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             params: how to sample.
             request_id: unique among unfinished requests.
             priority: lower runs first under scheduling_policy="priority".

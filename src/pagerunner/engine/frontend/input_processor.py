@@ -38,6 +38,12 @@ class Truncation(NamedTuple):
         return token_ids[: self.keep] if self.first else token_ids[-self.keep :]
 
 
+def shown_text(prompt: Prompt) -> str | None:
+    """The text that came, which outputs show; None where token ids alone came."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def check_text(text: str) -> None:
     """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
     if len(text) > limits.MAX_PROMPT_CHARS:

@@ -59,8 +59,11 @@ class EngineObserver:
     def on_stats(self, stats: SchedulerStats) -> None:
         """The core's latest gauges and running totals."""
 
-    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int) -> None:
-        """One step's tokens; a prompt (and the part of it found in the cache) counts when its first token comes."""
+    def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int, external_tokens: int = 0) -> None:
+        """One step's tokens; a prompt (and the part of it found in the cache) counts when its first token comes.
+
+        Of the cached tokens' pages `external_tokens` came from another memory.
+        """
 
     def on_first_token(self, seconds: float) -> None:
         """A sequence's first token, measured from its request's arrival."""

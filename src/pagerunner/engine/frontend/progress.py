@@ -86,7 +86,7 @@ class ProgressMeter:
         """Measure the updates of one step."""
         self.touch()
         now = self._progress_at
-        prompt = cached = generated = 0
+        prompt = cached = external = generated = 0
         for update in updates:
             sequence = self._sequences.get(update.request_id)
             if sequence is None:
@@ -101,6 +101,7 @@ class ProgressMeter:
                     sequence.cached_tokens = update.num_cached_tokens
                     prompt += len(sequence.request.prompt_token_ids)
                     cached += update.num_cached_tokens
+                    external += update.num_external_computed_tokens
                     self._observer.on_first_token(now - sequence.arrival)
                 else:
                     self._observer.on_inter_token((now - sequence.last_token) / count)
@@ -111,7 +112,7 @@ class ProgressMeter:
                 del self._sequences[update.request_id]
                 self._finish(sequence, update.finish_reason, now)
         if prompt or generated:
-            self._observer.on_step(prompt, cached, generated)
+            self._observer.on_step(prompt, cached, generated, external)
 
     def _leave_queue(self, sequence: _Progress) -> None:
         if sequence.queued:

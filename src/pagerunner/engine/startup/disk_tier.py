@@ -34,17 +34,17 @@ def open_disk(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> MakeB
     """
     if resolved.config.disk_tier is None:
         return None
-    page_bytes = [group.page_bytes for group in plan.groups]
+    page_bytes, weights = [group.page_bytes for group in plan.groups], executor.weights_digest()
+    same = lambda: executor.weights_digest() == weights  # noqa: E731  asked again for new weights
     if stores := executor.page_stores:
         places = range(resolved.config.host_bytes)
         for store in stores:
             _tell(f"rank-*-of-{resolved.config.num_ranks} in {resolved.config.disk_tier.root_dir}", store.stats())
-        return lambda host, team: Below(stores[team], host, places, page_bytes, stores[team].stats)
-    memory, disk = executor.host_view, open_store(resolved, plan, executor.weights_digest())
-    assert memory is not None and disk is not None
+        return lambda host, team: Below(stores[team], host, places, page_bytes, stores[team].stats, same)
+    [memory], disk = executor.host_views, open_store(resolved, plan, weights)
+    assert disk is not None
     weakref.finalize(executor, disk.close)
     _tell(str(disk.directory.path), disk.stats())
-    same = lambda: pages_fingerprint(resolved, plan, executor.weights_digest()) == disk.directory.fingerprint  # noqa: E731
     return lambda host, _: Below(disk, host, memory, page_bytes, disk.stats, same)
 
 

@@ -57,7 +57,6 @@ def make_exchange(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> C
     if config is None:
         return None
     secret = read_secret(config.secret_file)
-    host_bytes = executor.host_view
-    assert host_bytes is not None
-    fields = lambda: page_fields(resolved, plan, executor.weights_digest())  # noqa: E731  asked again for new weights
-    return lambda scheduler: Exchange(config, secret, scheduler, host_bytes, fields)
+    ways = {name: str(getattr(resolved.config, name)) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    fields = lambda: ways | page_fields(resolved, plan, executor.weights_digest())  # noqa: E731  asked again for new weights
+    return lambda scheduler: Exchange(config, secret, scheduler, executor.host_views, fields)

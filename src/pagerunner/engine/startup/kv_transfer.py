@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -21,6 +20,19 @@ EXCHANGES = ("PeerConnector", "NixlConnector")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 85899345920}}'
 _FS_EXAMPLE = '{"type": "fs", "root_dir": "/var/cache/pages", "max_bytes": 500000000000}'
+_DISK = 'OffloadingConnector with secondary_tiers of type "fs" keeps pages in host memory and on a disk'
+_ELSEWHERE = {
+    "MultiConnector": "PeerConnector or NixlConnector with secondary_tiers is other engines, host memory and a disk in one",
+    "P2pNcclConnector": "PeerConnector takes pages from engine to engine over TCP",
+    "MooncakeConnector": "PeerConnector or NixlConnector takes pages from engine to engine",
+    "MooncakeStoreConnector": f"{_DISK}, and PeerConnector takes them from engine to engine",
+    "LMCacheConnectorV1": _DISK,
+    "LMCacheMPConnector": _DISK,
+    "ExampleConnector": _DISK,
+    "SharedStorageConnector": _DISK,
+    "SimpleCPUOffloadConnector": "OffloadingConnector keeps pages in host memory",
+}
+"""Connectors of vLLM, and what does here what they are for."""
 _SPARE_BYTES = 2 * 2**30
 """Host memory that pages leave to the rest of the machine."""
 
@@ -146,25 +158,23 @@ def _disk_tier(extra: OffloadingConfig) -> DiskTierConfig | None:
 
 
 def _check(config: KVTransferConfig) -> None:
+    if config == KVTransferConfig():
+        raise ConfigError(
+            f"kv_transfer_config asks for nothing: kv_connector is missing. Give JSON such as {_EXAMPLE}."
+        )
     exchanges = config.kv_connector in EXCHANGES
     if config.kv_connector is not None or config.kv_role is not None or config.kv_connector_extra_config:
+        if (here := _ELSEWHERE.get(config.kv_connector or "")) is not None:
+            raise ConfigError(f"kv_connector={config.kv_connector!r} of kv_transfer_config isn't there; {here}.")
         one_of("kv_connector in kv_transfer_config", config.kv_connector, CONNECTORS)
-        roles = ROLES if exchanges else ("kv_both",)
-        one_of(f"kv_role of {config.kv_connector}", config.kv_role, roles)
+        one_of(f"kv_role of {config.kv_connector}", config.kv_role, ROLES if exchanges else ("kv_both",))
     one_of("kv_load_failure_policy", config.kv_load_failure_policy, ("recompute", "fail"))
     if config.kv_connector_module_path is not None:
         raise ConfigError(
             f"kv_connector_module_path={config.kv_connector_module_path!r} names code to run, which a configuration can't "
             f"here; the connectors are {', '.join(CONNECTORS)}."
         )
-    for name in (
-        "enable_permute_local_kv",
-        "kv_buffer_device",
-        "kv_buffer_size",
-        "kv_parallel_size",
-        "kv_ip",
-        "kv_port",
-    ):
+    for name in "enable_permute_local_kv kv_buffer_device kv_buffer_size kv_parallel_size kv_ip kv_port".split():
         if exchanges and name in ("kv_ip", "kv_port"):
             continue
         default = next(field.default for field in msgspec.structs.fields(config) if field.name == name)
@@ -211,10 +221,15 @@ def _whole(value: Any) -> Any:
 
 
 def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> ExchangeConfig:
-    if args.num_ranks > 1 or args.data_parallel_size > 1:
+    if args.data_parallel_size > 1:
         raise ConfigError(
-            f"{config.kv_connector} is for engines of one rank so far: tensor_parallel_size, pipeline_parallel_size and data_parallel_size must be 1. "
-            "For several engines start several servers, and pagerunner proxy before them."
+            f"{config.kv_connector} is for one engine without teams: data_parallel_size={args.data_parallel_size} must be 1. For several engines start "
+            "several servers, and pagerunner proxy before them."
+        )
+    if args.distributed_executor_backend == "ray":
+        raise ConfigError(
+            f'{config.kv_connector} needs all ranks on one machine, where the engine\'s core has their host memory; distributed_executor_backend="ray" '
+            'must be "mp".'
         )
     for name, value, least, most in (
         ("kv_port", config.kv_port, 1, 65_535),
@@ -253,8 +268,10 @@ def _exchange(config: KVTransferConfig, extra: PeerConfig, args: EngineArgs) -> 
         )
     return ExchangeConfig(
         lends=config.kv_role != "kv_consumer", pulls=config.kv_role != "kv_producer",
-        engine_id=config.engine_id or uuid.uuid4().hex, host=config.kv_ip, port=config.kv_port, peers=peers,
+        tp_size=args.tensor_parallel_size,
+        engine_id=config.engine_id or "", host=config.kv_ip, port=config.kv_port, peers=peers,
         secret_file=extra.secret_file, seconds=extra.kv_lease_duration, num_threads=extra.num_threads, nixl=nixl,
+        fails=config.kv_load_failure_policy == "fail",
     )  # fmt: skip
 
 

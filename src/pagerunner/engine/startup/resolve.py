@@ -376,6 +376,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
     num_groups = len({spec.lifetime for spec in specs})
+    host_bytes = wish.kv_transfer.host_bytes
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
@@ -400,7 +401,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             work_space=counted.work_space,
             eager=args.enforce_eager or args.num_ranks > 1,
         )
-        host = (("host memory for pages", wish.kv_transfer.host_bytes),) if wish.kv_transfer.host_bytes else ()
+        host = (("host memory for pages", host_bytes),) if host_bytes else ()
         return (*always, ("activations", counted.activations), *steps, *_told_by_ranks(wish), *host)
 
     def plan(budget: int | None) -> MemoryPlan:
@@ -431,9 +432,11 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
         widest = num_groups * -(-longest // args.block_size)
         made = _plan_in(memory_bytes, card, wish, other(longest, widest), longest, plan)
     width = sum(group.table_width for group in made.groups)
-    if wish.kv_transfer.host_bytes:
-        cut_host(made, wish.kv_transfer.host_bytes)  # it may refuse
-    return replace(made, other=other(made.max_model_len, width), host_bytes=wish.kv_transfer.host_bytes)
+    if host_bytes:
+        host_bytes = cut_host(made, host_bytes).num_bytes  # it may refuse
+    disk = wish.kv_transfer.disk
+    disk_bytes = 0 if disk is None else disk.max_bytes // args.num_ranks
+    return replace(made, other=other(made.max_model_len, width), host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def _told_by_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:

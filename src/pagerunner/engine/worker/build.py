@@ -174,7 +174,8 @@ def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None
         return None
     cut = cut_host(plan, config.host_bytes)
     memory = None if card is None else CudaHostMemory(kv_bytes.device)
-    host = HostPages(cut.slab_bytes * cut.num_slabs, cut.slab_bytes, memory)
+    shared = config.exchange is not None and config.num_ranks > 1  # the core sends and pulls all ranks' pages
+    host = HostPages(cut.num_bytes, cut.slab_bytes, memory, shared=shared)
     return Transfers(kv_bytes, [group.page_bytes for group in plan.groups], host)
 
 

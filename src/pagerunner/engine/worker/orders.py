@@ -88,9 +88,10 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
 
 
 class Compare(msgspec.Struct, frozen=True, tag="compare"):
-    """Call `Worker.state_digest()`."""
+    """Call `Worker.state_digest()`, or `weights_digest()`, which differs from rank to rank."""
 
     call_id: int
+    of_weights: bool = False
 
 
 class MovePages(msgspec.Struct, frozen=True, tag="move_pages"):
@@ -118,7 +119,13 @@ class CancelPages(msgspec.Struct, frozen=True, tag="cancel_pages"):
     """End what hasn't begun of all reads and writes."""
 
 
-OfPages = MovePages | ForgetPages | ClearPages | CancelPages
+class ClosePages(msgspec.Struct, frozen=True, tag="close_pages"):
+    """Close the rank's store of pages, which writes what it was given for some seconds. The rank answers when that is done. Nothing follows."""
+
+    call_id: int
+
+
+OfPages = MovePages | ForgetPages | ClearPages | CancelPages | ClosePages
 Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
 Order = Join | TakePages | Run | OfPages | Call
 
@@ -150,7 +157,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The call with this id is done, or was refused.
 
-    `sleep_level` is the worker's afterwards, `digest` what `Compare` asks for, `startup` what the start took, after `TakePages`.
+    `sleep_level` is the worker's afterwards, `digest` what `Compare` asks for. After `TakePages` `startup` is what the start took, and `host_path` where
+    the core finds the rank's host memory, if it is shared.
     """
 
     rank: int
@@ -159,6 +167,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: WireError | None = None
     digest: str = ""
     startup: StartUp = StartUp()
+    host_path: str = ""
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 from pagerunner.engine.worker import orders
 from pagerunner.tiers.disk import DiskStore
@@ -15,6 +16,8 @@ TELL_SECONDS = 0.1
 class RankPages:
     """Carries out orders for a store, whose pages are places in `memory`. What the store's threads end sets `ended`.
 
+    A thread of its own carries them out: an order of 8,000 pages takes tens of milliseconds, and the rank's steps don't wait for it.
+
     `find` isn't an order. The core is told which pages come and go, so it needn't ask.
     """
 
@@ -24,18 +27,37 @@ class RankPages:
         self._rank = rank
         self._store, self._memory, self._page_bytes, self._ended = store, memory, page_bytes, ended
         self._clears = 0
+        self._last: orders.MovePages | None = None
         self._lock = threading.Lock()  # what was there before a clear is told as such
         self._told: tuple[StoreStats, bool] | None = None
+        self._orders: SimpleQueue[orders.OfPages] = SimpleQueue()
+
+    def put(self, order: orders.OfPages) -> None:
+        """Have an order carried out, behind those that came before. What the store has begun is cancelled at once, and what waits here in its turn."""
+        if isinstance(order, orders.CancelPages):
+            self._store.cancel()
+        self._orders.put(order)
+
+    def run(self, send: Callable[[orders.Done], None]) -> None:
+        """In a thread: carry out orders, up to the one that closes the store, which is answered."""
+        while not isinstance(order := self._orders.get(), orders.ClosePages):
+            self.do(order)
+        self._store.close()
+        send(orders.Done(self._rank, order.call_id))
 
     def do(self, order: orders.OfPages) -> None:
-        """Carry out an order, in the order in which they come."""
+        """Carry out an order. One thread calls, in the order in which they come."""
         match order:
+            case orders.MovePages() if order == self._last:
+                pass  # see RanksStore.cancel
             case orders.MovePages(number, reads, pages):
+                self._last = order
                 begin = self._store.read if reads else self._store.write
                 begin(number, [(group, key, self._place(group, at)) for group, key, at in pages])
             case orders.ForgetPages(group, keys):
                 self._store.forget(group, keys)
             case orders.CancelPages():
+                self._last = None
                 self._store.cancel()
             case orders.ClearPages(clears):
                 with self._lock:

@@ -94,9 +94,14 @@ class Worker:
         return 0 if self._transfers is None else self._transfers.host.ready_bytes
 
     @property
-    def host_view(self) -> memoryview | None:
-        """See Executor.host_view."""
-        return None if self._transfers is None else memoryview(self._transfers.host.bytes.numpy())
+    def host_views(self) -> list[memoryview]:
+        """See Executor.host_views."""
+        return [] if self._transfers is None else [memoryview(self._transfers.host.bytes.numpy())]
+
+    @property
+    def host_path(self) -> str:
+        """Where another process finds the host memory for pages, if it is shared. See HostPages."""
+        return "" if self._transfers is None else self._transfers.host.path
 
     def weights_digest(self) -> str:
         """See Executor.weights_digest."""

@@ -60,11 +60,13 @@ export class Figures {
       ["running", "Running"],
       ["waiting", "Waiting"],
       ["memory", "Memory in use", "Share of the page memory's bytes that requests hold"],
-      ["hits", "Prefix hits", "Share of all prompt tokens so far that were found in the prefix cache"],
+      ["hits", "Prefix hits", "Share of all prompt tokens so far that were found in the prefix cache of the device; with host memory, then the share of the others that was loaded from there"],
       ["first", "First token p50·90·99", "Seconds from arrival to the first token: percentiles of the latest 1,024 while the page is open"],
       ["between", "Between tokens p50·90·99", "Seconds between tokens: percentiles of the latest 4,096 while the page is open"],
       ["preempted", "Preemptions"],
       ["host", "Host memory · loads", "Share of the host memory for pages that holds some, and loads and stores that are under way"],
+      ["disk", "Disk · hits", "Bytes of the disk tier's directory, prompt tokens whose pages were read from it, and requests that wait for pages"],
+      ["peers", "Other engines", "Loans of pages to other engines that last, and prompts whose pages are being pulled from them"],
     ]) {
       const item = document.createElement("div");
       const term = document.createElement("dt"), value = document.createElement("dd");
@@ -85,13 +87,16 @@ export class Figures {
       running: number(stats.running),
       waiting: number(stats.waiting),
       memory: percent(stats.kv_usage, 1),
-      hits: percent(stats.prefix_hits_total, stats.prefix_queries_total),
+      hits: percent(stats.prefix_hits_total, stats.prefix_queries_total) + (stats.tier ? ` · ${percent(stats.tier.hits_total, stats.tier.queries_total)}` : ""),
       first: together(model.firstToken),
       between: together(model.interToken),
       preempted: number(stats.preemptions_total),
       host: stats.tier ? `${percent(stats.tier.used_bytes, stats.tier.num_bytes)} · ${stats.tier.loads} ↑ ${stats.tier.stores} ↓` : "",
     };
-    this.values.host.parentElement.hidden = !stats.tier;
+    const disk = stats.tier?.disk, peers = stats.exchange;
+    texts.disk = disk ? `${(disk.bytes / 2 ** 30).toFixed(1)} GiB · ${number(disk.hits)}${disk.waiting ? ` · ${disk.waiting} wait` : ""}` : "";
+    texts.peers = peers ? `${peers.loans} lent · ${peers.pulls} pulled` : "";
+    for (const [key, there] of [["host", stats.tier], ["disk", disk], ["peers", peers]]) this.values[key].parentElement.hidden = !there;
     for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
   }
 }

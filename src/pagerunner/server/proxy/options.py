@@ -22,6 +22,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_urls: Sequence[str] = ()
     prefill: Sequence[str] = ()
     decode: Sequence[str] = ()
+    vllm_pd_disaggregation: bool = False
     policy: str = "cache_aware"
     request_timeout_secs: float = 21_600.0
     prefill_timeout_secs: float = 120.0
@@ -37,12 +38,18 @@ class ProxyOptions(msgspec.Struct, frozen=True, kw_only=True):
         if bool(self.prefill) != bool(self.decode):
             missing = "--decode" if self.prefill else "--prefill"
             raise ConfigError(f"--prefill and --decode go together; {missing} is missing.")
+        if self.vllm_pd_disaggregation and not self.prefill:
+            raise ConfigError("--vllm-pd-disaggregation needs --prefill and --decode.")
+        if ports := [url for url in self.prefill if url.isdecimal() or url == "none"]:
+            raise ConfigError(
+                f"--prefill takes URLs alone, got {ports[0]!r}. A bootstrap port is for the Mooncake connector, which isn't here."
+            )
         for urls in (self.worker_urls, self.prefill, self.decode):
             if twice := [url for url in urls if list(urls).count(url) > 1]:
                 raise ConfigError(f"The server {twice[0]} is named twice.")
         if self.policy not in POLICIES:
             raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}.")
-        for name in self.__struct_fields__[4:]:
+        for name in self.__struct_fields__[5:]:
             value = getattr(self, name)
             if not 0 < value < math.inf and (name, value) != ("prefill_min_tokens", 0):
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}.")

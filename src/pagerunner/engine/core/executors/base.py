@@ -46,12 +46,12 @@ class Executor(Protocol):
         ...
 
     @property
-    def host_view(self) -> memoryview | None:
-        """The host memory for pages, if there is one rank, which has it in this process."""
+    def host_views(self) -> Sequence[memoryview]:
+        """The host memory for pages of each rank: what is in this process, or shared with it."""
         ...
 
     def weights_digest(self) -> str:
-        """What tells the weights from all others, if there is one rank, which has them in this process; see `models/checkpoint/digest.py`."""
+        """What tells the weights of all ranks from all others; see `models/checkpoint/digest.py`. It is kept until they may have changed."""
         ...
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -16,14 +17,21 @@ from pagerunner.engine.worker import orders
 from pagerunner.tiers.disk import Name
 from pagerunner.tiers.stats import StoreStats
 
+_PAUSE_SECONDS = 30.0
+"""So long nothing is written after one rank hasn't written what another has: that would push out whole pages for parts that nobody finds."""
+
 
 class _Begun:
-    """What the ranks were ordered to move, how many of them haven't ended, and the outcomes so far."""
+    """What the ranks were ordered to move, how many of them haven't ended, the outcomes so far, and the pages that some rank has moved.
 
-    __slots__ = ("left", "nbytes", "outcomes")
+    `compared`: whether ranks are to have the same outcomes. A write that was cancelled or cleared needn't.
+    """
 
-    def __init__(self, ranks: int, pages: int, nbytes: int) -> None:
-        self.left, self.outcomes, self.nbytes = ranks, [True] * pages, nbytes
+    __slots__ = ("compared", "left", "nbytes", "outcomes", "some")
+
+    def __init__(self, ranks: int, pages: int, nbytes: int, *, compared: bool) -> None:
+        self.left, self.outcomes, self.some = ranks, [True] * pages, [False] * pages
+        self.nbytes, self.compared = nbytes, compared
 
 
 class RanksStore:
@@ -36,8 +44,11 @@ class RanksStore:
         self._ended: list[tuple[int, list[bool]]] = []
         self._stats, self._reads = [StoreStats()] * ranks, [False] * ranks
         self._clears = self._skipped = 0
+        self._heard = 0  # a bit for each rank that has told of its store
         self._whole, self._figures = 0, StoreStats()  # pages that all have, and figures for who asks in each step
         self._queued = 0  # bytes of a rank to read
+        self._pause_until = 0.0
+        self._half: orders.MovePages | None = None  # it is being given to the ranks
         self._lock = threading.Lock()
 
     def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
@@ -50,7 +61,7 @@ class RanksStore:
 
     def write(self, number: int, pages: Sequence[tuple[int, bytes, range]]) -> None:
         """See PageStore. As long as one rank can't write, others needn't."""
-        if any(stats.read_only for stats in self._stats):
+        if time.monotonic() < self._pause_until or any(stats.read_only for stats in self._stats):
             with self._lock:
                 self._skipped += len(pages)
                 self._sum_up()
@@ -60,10 +71,13 @@ class RanksStore:
 
     def _begin(self, number: int, pages: Sequence[tuple[int, bytes, range]], *, reads: bool) -> None:
         nbytes = sum(len(place) for *_, place in pages) if reads else 0
+        order = orders.MovePages(number, reads, [(group, key, place.start) for group, key, place in pages])
+        self._half = order
         with self._lock:
-            self._begun[number] = _Begun(len(self._stats), len(pages), nbytes)
+            self._begun[number] = _Begun(len(self._stats), len(pages), nbytes, compared=not reads)
             self._queued += nbytes
-        self._send(orders.MovePages(number, reads, [(group, key, place.start) for group, key, place in pages]))
+        self._send(order)
+        self._half = None
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """See PageStore."""
@@ -75,6 +89,11 @@ class RanksStore:
         """See PageStore. All wait for the slowest rank."""
         rate = min(stats.read_rate for stats in self._stats)
         return (self._queued + nbytes) / rate if rate and all(self._reads) else math.inf
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all ranks have opened their stores."""
+        return self._heard == self._all
 
     def close(self) -> None:
         """See PageStore. Nothing is left to do: the stores end with the ranks."""
@@ -90,15 +109,34 @@ class RanksStore:
         with self._lock:
             self._clears += 1
             self._there, self._whole = {}, 0
+            self._compare_no_more()
         self._send(orders.ClearPages(self._clears))
 
     def cancel(self) -> None:
-        """See KeepingStore."""
+        """See KeepingStore. An interrupt may have left an order halfway: ranks that have it already pass over it."""
+        order = self._half
+        with self._lock:
+            self._compare_no_more()
+            if order is not None and order.number in {number for number, _ in self._ended}:
+                order = None
+            elif order is not None and order.number not in self._begun:
+                self._ended.append((order.number, [False] * len(order.pages)))
+                order = None
+        if order is not None:
+            self._send(order)
+        self._half = None
         self._send(orders.CancelPages())
 
+    def _compare_no_more(self) -> None:
+        for begun in self._begun.values():
+            begun.compared = False
+
     def stats(self) -> StoreStats:
-        """Bytes of all ranks, pages that all of them have, and the first rank's reason not to write."""
-        return msgspec.structs.replace(self._figures, pages=self._whole)
+        """Bytes of all ranks, pages that all or only some of them have, and the first rank's reason not to write."""
+        with self._lock:
+            return msgspec.structs.replace(
+                self._figures, pages=self._whole, pages_of_some=len(self._there) - self._whole
+            )
 
     def _sum_up(self) -> None:
         known = {name: [getattr(one, name) for one in self._stats] for name in StoreStats.__struct_fields__}
@@ -119,6 +157,7 @@ class RanksStore:
         """What a rank reports."""
         bit = 1 << rank
         with self._lock:
+            self._heard |= bit
             self._stats[rank], self._reads[rank] = news.stats, news.reads
             if news.clears == self._clears:
                 self._change(news.there, ~0, bit)
@@ -127,8 +166,11 @@ class RanksStore:
             for number, outcomes in news.ended:
                 begun = self._begun[number]
                 begun.outcomes = [so_far and well for so_far, well in zip(begun.outcomes, outcomes, strict=True)]
+                begun.some = [before or well for before, well in zip(begun.some, outcomes, strict=True)]
                 begun.left -= 1
                 if not begun.left:
+                    if begun.compared and begun.some != begun.outcomes:
+                        self._pause_until = time.monotonic() + _PAUSE_SECONDS
                     del self._begun[number]
                     self._queued -= begun.nbytes
                     self._ended.append((number, begun.outcomes))

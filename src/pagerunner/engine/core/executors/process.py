@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 import shutil
 import time
@@ -38,6 +39,7 @@ from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.logs import name_of_part
 from pagerunner.runner.sleep import checked_level, parse_tags
 from pagerunner.threads import thread_settings
+from pagerunner.tiers.disk import CLOSE_SECONDS
 from pagerunner.types import StepPlan, StepResult, TeamsPlan, TeamsResult, TransferEnd
 from pagerunner.types.weights import AbortUpdate, RankChange
 
@@ -46,6 +48,7 @@ COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
 _CALLS = 10  # a start, or a call, may take so many times as long as a sum, or as the first rank takes for it
 _NOBODY_ASKS = -1  # the id of calls whose answers aren't waited for
+_CLOSES = -2  # the id of the last call
 _LOOK_SECONDS = 1.0
 _SUMS = 4  # the watch knows more than the group, so it comes first
 
@@ -264,13 +267,25 @@ class Ranks:
 
 
 def _end(process: int, watch: RankWatch, sockets: RankSockets, places: LocalPlaces | RayPlaces, doors: Doors) -> None:
-    sockets.close()
-    watch.close()
-    if os.getpid() == process:  # not a fork of it
-        try:
-            places.close()
-        finally:
-            doors.close()
+    with contextlib.ExitStack() as last:
+        if os.getpid() == process:  # not a fork of it
+            last.callback(doors.close)
+            last.callback(places.close)
+        last.callback(watch.close)
+        last.callback(sockets.close)
+        if os.getpid() == process:
+            _close_stores(watch, sockets)
+
+
+def _close_stores(watch: RankWatch, sockets: RankSockets) -> None:
+    """Let ranks that run write the pages that they were given, for a limited time."""
+    if not watch.page_stores or not all(store.is_open for store in watch.page_stores) or watch.is_own_thread:
+        return
+    with contextlib.suppress(PagerunnerError):  # the ranks are gone, or one is late
+        watch.check()
+        sockets.send(orders.ClosePages(_CLOSES))
+        closed = lambda: len(watch.done.get(_CLOSES, {})) == len(watch.here) or None  # noqa: E731
+        watch.wait(closed, lambda: f"A rank hasn't closed its pages in {CLOSE_SECONDS:g} seconds.", CLOSE_SECONDS)
 
 
 class LoadedProcesses:
@@ -287,11 +302,18 @@ class LoadedProcesses:
             raise refusal.error from None
         startup = done[0].startup
         seconds = {"ranks' processes and imports": self._ranks.start_seconds, **startup.seconds}
-        return Started(ProcessExecutor(self._ranks), msgspec.structs.replace(startup, seconds=seconds))
+        with starting("The engine's core, which maps the host memory of its ranks,"):
+            views = [_mapped(path) for rank in range(self._ranks.size) if (path := done[rank].host_path)]
+        return Started(ProcessExecutor(self._ranks, views), msgspec.structs.replace(startup, seconds=seconds))
 
     def close(self) -> None:
         """See LoadedRanks.close."""
         self._ranks.close()
+
+
+def _mapped(path: str) -> memoryview:
+    with open(path, "r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0))
 
 
 class RanksStep:
@@ -314,8 +336,10 @@ class RanksStep:
 class ProcessExecutor:
     """Runs plans on all ranks. See executors/base.py for the methods."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, host_views: Sequence[memoryview] = ()) -> None:
+        self._ranks, self.host_views = ranks, host_views
+        """Host memory: see Executor.host_views."""
+        self._weights: list[str] | None = ranks.weights if all(ranks.weights) else None  # until they may be others
         self._levels: dict[int, int | None] = {}
         self._steps = 0
         self._halfway = False
@@ -368,12 +392,12 @@ class ProcessExecutor:
         """See Executor.host_ready."""
         return self._ranks.watch.host_ready
 
-    host_view = None
-    """See Executor.host_view. Each rank has its own."""
-
     def weights_digest(self) -> str:
         """See Executor.weights_digest."""
-        raise RuntimeError("each rank has weights of its own")
+        if self._weights is None:
+            done = self._ranks.ask(lambda call_id: orders.Compare(call_id, of_weights=True))
+            self._weights = [done[rank].digest for rank in range(self._ranks.size)]
+        return " ".join(self._weights)
 
     @property
     def page_stores(self) -> Sequence[RanksStore]:
@@ -393,6 +417,7 @@ class ProcessExecutor:
     def sleep(self, level: int) -> None:
         """See Executor.sleep."""
         known = checked_level(level)
+        self._weights = None if known > 1 else self._weights
         self._all(lambda call_id: orders.Sleep(call_id, known))
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
@@ -402,12 +427,12 @@ class ProcessExecutor:
 
     def change_weights(self, change: RankChange) -> None:
         """See Executor.change_weights."""
+        self._weights = None
         if isinstance(change, AbortUpdate):
             self._ranks.send(orders.ChangeWeights(_NOBODY_ASKS, change))
             return
-        seconds = (
-            limits.TRANSFER_SECONDS + self._ranks.seconds
-        )  # a rank may wait for the trainer after another one has given up
+        # a rank may wait for the trainer after another one has given up
+        seconds = limits.TRANSFER_SECONDS + self._ranks.seconds
         try:
             self._ranks.ask(lambda call_id: orders.ChangeWeights(call_id, change), seconds)
         except RankRefusal as refusal:

@@ -118,6 +118,11 @@ class RankWatch:
         self._processes = dict(enumerate(processes))
         self._thread.start()
 
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the thread that watches, which may be collecting garbage: it can't wait for ranks."""
+        return self._thread is threading.current_thread()
+
     def check(self) -> None:
         """Raise why the ranks are gone, if they are."""
         if self._error is not None:
@@ -212,7 +217,7 @@ class RankWatch:
             return
         try:
             self._end(EngineDeadError("The engine has been shut down."))
-            if self._thread is not threading.current_thread():  # which may be collecting garbage
+            if not self.is_own_thread:
                 if self._thread.ident is None:  # the processes couldn't be watched, and nobody else closes this
                     self._reports.close(0)
                 else:

@@ -1,0 +1,77 @@
+"""Prompts that are lent: what waits for room in host memory, what ends if its pages don't come, and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.test_exchange import OTHER, PROMPT, Engine, checkpoint, own_secret
+from helpers.patience import until
+from pagerunner.memory.ownership import ExchangeState
+from pagerunner.tiers.policy import LOAD_FAILED
+from pagerunner.types import EngineRequest, SamplingParams
+
+pytest.importorskip("transformers")
+__all__ = ["checkpoint", "own_secret"]  # fixtures
+
+
+def test_of_more_prompts_than_have_room_in_host_memory_each_is_pulled_in_its_turn(
+    checkpoint: Callable[[str], str],
+) -> None:
+    first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
+    prompts = [[(i * j) % 480 + 5 for j in range(150)] for i in range(1, 9)]
+    host: Any = second.core._scheduler.tiers.host
+    page_bytes = second.core.memory_plan.groups[0].page_bytes
+    host.num_bytes = int(2 * 3.2 * (144 // 16) * page_bytes)  # half of it has room for three
+    lent = [first.lend(prompt) for prompt in prompts]
+    names = [second.add(prompt, one) for prompt, one in zip(prompts, lent, strict=True)]
+    for name in names:
+        second.last(name)
+    assert [second.found(name) for name in names] == [144] * 8
+    stats = second.core.stats().exchange
+    assert stats is not None and (stats.pulled_total, stats.failed_total) == (8, 0)
+    until(lambda: not first.core._exchange.stats().loans)
+
+    host.num_bytes = 2 * page_bytes
+    name = second.add(OTHER, first.lend(OTHER))
+    second.last(name)
+    assert second.found(name) == 0, "it has no room even alone"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("wrong", ["expired", "torn"])
+def test_pages_that_do_not_come_end_the_request_if_that_is_asked_for(
+    checkpoint: Callable[[str], str], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(checkpoint("qwen3"), "kv_producer")
+    second = Engine(checkpoint("qwen3"), "kv_consumer", kv_load_failure_policy="fail")
+    lent, well = first.lend(PROMPT), first.lend(OTHER)
+    assert second.last(second.add(OTHER, well)).finish_reason == "length"
+    if wrong == "expired":
+        first.core._exchange.loans.end_all("expired")
+    else:
+        monkeypatch.setattr("pagerunner.tiers.loans.Loan.checksum", lambda self, name: bytes(32))
+    last = second.last(second.add(PROMPT, lent))
+    assert (last.finish_reason, last.error) == ("error", LOAD_FAILED)
+    assert second.last(second.add(PROMPT)).finish_reason == "length"
+    first.close()
+    second.close()
+
+
+def test_a_loan_that_is_not_needed_is_given_back(checkpoint: Callable[[str], str]) -> None:
+    first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
+    lent = first.lend(PROMPT)
+    assert first.core.memory_state().exchange == ExchangeState(loans=1, pulls=0)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, detokenize=False)
+    second.core.add(
+        EngineRequest(
+            request_id="scored", prompt_token_ids=PROMPT, params=params, seed=0, max_tokens=2, kv_transfer=lent
+        )
+    )
+    assert second.last("scored").finish_reason == "length"
+    until(lambda: first.core._exchange.loans.tick() or not first.core._exchange.stats().loans)
+    first.close()
+    second.close()
