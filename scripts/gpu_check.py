@@ -174,8 +174,10 @@ def run_steps(chosen: dict[str, Step], budget: float, logs: Path) -> int:
     return int(any(outcome.how != "ok" for outcome in outcomes.values()))
 
 
-def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names: list[str], repetitions: int) -> None:
-    """All workloads through one engine, one line each: the best of `repetitions` after one that isn't counted."""
+def throughput(
+    shape: str, kv_cache_dtype: str, quantization: str | None, names: list[str], repetitions: int, ranks: int
+) -> None:
+    """All workloads through one engine of so many ranks, one line each: the best of `repetitions` after one that isn't counted."""
     from pagerunner import LLM, EngineArgs
     from pagerunner.bench import runner
     from pagerunner.bench.experts import experts_read
@@ -191,6 +193,7 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
         longest = json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
         settings = {**ENGINE, "max_model_len": min(16384, longest), "kv_cache_dtype": kv_cache_dtype}
         settings["quantization"] = quantization
+        settings["tensor_parallel_size"] = ranks
         llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
         mixture = StepWeights.read(EngineArgs(model=str(model), quantization=quantization), llm.dtype, llm.device)
         print(llm.startup.text(), flush=True)
@@ -205,12 +208,12 @@ def throughput(shape: str, kv_cache_dtype: str, quantization: str | None, names:
                 touched=functools.partial(touched_so_far, llm.device),
             )
             read = ""
-            if mixture:
+            if mixture and ranks == 1:  # other ranks count in processes of their own
                 specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
                 own = specs, make(0), report.cached_tokens
                 read = experts_read(mixture, *report.touched, Ceilings(*CEILINGS), *own).text().replace("\n", ";")
             print(
-                f"{RESULT}{shape} {quantization or ''}, kv {kv_cache_dtype} {name}: {report.best:.3f} s, "
+                f"{RESULT}{shape} {quantization or ''}, kv {kv_cache_dtype}, tp {ranks}, {name}: {report.best:.3f} s, "
                 f"{report.best_output_tokens_per_second:,.0f} tok/s ({', '.join(f'{s:.3f}' for s in report.seconds)}){read}",
                 flush=True,
             )
@@ -230,9 +233,12 @@ def main() -> int:
     parser.add_argument("--quantization")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     if args.throughput:
-        throughput(args.throughput, args.kv_cache_dtype, args.quantization, args.workloads.split(","), args.repetitions)
+        names = args.workloads.split(",")
+        ranks = args.tensor_parallel_size
+        throughput(args.throughput, args.kv_cache_dtype, args.quantization, names, args.repetitions, ranks)
         return 0
     chosen = steps()
     if args.only:
