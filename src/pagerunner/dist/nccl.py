@@ -80,7 +80,7 @@ class NcclComm:
             return
         self._host.calls += 1
         whole = x.contiguous()
-        self._group.allreduce([whole], self._sum).wait()
+        self._group.allreduce([whole], self._sum)
         if residual is not None:
             residual.add_(whole)
         elif whole.data_ptr() != x.data_ptr():
@@ -92,7 +92,7 @@ class NcclComm:
         if x.numel() and not self.rehearsing():
             self._host.calls += 1
             own = x.contiguous().view(-1).view(torch.uint8)  # bytes: NCCL doesn't know all dtypes
-            self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather).wait()
+            self._group._allgather_base(found.view(-1).view(torch.uint8), own, self._gather)
         return found
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class NcclComm:
         if x.numel() and not self.rehearsing():
             self._host.calls += 1
             own, out = (one.view(-1).view(torch.uint8) for one in (x.contiguous(), found))
-            self._group.alltoall_base(out, own, [], [], self._exchange).wait()
+            self._group.alltoall_base(out, own, [], [], self._exchange)
         return found
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
