@@ -296,3 +296,27 @@ def test_who_has_no_room_in_host_memory_for_what_the_disk_has_waits_for_its_turn
     assert order == ["0", "2", "3", "4", "5"], "each in its turn"
     assert {name: found[name] for name in order} == dict.fromkeys(order, TOKENS - 16)
     assert not engine.tiers.fetching and not engine.tiers._line
+
+
+def test_what_came_for_a_request_before_it_was_sent_back_keeps_no_room_from_it() -> None:
+    engine = Engine(2_000, 8)
+    chain = engine.manager.chain("")
+    chain.cover([3] * TOKENS, TOKENS)
+    disk: Any = Disk(engine.host, [chain])
+    disk.room = 1
+    engine.tiers.below = disk
+    engine.add("a", [3] * TOKENS, 2)
+    engine.step()
+    (request,) = disk.asked
+    del disk.asked[request]  # its pages couldn't be read
+    disk.come.append(request)
+    engine.step()
+    assert len(engine.scheduler._state.running) == 1
+    engine.scheduler.preempt_all()
+    engine.step()
+    assert engine.tiers.fetching and request in engine.tiers._line
+    engine.step()
+    assert request in disk.asked and not engine.tiers._line
+    disk.arrive(request)
+    engine.run()
+    assert engine.tiers.counts.load_bytes == 64 * (TOKENS - 16)

@@ -431,6 +431,8 @@ class Tiering:
 
     def _arrived(self, request: Waiting) -> bool:
         """What was read for a request is in host memory, or won't come. It is kept there until the request has been looked up in its turn."""
+        if request in self._line:  # what came before it was sent back would keep its room from it
+            return True
         if request in self.fetching:
             self._come[request] = self.fetching.pop(request)
             request.fetched, request.looked_up, self._refused, self._seen = True, False, None, (-1, -1)
