@@ -2,9 +2,11 @@
 
     python scripts/bench_prefill_decode.py qwen3-8b
     python scripts/bench_prefill_decode.py qwen3-8b --rate 32 --tokens 1024 --after 128   # requests in a stream, each decoded to its end
+    python scripts/bench_prefill_decode.py qwen3-8b --rate 32 --tokens 1024 --after 128 --devices 0,1   # the same, with a device for each engine
 
 Two engines in two processes, which may share a device. Weights are random, and the same in both. Each prompt is computed by the first engine before the
-second one's times are taken, as if it had a device of its own. Tokens are compared with those that the first engine goes on with itself.
+second one's times are taken, as if it had a device of its own. With --devices both work at the same time, and a prompt goes on as soon as it is lent.
+Tokens are compared with those that the first engine goes on with itself.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import queue
 import random
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +53,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4, help="connections that pages come by")
     parser.add_argument("--rate", type=float, help="requests a second; then --prompts is how many come in all")
     parser.add_argument("--after", type=int, default=128, help="tokens that each of these is answered with")
+    parser.add_argument(
+        "--devices", help="a CUDA device for each engine, such as 0,1; they work side by side, with --rate"
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -170,30 +178,53 @@ class Engine:
         }
 
     def stream(
-        self, seeds: list[int], tokens: int, most: int, rate: float, lent: list[KVTransferParams | None], salt: str = ""
+        self,
+        seeds: list[int],
+        tokens: int,
+        most: int,
+        rate: float,
+        lent: list[KVTransferParams | None] | None,
+        salt: str = "",
+        begin: float = 0.0,
+        tell: bool = False,
     ) -> dict[str, Any]:
-        """Requests come at a rate: their first tokens and ends, from when each was due, and the times between tokens of all."""
-        names: list[str] = []
-        begin, prompts = time.perf_counter(), [prompt(seed, tokens) for seed in seeds]
-        begin += time.perf_counter() - begin
-        ended: dict[str, float] = {}
+        """Requests come at a rate: their first tokens and ends, from when each was due, and the times between tokens of all.
+
+        `begin` is on the clock of all processes. With `tell` a line says of each request, as soon as it has ended, what was lent. Without
+        `lent` such lines come on standard input, and a request with its line.
+        """
+        names: dict[int, str] = {}
+        begun, prompts = time.perf_counter(), [prompt(seed, tokens) for seed in seeds]
+        begin = begin or 2 * time.perf_counter() - begun
+        told = None if lent is not None else lines_ahead(len(seeds))
+        ended: dict[int, float] = {}
         while len(ended) < len(seeds):
-            while len(names) < len(seeds) and time.perf_counter() >= begin + len(names) / rate:
-                names.append(self.add(prompts[len(names)], most, lent[len(names)], salt))
-            if self.core.has_work:
-                self.step()
-                now = time.perf_counter()
-                ended |= {name: now for name in names if name in self.ends and name not in ended}
-            else:
+            if told is not None:
+                while not told.empty():
+                    index, params = json.loads(told.get())
+                    params = None if params is None else msgspec.convert(params, KVTransferParams)
+                    names[index] = self.add(prompts[index], most, params, salt)
+            elif lent is not None:
+                while len(names) < len(seeds) and time.perf_counter() >= begin + len(names) / rate:
+                    names[len(names)] = self.add(prompts[len(names)], most, lent[len(names)], salt)
+            if not self.core.has_work:
                 time.sleep(0.0002)
+                continue
+            self.step()
+            now = time.perf_counter()
+            for index, name in names.items():
+                if index not in ended and name in self.ends:
+                    ended[index] = now
+                    if tell:
+                        say([index, self.ends[name].kv_transfer_params])
         due = [begin + number / rate for number in range(len(seeds))]
-        gaps = [after[0] - before[0] for name in names for before, after in itertools.pairwise(self.came[name])]
+        came = [self.came[names[index]] for index in range(len(seeds))]
         return {
-            "first": [self.came[name][0][0] - at for name, at in zip(names, due, strict=True)],
-            "whole": [ended[name] - at for name, at in zip(names, due, strict=True)],
-            "gaps": sorted(gaps),
-            "tokens": [[token for _, some in self.came[name] for token in some] for name in names],
-            "lent": [self.ends[name].kv_transfer_params for name in names],
+            "first": [one[0][0] - at for one, at in zip(came, due, strict=True)],
+            "whole": [ended[index] - at for index, at in enumerate(due)],
+            "gaps": sorted(after[0] - before[0] for one in came for before, after in itertools.pairwise(one)),
+            "tokens": [[token for _, some in one for token in some] for one in came],
+            "lent": [self.ends[names[index]].kv_transfer_params for index in range(len(seeds))],
         }
 
     def counts(self) -> dict[str, Any]:
@@ -203,26 +234,43 @@ class Engine:
         return {"bytes": found.pulled_bytes_total, "failed": found.failed_total, "rate": found.bytes_per_second}
 
 
+def say(what: Any) -> None:
+    print(msgspec.json.encode(what).decode(), flush=True)
+
+
+def lines_ahead(count: int) -> queue.SimpleQueue[str]:
+    """So many lines of standard input, as they come."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for _ in range(count):
+            lines.put(sys.stdin.readline())
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
 def serve(options: argparse.Namespace) -> None:
     """Answer the parent's calls, one JSON line each."""
     exchange.MOST_LENT = 0.95  # of a stream all is lent before anything is pulled
     engine = Engine(options, options.engine)
     print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         what, given = json.loads(line)
         for field in ("params", "lent"):
             if given.get(field) is not None:
                 kind = KVTransferParams if field == "params" else list[KVTransferParams | None]
                 given[field] = msgspec.convert(given[field], kind)
-        print(msgspec.json.encode(getattr(engine, what)(**given)).decode(), flush=True)
+        say(getattr(engine, what)(**given))
 
 
 class Remote:
     """An engine in a process of its own."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, device: str | None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--engine", model],
+            env={**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -236,9 +284,12 @@ class Remote:
             raise SystemExit("an engine has ended; its log says why")
         return json.loads(line)
 
-    def __call__(self, what: str, **given: Any) -> Any:
+    def ask(self, *line: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([what, given]) + "\n")
+        self._process.stdin.write(json.dumps(line) + "\n")
+
+    def __call__(self, what: str, **given: Any) -> Any:
+        self.ask(what, given)
         return self.answer()
 
     def close(self) -> None:
@@ -255,7 +306,8 @@ def main() -> None:
         fields["max_position_embeddings"] = max(fields.get("max_position_embeddings", 0), options.tokens + 2_048)
         model = str(write_config(Path(directory), **fields))
         began = time.perf_counter()
-        prefill, decode = Remote(model), Remote(model)
+        devices = options.devices.split(",") if options.devices else [None, None]
+        prefill, decode = (Remote(model, device) for device in devices)
         try:
             assert prefill.answer() == decode.answer() == "ready"
             print(f"start: {time.perf_counter() - began:.0f} s", flush=True)
@@ -306,7 +358,7 @@ def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> Non
 
 
 def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None:
-    """The same requests apart and together. The two engines take turns, as if each had a device of its own."""
+    """The same requests apart and together. Without --devices the two engines take turns, as if each had a device of its own."""
     lend, count, asked = msgspec.to_builtins(LEND), options.prompts, {"tokens": options.tokens, "rate": options.rate}
     for engine in (prefill, decode):  # kernels and graphs
         engine("stream", seeds=list(range(24)), most=24, lent=[None] * 24, salt="warm", **asked)
@@ -316,27 +368,46 @@ def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None
         wanted = prefill("single", seed=seed, tokens=options.tokens, most=options.after)["tokens"]
         equal += decode("single", seed=seed, tokens=options.tokens, most=options.after, params=lent)["tokens"] == wanted
     print(f"alone: {options.after} tokens equal in {equal} of 3", flush=True)
-    seeds = list(range(1_000, 1_000 + count))
-    one = prefill("stream", seeds=seeds, most=1, lent=[lend] * count, **asked)
-    apart = decode("stream", seeds=seeds, most=options.after, lent=one["lent"], **asked)
+    asked["seeds"] = list(range(1_000, 1_000 + count))
+    before = decode("counts")["bytes"]
+    if options.devices:
+        one, apart = side_by_side(prefill, decode, options.after, asked)
+        first = apart["first"]
+    else:
+        one = prefill("stream", most=1, lent=[lend] * count, **asked)
+        apart = decode("stream", most=options.after, lent=one["lent"], **asked)
+        first = [sum(times) for times in zip(one["whole"], apart["first"], strict=True)]
     counts = decode("counts")
-    together = decode("stream", seeds=seeds, most=options.after, lent=[None] * count, salt="together", **asked)
-    both = [sum(times) for times in zip(one["whole"], apart["first"], strict=True)]
+    together = decode("stream", most=options.after, lent=[None] * count, salt="together", **asked)
+    rows = [("apart", apart["gaps"], first), ("together", together["gaps"], together["first"])]
+    if options.devices:
+        half = {**asked, "rate": options.rate / 2, "seeds": asked["seeds"][: count // 2]}
+        found = decode("stream", most=options.after, lent=[None] * (count // 2), salt="half", **half)
+        rows.append(("together, half as many (one of two engines)", found["gaps"], found["first"]))
     same = sum(mine == other for mine, other in zip(apart["tokens"], together["tokens"], strict=True))
-    lent_all, pulled = sum(map(bool, one["lent"])), counts["bytes"] / 1e9
+    lent_all, pulled = sum(map(bool, one["lent"])), (counts["bytes"] - before) / 1e9
     print(
         f"{count} requests at {options.rate:g} a second, {options.tokens:,} tokens in, {options.after} out: lent {lent_all}, pulled {pulled:.1f} GB at "
         f"{counts['rate'] / 1e9:.2f} GB/s, failed {counts['failed']}; all tokens equal in {same} (others' steps decide how sums are rounded)"
     )
+    rows.append(("prefill alone, until lent", [0.0], one["whole"]))
+    if not options.devices:
+        rows.append(("pulled", [0.0], apart["first"]))
     print("| ms | between tokens p50 | p99 | worst | first token p50 | p99 |\n|---|---|---|---|---|---|")
-    rows = (("apart", apart["gaps"], both), ("together", together["gaps"], together["first"]))
-    for name, gaps, first in (
-        *rows,
-        ("prefill alone, until lent", [0.0], one["whole"]),
-        ("pulled", [0.0], apart["first"]),
-    ):
-        found = [part(gaps, 0.5), part(gaps, 0.99), max(gaps), part(sorted(first), 0.5), part(sorted(first), 0.99)]
+    for name, gaps, times in rows:
+        found = [part(gaps, 0.5), part(gaps, 0.99), max(gaps), part(sorted(times), 0.5), part(sorted(times), 0.99)]
         print(f"| {name} |" + "".join(f" {1e3 * value:.1f} |" if value else " |" for value in found), flush=True)
+
+
+def side_by_side(prefill: Remote, decode: Remote, after: int, asked: dict[str, Any]) -> tuple[Any, Any]:
+    """What both engines say of the stream, while one computes prompts and the other goes on with those that are lent."""
+    count, begin = len(asked["seeds"]), time.perf_counter() + 2.0
+    decode.ask("stream", {**asked, "most": after, "lent": None, "begin": begin})
+    lend = [msgspec.to_builtins(LEND)] * count
+    prefill.ask("stream", {**asked, "most": 1, "lent": lend, "begin": begin, "tell": True})
+    for _ in range(count):
+        decode.ask(*prefill.answer())
+    return prefill.answer(), decode.answer()
 
 
 def part(values: list[float], share: float) -> float:
