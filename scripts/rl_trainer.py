@@ -86,6 +86,8 @@ class Sender:
     def _join(self, backend: str, address: str, size: int, limit: datetime.timedelta) -> Any:
         if backend == "nccl":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as the engine: sums by multicast are off
+            if address == "127.0.0.1":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             nccl: Any = vars(torch.distributed)["ProcessGroupNCCL"]
             options = nccl.Options()
             options._timeout = limit
