@@ -77,6 +77,7 @@ def test_prompts_are_warm_after_a_restart(
     assert tokens == wanted
     assert all(cached), "pages come back from the disk"
     disk = again.stats().tier.disk
+    assert again.memory_state()["host"]["disk"]["hits_total"] == disk.hits
     assert disk.hits == sum(cached) and disk.reads <= pages and disk.failures == 0 and disk.writes == 0
     nothing_held(again)
 

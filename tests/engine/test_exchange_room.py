@@ -64,7 +64,9 @@ def test_pages_that_do_not_come_end_the_request_if_that_is_asked_for(
 def test_a_loan_that_is_not_needed_is_given_back(checkpoint: Callable[[str], str]) -> None:
     first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
     lent = first.lend(PROMPT)
-    assert first.core.memory_state().exchange == ExchangeState(loans=1, pulls=0)
+    assert first.core.memory_state().exchange == ExchangeState(loans=1, pulls=0, lent_total=1, pulled_total=0)
+    watched = first.core.watch(0).stats.exchange  # by the page
+    assert watched is not None and (watched.loans, watched.lent_total) == (1, 1)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, detokenize=False)
     second.core.add(
         EngineRequest(

@@ -314,7 +314,10 @@ def test_the_state_of_memory_says_what_lies_where(checkpoint: Callable[[str], st
     core, late.lag = llm._core, 3
     core.add(EngineRequest(request_id="one", prompt_token_ids=PROMPTS[0], params=PARAMS, seed=0, max_tokens=4))
     core.step()
-    host = llm.memory_state()["host"]
+    state = llm.memory_state()
+    host, asked = state["host"], sum(map(len, PROMPTS))
+    assert (state["prefix_queries_total"], state["prefix_hits_total"]) == (asked, 0)
+    assert host["queries_total"] > host["hits_total"] > len(PROMPTS[0]) // 2
     assert host["loads"] == 1 and all(group["arriving"] == group["in_use"] > 0 for group in host["groups"])
     assert llm.stats().waiting_for == "transfer"
     nothing_held(llm)

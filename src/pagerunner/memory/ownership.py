@@ -61,17 +61,24 @@ class HostPagesState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskState(msgspec.Struct, frozen=True, kw_only=True):
-    """The disk tier: its pages, and those that only some ranks have; the bytes of all files in its directory, requests that wait for pages from it, and why it isn't written to, if so."""
+    """The disk tier: its pages, and those that only some ranks have; the bytes of all files in its directory, requests that wait for pages from it, and why it isn't written to, if so.
+
+    `hits_total` are tokens of prompts whose pages were read from it and used.
+    """
 
     pages: int
     pages_of_some: int
     num_bytes: int
     waiting: int
     read_only: str
+    hits_total: int
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
-    """The host memory of each rank: all of its bytes, those that can be used by now, and those that hold pages; transfers under way; the disk below it."""
+    """The host memory of each rank: all of its bytes, those that can be used by now, and those that hold pages; transfers under way; the disk below it.
+
+    `queries_total` are tokens of prompts that the device didn't have, and `hits_total` those of them that were loaded, also what had come from elsewhere.
+    """
 
     num_bytes: int
     ready_bytes: int
@@ -79,24 +86,33 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     loads: int
     stores: int
     groups: list[HostPagesState]
+    queries_total: int
+    hits_total: int
     disk: DiskState | None = None
 
 
 class ExchangeState(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that are lent to other engines, and pulled from them: loans that last, and prompts whose pages are waited for."""
+    """Pages that are lent to other engines, and pulled from them: loans that last, and prompts whose pages are waited for. By now so many prompts were lent, and have come."""
 
     loans: int
     pulls: int
+    lent_total: int
+    pulled_total: int
 
 
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, and what other engines have to do with it."""
+    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, and what other engines have to do with it.
+
+    Of `prefix_queries_total` tokens of prompts, the page memory had `prefix_hits_total`.
+    """
 
     num_slabs: int
     slab_bytes: int
     free_slabs: int
     groups: list[GroupOwnership]
     requests: list[RequestPages]
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
     host: HostState | None = None
     exchange: ExchangeState | None = None
 
@@ -148,6 +164,8 @@ def memory_state(manager: KVManager, running: Mapping[str, Grant]) -> MemoryStat
             )
             for name, grant in running.items()
         ],
+        prefix_queries_total=manager.hit_counts.queries,
+        prefix_hits_total=manager.hit_counts.hits,
     )
 
 

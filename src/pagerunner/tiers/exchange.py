@@ -149,7 +149,8 @@ class Exchange:
 
     def state(self) -> ExchangeState:
         """What `GET /memory` shows."""
-        return ExchangeState(loans=len(self.loans), pulls=len(self._pulls))
+        stats = self.stats()
+        return ExchangeState(**{name: getattr(stats, name) for name in ExchangeState.__struct_fields__})
 
     def wait(self, seconds: float) -> None:
         """Wait for news of another thread, for up to so many seconds."""

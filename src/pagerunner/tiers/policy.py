@@ -559,6 +559,8 @@ class Tiering:
             used_bytes=stats.used_bytes,
             loads=stats.loads,
             stores=stats.stores,
+            queries_total=stats.queries_total,
+            hits_total=stats.hits_total,
             groups=[
                 HostPagesState(
                     name=group.name,

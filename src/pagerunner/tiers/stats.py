@@ -47,6 +47,7 @@ class DiskStats(StoreStats, kw_only=True):
             num_bytes=self.bytes,
             waiting=self.waiting,
             read_only=self.read_only,
+            hits_total=self.hits,
         )
 
 

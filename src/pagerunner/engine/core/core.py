@@ -292,17 +292,19 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, the memory manager and the device."""
-        stats, busy = self._scheduler.stats(paused=self.is_sleeping), self._executor.busy_seconds
+        stats, busy = self._stats_of(self._scheduler), self._executor.busy_seconds
         teams = [msgspec.structs.replace(one, busy_seconds=busy) for one in stats.teams]
-        if (exchange := self._exchange) is not None:
-            held = exchange.stats()
-            stats = msgspec.structs.replace(
-                stats,
-                exchange=held,
-                waiting=stats.waiting + held.pulls,
-                waiting_for=stats.waiting_for or ("transfer" if held.pulls else ""),
-            )
         return msgspec.structs.replace(stats, busy_seconds=busy, teams=teams)
+
+    def _stats_of(self, scheduler: Scheduler | TeamsScheduler) -> SchedulerStats:
+        stats = scheduler.stats(paused=self.is_sleeping)
+        if self._exchange is None:
+            return stats
+        held = self._exchange.stats()
+        waiting_for = stats.waiting_for or ("transfer" if held.pulls else "")
+        return msgspec.structs.replace(
+            stats, exchange=held, waiting=stats.waiting + held.pulls, waiting_for=waiting_for
+        )
 
     def memory_state(self, team: int = 0) -> MemoryState:
         """Who holds the page memory now: slabs by group, pages by request, what is cached, shared and free.
@@ -332,7 +334,7 @@ class EngineCore:
             started,
             time.monotonic() - started,
             -1 if level is None else level,
-            scheduler.stats(paused=self.is_sleeping),
+            self._stats_of(scheduler),
             slabs,
             owners,
             cached,

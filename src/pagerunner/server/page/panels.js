@@ -66,7 +66,7 @@ export class Figures {
       ["preempted", "Preemptions"],
       ["host", "Host memory · loads", "Share of the host memory for pages that holds some, and loads and stores that are under way"],
       ["disk", "Disk · hits", "Bytes of the disk tier's directory, prompt tokens whose pages were read from it, and requests that wait for pages"],
-      ["peers", "Other engines", "Loans of pages to other engines that last, and prompts whose pages are being pulled from them"],
+      ["peers", "Other engines", "Loans of pages to other engines that last; prompts whose pages have come from others, and those whose pages are being pulled"],
     ]) {
       const item = document.createElement("div");
       const term = document.createElement("dt"), value = document.createElement("dd");
@@ -95,7 +95,7 @@ export class Figures {
     };
     const disk = stats.tier?.disk, peers = stats.exchange;
     texts.disk = disk ? `${(disk.bytes / 2 ** 30).toFixed(1)} GiB · ${number(disk.hits)}${disk.waiting ? ` · ${disk.waiting} wait` : ""}` : "";
-    texts.peers = peers ? `${peers.loans} lent · ${peers.pulls} pulled` : "";
+    texts.peers = peers ? `${peers.loans} lent · ${number(peers.pulled_total)} came${peers.pulls ? ` · ${peers.pulls} wait` : ""}` : "";
     for (const [key, there] of [["host", stats.tier], ["disk", disk], ["peers", peers]]) this.values[key].parentElement.hidden = !there;
     for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
   }
