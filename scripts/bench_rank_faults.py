@@ -65,7 +65,11 @@ def stat(pid: int) -> tuple[str, int]:
 
 
 def gone(pid: int) -> bool:
-    return stat(pid)[0] in "XZ"
+    """Whether all its threads have ended, so that its parent can know."""
+    try:
+        return stat(pid)[0] in "XZ" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def below(pid: int) -> list[int]:

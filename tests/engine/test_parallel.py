@@ -430,7 +430,7 @@ def test_a_rank_that_is_gone_before_anybody_has_said_so_is_named(
     call: Callable[[EngineCore], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel closes a dead rank's sockets at once. The watch waits for its last words, so the core may meet the closed socket first."""
-    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "_KILLED_SECONDS", 1.0)
     core = faulty()
     executor = core._executor
     assert isinstance(executor, ProcessExecutor)

@@ -40,6 +40,7 @@ _LOOK_MS = 100
 _LOADING = 3  # times as long as later one rank may wait for another that loads; the group waits for 4 times as long
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
+_KILLED_SECONDS = 0.02  # the same of a rank that was killed, which can't have said anything about it
 _FOR_EVER = 1e9  # seconds, as a lock can't wait for infinity
 _STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
 
@@ -291,11 +292,11 @@ class RankWatch:
 
     def _why_ended(self, ended: Sequence[int]) -> PagerunnerError | None:
         for rank in ended:
-            until = time.monotonic() + _LAST_WORDS_SECONDS
-            while rank not in self._said | self._lost and time.monotonic() < until:
-                self._reports.poll(int(1000 * _LAST_WORDS_SECONDS))
-                self._read_reports()
             status = self._processes[rank].wait()
+            until = time.monotonic() + (_LAST_WORDS_SECONDS if status != -signal.SIGKILL else _KILLED_SECONDS)
+            while rank not in self._said | self._lost and (left := until - time.monotonic()) > 0:
+                self._reports.poll(int(1000 * left) + 1)
+                self._read_reports()
             if rank not in self._said | self._lost:
                 who = f"Rank {rank} of {self._ranks}"
                 gone = f"{who} is gone with its Ray actor, which was killed or has lost its machine."
