@@ -13,6 +13,8 @@ from pagerunner.tiers.exchange import Books, Exchange
 from pagerunner.tiers.fingerprint import fingerprint
 from pagerunner.tiers.secret import read_secret
 
+PAGE_FORMAT = 1
+"""What a page's bytes mean beside all other fields. One more whenever that changes; tests/runner/test_page_format.py notices."""
 _NOT_OF_PAGES = frozenset(("path", "bos_token_id", "eos_token_ids", "sampling_defaults", "max_position_embeddings"))
 _SHORT = 80
 
@@ -21,7 +23,7 @@ def page_fields(resolved: Resolved, plan: MemoryPlan, weights: str) -> dict[str,
     """What must be equal for a page's key to mean equal bytes, by name. What is long is a digest. `weights` tells the weights from all others."""
     config, model = resolved.config, resolved.model
     found: dict[str, object] = {
-        "page format": 1,
+        "page format": PAGE_FORMAT,
         "byte order": sys.byteorder,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
