@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -137,14 +138,22 @@ def row(name: str, outcomes: list[Outcome], extra: str = "") -> float:
 
 
 def mixed(options: argparse.Namespace, url: str, target: Target) -> None:
-    vocab = SHAPES[options.shape]["vocab_size"]
-    for number in range(options.repetitions):
-        whole = planned(workload(options.workload, vocab, 1 + 2 * number), target)
-        both = row(f"{options.engines} engines", send(url, whole, options.clients))
-        whole = planned(workload(options.workload, vocab, 2 + 2 * number), target)
-        alone = row("engine 0 alone", send(url, whole, options.clients, ranks=range(1)))
+    """One engine's traffic, the same on all engines, and as much for each engine."""
+    vocab, salts = SHAPES[options.shape]["vocab_size"], itertools.count(1)
+
+    def requests(times: int) -> list[Planned]:
+        return planned([one for _ in range(times) for one in workload(options.workload, vocab, next(salts))], target)
+
+    for _ in range(options.repetitions):
+        alone = row("engine 0 alone", send(url, requests(1), options.clients, ranks=range(1)))
+        same = row(f"{options.engines} engines", send(url, requests(1), options.clients))
+        equal = row(
+            f"{options.engines} engines, {options.engines}x", send(url, requests(options.engines), options.clients)
+        )
         print(
-            f"  {options.workload}: {options.engines} engines are {alone / both:.2f} times as fast as one", flush=True
+            f"  {options.workload}: {options.engines} engines are {alone / same:.2f} times as fast as one, and with as many requests each "
+            f"{options.engines * alone / equal:.2f} times",
+            flush=True,
         )
 
 
