@@ -24,7 +24,7 @@ LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
 RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
-"disk slow" and "disk hangs" are of its store of pages, which takes a second for a page, or for ever."""
+"disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever."""
 
 
 class FaultyWorker:
@@ -99,7 +99,7 @@ def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, 
             time.sleep(3600)
         case "disk slow" | "disk hangs" as fault:
             write = DiskStore._write_page
-            late = 1 if fault == "disk slow" else 3600
+            late = 0.3 if fault == "disk slow" else 3600
             DiskStore._write_page = lambda *given: time.sleep(late) or write(*given)  # type: ignore[method-assign]
             return loaded
     return FaultyLoaded(loaded)

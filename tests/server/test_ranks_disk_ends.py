@@ -27,6 +27,7 @@ ROOM = 64_000_000 // 2 // 8
 
 def with_disk(root: Path) -> Any:
     tier = {"type": "fs", "root_dir": str(root), "max_bytes": 64_000_000}
+    tier["n_write_threads"] = 1  # so those of a prompt's pages that are there when ranks are killed are its first
     extra = {"cpu_bytes_to_use": 60_000_000, "secondary_tiers": [tier]}
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return msgspec.structs.replace(
@@ -38,11 +39,17 @@ def tier(server: RunningServer) -> Any:
     return server.engine.stats.tier
 
 
-def ask(server: RunningServer) -> tuple[str, int]:
-    """The answer when host memory is ready, and how many of the prompt's tokens came from a tier."""
+def ask(server: RunningServer) -> tuple[str, int, int]:
+    """The answer when host memory is ready, how many of the prompt's tokens came from a tier, and the pages that all disks had before."""
     until(lambda: server.post("/v1/completions", SHORT) and tier(server).ready_bytes)
+    pages = tier(server).disk.pages
     answer = server.post("/v1/completions", PROMPT).json()
-    return answer["choices"][0]["text"], (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+    return answer["choices"][0]["text"], (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0), pages
+
+
+def wait_for(server: RunningServer, what: str) -> None:
+    """Until the disks have written: "writes" are of any rank, "pages" of all."""
+    until(lambda: server.post("/v1/completions", SHORT) and getattr(tier(server).disk, what))
 
 
 def sizes(root: Path) -> list[int]:
@@ -56,9 +63,9 @@ def test_ranks_end_while_one_writes(how: str, fault: str, tmp_path: Path, monkey
     with monkeypatch.context() as planted:
         planted.setenv(faulty_ranks.VARIABLE, fault)
         with running_server(args, core_factory=faulty_ranks.FACTORY) as server:
-            wanted, cached = ask(server)
-            assert not cached
-            until(lambda: server.post("/v1/completions", SHORT) and tier(server).disk.writes)
+            wanted, *before = ask(server)
+            assert before == [0, 0]
+            wait_for(server, "pages" if how != "stopped" and fault == "disk slow" else "writes")
             *ranks, core = pids = [*ranks_of(server), server.engine.core_pid]
             began = time.monotonic()
             if how != "stopped":
@@ -68,17 +75,17 @@ def test_ranks_end_while_one_writes(how: str, fault: str, tmp_path: Path, monkey
     if how == "stopped":
         assert max(sizes(tmp_path)) < ROOM, "segments are sealed, also of the rank whose disk is slow"
     with running_server(args, core_factory=DEFAULT_FACTORY) as server:
-        answer, cached = ask(server)
-        assert answer == wanted and cached == 16 * tier(server).disk.pages
-        assert bool(cached) == (fault == "disk slow"), "a page counts if all ranks have it"
+        answer, cached, pages = ask(server)
+        assert answer == wanted and cached == 16 * pages
+        assert bool(pages) == (fault == "disk slow"), "a page counts if all ranks have it"
 
 
 def test_ranks_sleep_while_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faulty_ranks.VARIABLE, "disk slow")
     args = msgspec.structs.replace(with_disk(tmp_path), enable_sleep_mode=True)
     with running_server(args, core_factory=faulty_ranks.FACTORY) as server:
-        wanted, _ = ask(server)
-        until(lambda: server.post("/v1/completions", SHORT) and tier(server).disk.writes)
+        wanted, *_ = ask(server)
+        wait_for(server, "writes")
         began = time.monotonic()
         assert httpx.post(f"{server.url}/sleep?level=2", timeout=60).status_code == 200
         assert time.monotonic() - began < patient(4), "what a rank has begun ends, and nothing else begins"
