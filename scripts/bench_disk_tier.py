@@ -4,7 +4,8 @@
     python scripts/bench_disk_tier.py read --root /path/on/the/disk       # another one, which finds them
 
 Weights are random, the same in both. `read` takes each prompt once when the page cache has forgotten the files ("cold"), or holds them ("cached"). The
-rule that reads only where that is faster than computing is switched off for it, and what it would decide is printed. Tokens must be those of `write`.
+rule that reads only where that is faster than computing is switched off for it, and what it would decide is printed. Tokens must be those of `write` up to
+near ties: the exit status is 1 if they aren't.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from bench_disk import forget
-from bench_host_tier import made, prompt, run, settle
+from bench_host_tier import LIKELY, made, prompt, run, settle, stray
 from pagerunner import LLM
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import write_config
@@ -51,7 +53,7 @@ def written(llm: LLM) -> None:
     settle(llm)
     below = llm._core._scheduler.tiers.below
     deadline = time.monotonic() + 60
-    while below.num_writes and time.monotonic() < deadline:
+    while below._writes and time.monotonic() < deadline:
         below.settle()
         time.sleep(0.01)
 
@@ -73,17 +75,18 @@ def read(llm: LLM, options: argparse.Namespace, kept: Path) -> None:
     before = json.loads(kept.read_text())
     tiers = llm._core._scheduler.tiers
     rates = tiers.rates
-    files = sorted(Path(options.root).rglob("*.pages"))
     took, _ = run(llm, [prompt(50_000, options.tokens)])  # what is made at first use
     took, _ = run(llm, [prompt(50_001, options.tokens)])
+    written(llm)
     each = rates.seconds_per_token * options.tokens
     rates.computed = lambda *_: None
     rates.seconds_per_token = 0.0  # not known: reading always pays
     found: dict[str, list[float]] = {"cold": [], "cached": []}
-    equal = 0
+    equal, wrong = 0, list[str]()
     start = llm.stats().tier.disk
     for number in range(options.prompts):
         how = "cold" if number % 2 == 0 else "cached"
+        files = sorted(Path(options.root).rglob("*.pages"))
         if how == "cold":
             forget(files)
         else:
@@ -94,7 +97,9 @@ def read(llm: LLM, options: argparse.Namespace, kept: Path) -> None:
         seconds, [output] = run(llm, [prompt(number, options.tokens)])
         assert output.num_cached_tokens > options.tokens // 2, f"it was not found: {llm.stats().tier}"
         found[how].append(seconds)
-        _, outputs = run(llm, [prompt(number, options.tokens)], ANSWER)
+        _, outputs = run(llm, [prompt(number, options.tokens)], ANSWER, logprobs=LIKELY)
+        if said := stray(before["tokens"][number], outputs[0]):
+            wrong.append(f"prompt {number}: {said}")
         equal += [list(one) for one in made(outputs)] == [before["tokens"][number]]
     disk = llm.stats().tier.disk
     size = (disk.read_bytes - start.read_bytes) / options.prompts
@@ -111,6 +116,8 @@ def read(llm: LLM, options: argparse.Namespace, kept: Path) -> None:
         f"{size / 1e9:.2f} GB a prompt; measured at the start {start.read_rate / 1e9:.2f} GB/s: {would * 1e3:.0f} ms, computing {each * 1e3:.0f} ms: "
         f"the rule would {'read' if would < each else 'compute'}; tokens equal: {equal} of {options.prompts}; {disk}"
     )
+    if wrong:
+        sys.exit("\n".join(["TOKENS ARE OTHERS:", *wrong]))
 
 
 def main() -> None:
