@@ -134,7 +134,7 @@ class MemoryPlan:
         return self.page_offsets(group, [page])[0]
 
     def page_offsets(self, group: int, pages: Iterable[int]) -> list[int]:
-        """Those of several."""
+        """Byte offsets of pages in the page memory."""
         slab, size, per_slab = self.slab_bytes, self.groups[group].page_bytes, self.groups[group].pages_per_slab
         return [page // per_slab * slab + page % per_slab * size for page in pages]
 

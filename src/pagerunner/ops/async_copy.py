@@ -20,7 +20,8 @@ _holding = threading.Lock()
 def _hold(*tensors: torch.Tensor) -> torch.cuda.Event:
     """Keep page-locked memory until the event has happened that is returned, which the caller records behind a kernel's launch.
 
-    torch knows of copies from and to such memory, and of no kernels. It would hand out the memory again while one is under way.
+    torch knows of copies from and to such memory, and of no kernels. It would hand out the memory again while one is under way. One thread calls, that of the steps: of two
+    threads both could have an event that isn't recorded yet.
     """
     with _holding:
         # An event that an interrupt has kept from being recorded counts as happened. The next one happens later: all is on one stream.
