@@ -509,6 +509,12 @@ def test_nixl_needs_a_secret(checkpoint, monkeypatch: pytest.MonkeyPatch) -> Non
         build_core(EngineArgs(model=checkpoint("qwen3"), kv_offloading_size=0.04, kv_transfer_config=asked))
 
 
+def test_nixl_alone_is_told_all_that_it_lacks(checkpoint) -> None:
+    asked = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match=r"(?s)cpu_bytes_to_use.*and secret_file"):
+        build_core(EngineArgs(model=checkpoint("qwen3"), kv_transfer_config=asked))
+
+
 def test_nixl_has_the_same_fields(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_WHEELS", ("no_such_nixl",))
     asked = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_port": 15_000, "kv_ip": "127.0.0.1"}

@@ -115,9 +115,10 @@ def read_kv_transfer(args: EngineArgs) -> KVTransfer:
         raise ConfigError(f"cpu_bytes_to_use must be at least 1, got {asked}.")
     total = int(size * 2**30) if size is not None else asked or 0
     if config.kv_connector is not None and not total:
+        more = ", and secret_file, as other engines read that memory" if config.kv_connector == "NixlConnector" else ""
         raise ConfigError(
             f"{config.kv_connector} takes pages to host memory, and kv_connector_extra_config doesn't say how much of it: give "
-            "cpu_bytes_to_use (bytes of all ranks together), or kv_offloading_size (GiB)."
+            f"cpu_bytes_to_use (bytes of all ranks together), or kv_offloading_size (GiB){more}."
         )
     if total and not args.enable_prefix_caching:
         raise ConfigError(
