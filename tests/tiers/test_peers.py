@@ -222,49 +222,6 @@ def test_a_client_asks_only_for_what_it_was_lent(owner) -> None:
     line.close()
 
 
-@pytest.mark.parametrize("dribbling", [False, True])
-def test_strangers_cannot_shut_an_engine_out(owner, make, caplog, monkeypatch, dribbling) -> None:
-    """They come back as soon as they are sent away, and only send the length of a message, or a byte of it now and then."""
-    monkeypatch.setattr(PageServer, "STRANGERS", 3)
-    over = threading.Event()
-
-    def stranger() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(owner.server.address) as sock:
-                sock.settimeout(0.05)
-                sock.sendall(struct.pack("<I", 40))
-                while not over.is_set():
-                    try:
-                        if not sock.recv(1):
-                            break
-                    except TimeoutError:
-                        sock.sendall(b"x" * dribbling)
-
-    strangers = [threading.Thread(target=stranger) for _ in range(3)]
-    for one in strangers:
-        one.start()
-    until(lambda: len(owner.server._strangers) == 3)
-    for _ in range(3):
-        store = make()
-        assert check(pull(store, owner)) == PAGES
-    assert len(owner.server._strangers) <= 4
-    over.set()
-    for one in strangers:
-        one.join()
-    assert "the oldest of 4 connections that haven't proven that they know the secret was closed" in caplog.text
-
-
-def test_a_stranger_has_a_second_to_begin_and_seconds_to_prove_that_he_knows_the_secret(owner, monkeypatch) -> None:
-    for patience, limits in (("FIRST_SECONDS", (0.1, 60)), ("HANDSHAKE_SECONDS", (60, 0.3))):
-        monkeypatch.setattr(PageServer, "FIRST_SECONDS", limits[0])
-        monkeypatch.setattr(PageServer, "HANDSHAKE_SECONDS", limits[1])
-        line = wire.Line(socket.create_connection(owner.server.address))
-        if patience == "HANDSHAKE_SECONDS":
-            line.send(wire.Hello("pagerunner-kv", wire.VERSION, b"n" * 32), time.monotonic() + 5)
-        until(lambda: not owner.server._lines)
-        line.close()
-
-
 def test_who_takes_pages_too_slowly_is_cut_off(owner, hasty, monkeypatch) -> None:
     monkeypatch.setattr(PageServer, "MIN_RATE", 1e12)
     big = {(0, key(0)): memoryview(bytes(64 << 20))}

@@ -1,7 +1,8 @@
 """The page server: lets other engines read lent pages, on threads of its own, one for each connection.
 
 Whoever connects is a stranger until he has proven that he knows the secret. Strangers are few at a time, the oldest of too many is sent
-away, and they can't make the server hold more than some hundred bytes. Nothing that a client sends is believed: lengths, keys and tokens are looked up here.
+away, and they can't make the server hold more than some hundred bytes. An engine's first bytes show that it knows the secret, and a connection is
+taken when they are there. So an engine isn't sent away, however many strangers come and however late its thread runs. Nothing that a client sends is believed: lengths, keys and tokens are looked up here.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PageServer:
         self._shared: Shared | None = None
         self._lock = threading.Lock()
         self._lines: dict[Line, threading.Thread] = {}
-        self._strangers: dict[Line, None] = {}  # the oldest first
+        self._strangers: dict[Line, bool] = {}  # the oldest first, and whether they have begun as an engine does
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._refusals = SparingLog(log, most=5)
@@ -70,6 +71,7 @@ class PageServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self._host, self._port))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # who is silent is taken after a second
             listener.listen(4 * self.STRANGERS)  # no more: an engine would wait behind them
         except OSError as error:
             listener.close()
@@ -113,6 +115,7 @@ class PageServer:
                 sock.close()
                 continue
             line = Line(sock)
+            begun = wire.begins_well(line.peek(), self._secret, self.address)  # before the next one is taken
             thread = threading.Thread(target=self._serve, args=(line, host), name="page server client", daemon=True)
             with self._lock:
                 try:
@@ -121,22 +124,23 @@ class PageServer:
                     self._refusals.warn("Page server: %s was turned away: %s", host, error)
                     line.close()
                     continue
-                self._strangers[line] = None
+                self._strangers[line] = begun
                 self._lines[line] = thread
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """The door never stays full: who has just come goes first. An engine needs milliseconds to prove that it knows the secret."""
+        """The door never stays full: who has just come goes first, and who has begun as an engine does before all strangers."""
         with self._lock:
-            oldest = next(iter(self._strangers)) if len(self._strangers) > self.STRANGERS else None
-            thread = self._lines.get(oldest) if oldest is not None else None
-        if oldest is not None and thread is not None:
-            self._refusals.warn(
-                "Page server: the oldest of %d connections that haven't proven that they know the secret was closed",
-                self.STRANGERS + 1,
-            )
-            oldest.stop()
-            thread.join()
+            many = list(self._strangers.values()).count(False) > self.STRANGERS
+            if not many and len(self._lines) <= self.CLIENTS + self.STRANGERS:
+                return
+            oldest = min(self._strangers, key=self._strangers.__getitem__)
+            thread, count = self._lines[oldest], len(self._strangers)
+        self._refusals.warn(
+            "Page server: the oldest of %d connections that haven't proven that they know the secret was closed", count
+        )
+        oldest.stop()
+        thread.join()
 
     def _turn_away(self, host: str) -> str:
         address = ipaddress.ip_address(host.split("%")[0])

@@ -9,6 +9,8 @@ A message is its length in 4 bytes (little-endian) and msgpack. Both sides prove
     Open        ->                      what the client's pages look like, field by field
                 <-      Welcome, or Refused with the fields that differ
 
+Half of a client's nonce is a proof, too: a server with too many clients closes those without it first. A client that hasn't one is served all the same.
+
 Open and all that follows is sealed by keys made of the secret and the nonces, one for each direction: 16 bytes behind each message. Pages have
 their checksums in such a message. So who stands between two engines, or relays what they prove, can't change a message, repeat one or put a page in.
 
@@ -292,6 +294,12 @@ class Line:
             raise WireError(f"refuses: {_as_line(found.reason)}")
         return found  # type: ignore[no-any-return]
 
+    def peek(self) -> bytes:
+        """What has come of a first message. It stays there to be received."""
+        with contextlib.suppress(OSError):
+            return self._sock.recv(4 + MAX_GREETING, socket.MSG_PEEK | socket.MSG_DONTWAIT)[4:]
+        return b""
+
     def receive_into(self, view: memoryview, deadline: float) -> None:
         """Exactly as many bytes as `view` has, which nothing writes to afterwards."""
         got, size = 0, len(view)
@@ -334,9 +342,24 @@ _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
 """Made once, when this is imported: threads that work out the fields of a type at the same time can end the process."""
 
 
+def client_nonce(secret: bytes, at: tuple[str, int], fresh: bytes) -> bytes:
+    """Random bytes, and as many that only who knows the secret can make of them."""
+    return fresh + _Keys(secret, at, fresh).of(b"client begins")[: NONCE - len(fresh)]
+
+
+def begins_well(begin: bytes, secret: bytes, at: tuple[str, int]) -> bool:
+    """Whether these bytes are a Hello of a client that knows the secret. Who has heard one can repeat it, but not go on."""
+    try:
+        hello = _DECODERS[Hello].decode(begin)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return False
+    nonce = hello.nonce if isinstance(hello, Hello) else b""
+    return hmac.compare_digest(nonce, client_nonce(secret, at, nonce[: NONCE // 2]))
+
+
 def greet(line: Line, secret: bytes, at: tuple[str, int], fields: Mapping[str, str], deadline: float) -> bytes:
     """The client's part of the handshake with the server that listens `at` this address. Returns the server's boot id."""
-    nonce = secrets.token_bytes(NONCE)
+    nonce = client_nonce(secret, at, secrets.token_bytes(NONCE // 2))
     line.send(Hello("pagerunner-kv", VERSION, nonce), deadline)
     challenge = line.receive(Challenge, deadline, MAX_GREETING)
     key = _Keys(secret, at, nonce + challenge.nonce)
