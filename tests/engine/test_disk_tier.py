@@ -276,3 +276,13 @@ def test_of_more_prompts_than_have_room_in_host_memory_each_is_read_in_its_turn(
     page_bytes = second._core.memory_plan.groups[0].page_bytes
     second._core._scheduler.tiers.host.num_bytes = int(2 * 3.2 * 8 * page_bytes)  # half of it has room for three
     assert run(second, prompts) == (wanted, [128] * 8)
+
+
+def test_an_idle_engine_says_that_what_was_written_is_used_no_more(
+    checkpoint: Callable[[str], str], tmp_path: Path
+) -> None:
+    llm = engine(checkpoint("qwen3"), tmp_path)
+    run(llm, PROMPTS[:2])
+    while llm._core.has_work:
+        llm._core.step()
+    until(lambda: not any(group["in_use"] for group in llm.memory_state()["host"]["groups"]))

@@ -550,7 +550,8 @@ class Tiering:
             self.below.attach()
 
     def memory_state(self) -> HostState:
-        """What lies in host memory now."""
+        """What lies in host memory now. An idle engine makes no step that would take what has ended below."""
+        self.settle()
         stats, pool = self.stats(), self.host.pool
         return HostState(
             disk=None if stats.disk is None else stats.disk.state(),
