@@ -66,7 +66,7 @@ def test_a_loan_that_is_not_needed_is_given_back(checkpoint: Callable[[str], str
     lent = first.lend(PROMPT)
     assert first.core.memory_state().exchange == ExchangeState(loans=1, pulls=0, lent_total=1, pulled_total=0)
     watched = first.core.watch(0).stats.exchange  # by the page
-    assert watched is not None and (watched.loans, watched.lent_total) == (1, 1)
+    assert watched is not None and (watched.loans, watched.lent_total, watched.bytes_per_second) == (1, 1, 0.0)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, detokenize=False)
     second.core.add(
         EngineRequest(

@@ -94,8 +94,7 @@ class PeerStore:
         self._ended: list[tuple[int, list[bool]]] = []
         self._news: list[Visit] = []
         self._waiting_bytes = 0
-        self.bytes_per_second = 1e9  # measured with each pull
-        self._measured = False
+        self.bytes_per_second = 0.0  # measured with each pull
         self.bytes_read = 0
 
     # -- visits
@@ -164,7 +163,7 @@ class PeerStore:
 
     def seconds(self, nbytes: int) -> float:
         """See PageStore."""
-        return (self._waiting_bytes + nbytes) / self.bytes_per_second
+        return (self._waiting_bytes + nbytes) / (self.bytes_per_second or 1e9)
 
     def close(self) -> None:
         """End all visits and connections. No place is written to any more when it returns."""
@@ -196,8 +195,7 @@ class PeerStore:
                 self._ended.append((reading.number, reading.well))
                 if reading.nbytes >= 1 << 20:  # less than that measures the way back and forth
                     rate = reading.nbytes / max(time.monotonic() - reading.began, 1e-6)
-                    self.bytes_per_second += (rate - self.bytes_per_second) * (0.25 if self._measured else 1)
-                    self._measured = True
+                    self.bytes_per_second += (rate - self.bytes_per_second) * (0.25 if self.bytes_per_second else 1)
         if done:
             self._on_end()
 
