@@ -311,13 +311,16 @@ def main() -> None:
         try:
             assert prefill.answer() == decode.answer() == "ready"
             print(f"start: {time.perf_counter() - began:.0f} s", flush=True)
-            (stream if options.rate else measure)(options, prefill, decode)
+            equal = (stream if options.rate else measure)(options, prefill, decode)
         finally:
             prefill.close()
             decode.close()
+    if equal < 3:  # a prompt alone is continued by the same steps on both engines
+        sys.exit(f"TOKENS ARE OTHERS: pages that were pulled gave {3 - equal} of 3 prompts another answer")
 
 
-def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None:
+def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> int:
+    """Prompts one by one, and some that come while others decode. Returns how many of 3 have the same tokens on both engines."""
     tokens, count = options.tokens, options.prompts
     lend = msgspec.to_builtins(LEND)
     prefill("single", seed=1, tokens=tokens, most=1)
@@ -355,10 +358,14 @@ def measure(options: argparse.Namespace, prefill: Remote, decode: Remote) -> Non
         )
     counts = decode("counts")
     print(f"pulled {counts['bytes'] / 1e9:.2f} GB, failed {counts['failed']}, {counts['rate'] / 1e9:.2f} GB/s")
+    return equal
 
 
-def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None:
-    """The same requests apart and together. Without --devices the two engines take turns, as if each had a device of its own."""
+def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> int:
+    """The same requests apart and together. Without --devices the two engines take turns, as if each had a device of its own.
+
+    Returns how many of 3 that come alone have the same tokens on both engines.
+    """
     lend, count, asked = msgspec.to_builtins(LEND), options.prompts, {"tokens": options.tokens, "rate": options.rate}
     for engine in (prefill, decode):  # kernels and graphs
         engine("stream", seeds=list(range(24)), most=24, lent=[None] * 24, salt="warm", **asked)
@@ -397,6 +404,7 @@ def stream(options: argparse.Namespace, prefill: Remote, decode: Remote) -> None
     for name, gaps, times in rows:
         found = [part(gaps, 0.5), part(gaps, 0.99), max(gaps), part(sorted(times), 0.5), part(sorted(times), 0.99)]
         print(f"| {name} |" + "".join(f" {1e3 * value:.1f} |" if value else " |" for value in found), flush=True)
+    return equal
 
 
 def side_by_side(prefill: Remote, decode: Remote, after: int, asked: dict[str, Any]) -> tuple[Any, Any]:
