@@ -1,9 +1,10 @@
-"""What sums of ranks cost on the devices of one machine, by size: NCCL's, and our own kernel's (`dist/peer.py`).
+"""What sums of ranks cost on the devices of one machine, by size: NCCL's, and our own kernels' (`dist/peer.py`).
 
     python scripts/bench_sums.py [--ranks 2] [--features 4096] [--rows 1,4,16,64,256,1024,8192]
 
 Each sum is of [rows, features] in bfloat16 and adds to a residual. A CUDA graph has `--repeat` of them, one behind the other. The table has
-microseconds for each sum, of the slowest rank, the median of `--rounds` replays. All ranks' results are compared with each other, bit by bit.
+microseconds for each sum, of the slowest rank, the median of `--rounds` replays. "ours" is what an engine takes; "words" and "flags" are the two
+ways of it, and "+ norm" has the norm behind the sum in the same kernel. Results are compared, bit by bit, with sums in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import torch
 
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, sum_in_order
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.nccl import NcclComm, nccl_environment
 from pagerunner.dist.peer import PeerComm
+from pagerunner.ops import peer_sums
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.peer_sums import PeerSums, room_bytes
 from pagerunner.runner.cuda_driver import CudaDriver
 
@@ -37,7 +40,31 @@ def comms(host: GlooComm, device: torch.device) -> dict[str, Comm]:
     with nccl_environment():
         nccl = NcclComm(host, device, rehearsing=lambda: False)
         peer = PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums, most_bytes=2**40)
-    return {"NCCL": nccl, "our kernel": peer}
+    return {"NCCL": nccl, "ours": peer}
+
+
+def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
+    """What is measured, by name."""
+    found: dict[str, Sum] = {}
+    known = comms(host, device)
+    usual = dict(peer_sums.WORDS_BYTES)
+    peer = known["ours"]
+
+    def forced(most: int, add: Sum) -> Sum:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> None:
+            peer_sums.WORDS_BYTES[host.size] = most
+            add(x, residual)
+            peer_sums.WORDS_BYTES.update(usual)
+
+        return run
+
+    def with_norm(x: torch.Tensor, residual: torch.Tensor) -> None:
+        peer.all_reduce_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))  # type: ignore[attr-defined]
+
+    found = {name: comm.all_reduce_ for name, comm in known.items()}
+    found["words"], found["flags"] = forced(2**22, peer.all_reduce_), forced(0, peer.all_reduce_)
+    found["words + norm"], found["flags + norm"] = forced(2**22, with_norm), forced(0, with_norm)
+    return found
 
 
 def captured(add: Sum, x: torch.Tensor, residual: torch.Tensor, repeat: int) -> torch.cuda.CUDAGraph:
@@ -71,20 +98,22 @@ def measure(args: argparse.Namespace) -> None:
     torch.cuda.set_device(args.rank)
     device = torch.device("cuda", args.rank)
     host = GlooComm(Path(args.directory), args.rank, args.ranks, 60)
-    ways = comms(host, device)
+    every = ways(host, device)
     for rows in (int(one) for one in args.rows.split(",")):
         line = f"{rows:6} rows {rows * args.features * 2 / 1024:9.0f} KiB"
-        for name, comm in ways.items():
+        for name, add in every.items():
+            if name.startswith("words") and rows * args.features * 2 > 2**22:
+                continue
             torch.manual_seed(args.rank)
             x = torch.randn(rows, args.features, device=device).to(torch.bfloat16)
             residual = torch.zeros_like(x)
-            graph = captured(comm.all_reduce_, x.clone(), residual, args.repeat)
+            graph = captured(add, x.clone(), residual, args.repeat)
             times = torch.tensor(sorted(microseconds(graph, host, args.rounds)))
             slowest = host.all_gather(times).amax(0).median().item() / args.repeat
             residual.zero_()
-            comm.all_reduce_(x, residual)
-            same = len(set(host.all_gather(residual.float().sum(0).cpu()).sum(1).tolist())) == 1
-            line += f"   {name} {slowest:8.2f} us{'' if same else ' DIFFER'}"
+            wanted = sum_in_order(host.all_gather(x.cpu()))
+            add(x, residual)
+            line += f"   {name} {slowest:7.2f}{'' if torch.equal(residual.cpu(), wanted) else ' WRONG'}"
         if args.rank == 0:
             print(line, flush=True)
     os._exit(0)

@@ -19,6 +19,7 @@ from pagerunner.dist.staged import StagedComm
 
 pytest.importorskip("triton")
 from pagerunner.ops import peer_sums
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.peer_sums import PeerSums, room_bytes
 
 
@@ -26,24 +27,44 @@ interpreter_floats.install()
 pytestmark = pytest.mark.usefixtures("compiled_too")
 
 
-@pytest.mark.days(2)
-@pytest.mark.parametrize(("ranks", "calls", "once"), [(2, 8, None), (3, 5, None), (4, 4, None), (2, 6, 900), (4, 6, 900)])
-def test_sums_of_mixed_sizes_are_the_twins_bits(
-    ranks: int, calls: int, once: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few programs, so that a program has two rounds; rooms keep what earlier calls have left. Sums of more than `once` bytes are made in two."""
-    monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
-    monkeypatch.setattr(peer_sums, "ONCE_BYTES", {} if once is None else {ranks: once})
-    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+def ends_of(ranks: int, rooms: list[torch.Tensor]) -> list[PeerSums]:
     peers = torch.tensor([room.data_ptr() for room in rooms])
-    ends = [PeerSums(peers, rank) for rank in range(ranks)]
-    choose = random.Random(ranks)
+    return [PeerSums(peers, rank) for rank in range(ranks)]
+
+
+def numbers(choose: random.Random, ranks: int, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> torch.Tensor:
+    """A part for each rank, of very different sizes, so that another order of the ranks has other bits."""
+    torch.manual_seed(choose.randrange(2**31))
+    shape = choose.choice(shapes)
+    return (torch.randn(ranks, *shape) * 10.0 ** torch.arange(ranks).view(-1, *[1] * len(shape))).to(choose.choice(dtypes))
+
+
+ALL = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize(
+    ("ranks", "calls", "once", "most_words"),
+    [(2, 8, None, 2000), (3, 5, None, 0), (4, 4, None, 700), (2, 6, 900, 0), (4, 6, 900, 300), (2, 6, None, 2**20), (3, 4, None, 2**20)],
+)
+def test_sums_of_mixed_sizes_are_the_twins_bits(
+    ranks: int, calls: int, once: int | None, most_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of more than `once` bytes are made in two, and
+    those of up to `most_words` bytes go as words."""
+    monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
+    monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
+    if once is None:
+        monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(peer_sums, "ONCE_BYTES", {} if once is None else {ranks: once})
+    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: most_words})
+    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+    ends = ends_of(ranks, rooms)
+    choose = random.Random(ranks + most_words)
+    shapes: list[tuple[int, ...]] = [(1,), (2,), (3, 40), (2, 1024), (5, 1000), (17, 256), (1, 5000)]
     for call in range(calls):
-        torch.manual_seed(call)
-        dtype = choose.choice([torch.bfloat16, torch.float16, torch.float32])
-        shape = choose.choice([(1,), (3, 40), (2, 1024), (5, 1000), (17, 256), (1, 5000)])
-        x = (torch.randn(ranks, *shape) * 10.0 ** torch.arange(ranks).view(-1, *[1] * len(shape))).to(dtype)
-        residual = torch.randn(shape).to(dtype) if choose.random() < 0.5 else None
+        x = numbers(choose, ranks, shapes, ALL)
+        residual = torch.randn(x.shape[1:]).to(x.dtype) if choose.random() < 0.5 else None
         total = sum_in_order(x)
         wanted = total if residual is None else residual + total
         parts = list(x.clone().unbind(0))
@@ -52,12 +73,55 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
             for end, part, own in zip(ends, parts, residuals, strict=True):
                 end.add_(part, own, send=phase == 0, relay=phase == 1, take=phase == 2)
         for part, own in zip(parts, residuals, strict=True):
-            assert torch.equal(part if own is None else own, wanted), (call, shape, dtype)
+            assert torch.equal(part if own is None else own, wanted), (call, x.shape, x.dtype)
         for room in rooms:  # on devices a rank waits until all flags of a program are its epoch
             flags = room[-4 * 3 * ranks :].view(torch.int32).view(3, ranks)
             assert torch.equal(flags, ends[0]._epochs[:, None].expand(3, ranks))
-    assert all(end._epochs.tolist() == ends[0]._epochs.tolist() for end in ends)
-    assert ends[0]._epochs[0] > calls, "a program has had several rounds"
+    for end in ends:
+        assert end._epochs.tolist() == ends[0]._epochs.tolist()
+        assert end._words_epochs.tolist() == ends[0]._words_epochs.tolist()
+    rounds = int(ends[0]._epochs[0] + ends[0]._words_epochs[0])
+    assert rounds > calls or 0 < most_words < 2**20, "a program has had several rounds"
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("most_words", [0, 2**20])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
+    ranks: int, most_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens whose features aren't a power of two, too. The sum's bits are the twin's; a norm's sum of squares has another order."""
+    monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
+    monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
+    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: most_words})
+    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+    ends = ends_of(ranks, rooms)
+    choose = random.Random(ranks)
+    for call in range(5):
+        x = numbers(choose, ranks, [(1, 64), (5, 96), (3, 1000), (4, 77), (9, 128)], ALL)
+        residual, weight = torch.randn(x.shape[1:]).to(x.dtype), torch.randn(x.shape[-1]).to(x.dtype)
+        norm = Norm(weight, 1e-6, offset=call % 2 == 1)
+        total = residual + sum_in_order(x)
+        residuals = [residual.clone() for _ in range(ranks)]
+        for phase in ({"take": False}, {"send": False}):
+            found = [end.add_norm_(part, own, norm, **phase) for end, part, own in zip(ends, x, residuals, strict=True)]
+        for own, normed in zip(residuals, found, strict=True):
+            assert torch.equal(own, total) and torch.equal(normed, found[0])
+            steps = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[x.dtype]
+            assert torch.allclose(normed.float(), norm(total).float(), rtol=steps, atol=1e-6), (call, x.shape, x.dtype)
+
+
+def test_words_are_taken_only_when_they_are_of_the_round() -> None:
+    """What a room has of another round, or of none, isn't what is waited for: a rank that takes before another one has sent finds what was there."""
+    rooms = [torch.zeros(room_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    one, two = ends_of(2, rooms)
+    ones = torch.ones(512, dtype=torch.bfloat16)
+    for end in (one, two):
+        end.add_(ones.clone(), take=False)
+    slots = rooms[0][: 2 * 8 * 4096 * 128 * 2].view(torch.int32).view(2, 128, 2, 4096, 2)
+    marks = slots[1, 0, 1, :256, 1]
+    assert (marks == 1).all() and not slots[1, 0, 0].any() and not slots[0].any() and not slots[1, 1:].any()
+    assert (slots[1, 0, 1, :256, 0] == ones.view(torch.int32)).all()
 
 
 def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
@@ -69,15 +133,19 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
             self._said = said
 
         def __getitem__(self, grid: tuple[int]) -> Any:
-            assert grid[0] <= 128
+            assert grid[0] <= 256
             return lambda *_, **__: launched.append(self._said)
 
     for ranks, most in peer.MOST_BYTES.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
-        end._kernel, end._twice_kernel = Kernel(ranks, "once"), Kernel(ranks, "twice")
+        names = "peer_words", "peer_units", "peer_sum_twice"
+        end._kernels = SimpleNamespace(**{name: Kernel(ranks, name) for name in names}, DTYPES={torch.bfloat16: None})
         for num_bytes in (2**13, 2**18, 2**18 + 2, most):
             end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
-    assert launched == [(2, "once")] * 4 + [(3, "once")] * 4 + [(4, "once")] * 2 + [(4, "twice")] * 2
+    words, units, twice = names
+    assert launched == [
+        *[(2, words)] * 2, (2, units), (2, units), (3, words), *[(3, units)] * 3, (4, words), (4, units), (4, twice), (4, twice),
+    ]  # fmt: skip
 
 
 def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
@@ -136,9 +204,10 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
 def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between sums, as rooms are the same. NaNs keep their bits."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 2)
+    monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
+    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: 9000})
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
-    peers = torch.tensor([room.data_ptr() for room in rooms])
-    ends = [PeerSums(peers, rank) for rank in range(ranks)]
+    ends = ends_of(ranks, rooms)
     for shape, dtype in (((3, 700), torch.float32), ((5,), torch.bfloat16), ((2000,), torch.int64), ((2, 3), torch.int8)):
         num_bytes = torch.empty(shape, dtype=dtype).nbytes
         x = torch.randint(256, (ranks, num_bytes), dtype=torch.uint8).view(dtype).view(ranks, *shape)

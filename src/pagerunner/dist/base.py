@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -39,6 +39,46 @@ class Comm(Protocol):
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """What rank `root` calls with, on all ranks. Others pass None."""
+
+
+class Norm(Protocol):
+    """A norm of tokens, as `ops/linear.py` has it."""
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """The norm of `x` [T, D]."""
+
+
+@runtime_checkable
+class NormComm(Comm, Protocol):
+    """A Comm that can compute the norm behind a sum in the sum's own kernel."""
+
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce_norm_` gains anything for `x`."""
+
+    def all_reduce_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that."""
+
+
+class RankSums(NamedTuple):
+    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D]."""
+
+    part_TD: torch.Tensor
+    comm: Comm
+
+    def takes_norm(self) -> bool:
+        """Whether the norm behind the sum can be part of the sum's kernel."""
+        return isinstance(self.comm, NormComm) and self.comm.takes_norm(self.part_TD)
+
+    def add_(self, residual_TD: torch.Tensor) -> None:
+        """Add the sum to `residual` in place. To be called once, or the next one is."""
+        self.comm.all_reduce_(self.part_TD, residual_TD)
+
+    def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Add the sum to `residual` in place and return the norm of that, [T, D]."""
+        if isinstance(self.comm, NormComm) and self.comm.takes_norm(self.part_TD):
+            return self.comm.all_reduce_norm_(self.part_TD, residual_TD, norm)
+        self.add_(residual_TD)
+        return norm(residual_TD)
 
 
 class Stage(Protocol):

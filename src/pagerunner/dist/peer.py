@@ -7,11 +7,11 @@ refer to memory of another rank that moves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, Norm
 from pagerunner.dist.gloo import GlooComm
 
 MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**21}
@@ -24,6 +24,14 @@ class Sums(Protocol):
 
     def add_(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         """See Comm.all_reduce_."""
+        ...
+
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """See NormComm."""
+        ...
+
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+        """See NormComm.all_reduce_norm_."""
         ...
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,6 +89,17 @@ class PeerComm:
             return
         self._count()
         self._sums.add_(x, residual)
+
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """See NormComm."""
+        return 0 < x.nbytes <= self._most and x.dtype in _DTYPES and x.is_contiguous() and self._sums.takes_norm(x)
+
+    def all_reduce_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See NormComm. Only of what `takes_norm`."""
+        if not residual.is_contiguous():
+            raise ValueError(f"the residual has strides {residual.stride()}, and must be dense")
+        self._count()
+        return self._sums.add_norm_(x, residual, norm)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""

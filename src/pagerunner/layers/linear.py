@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pagerunner.dist.base import RankSums
 from pagerunner.layers.cuts import Cut, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
@@ -68,6 +69,14 @@ class Linear(Module):
     def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> None:
         """Add the layer's output to `residual` in place."""
         self.method.apply_add_(x_TI, self.weights, residual_TO)
+
+    def part(self, x_TI: torch.Tensor) -> RankSums | None:
+        """What `add_` adds, if ranks are to add it up: this rank's part of it."""
+        return self.method.part(x_TI, self.weights)
+
+    def joins_norm(self, tokens: int) -> bool:
+        """Whether `of_norm` of so many tokens has the norm in one of the product's own kernels."""
+        return self.method.joins_norm(tokens, self.weights)
 
     def takes_gate(self, tokens: int) -> bool:
         """Whether `add_silu_` does more for so many tokens than the gate and `add_`, one after another."""

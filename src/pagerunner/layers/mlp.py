@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from pagerunner.dist.base import RankSums
 from pagerunner.layers.cuts import Features, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import RMSNorm
@@ -47,7 +48,11 @@ class GatedMLP(FeedForward):
         self.down_proj.add_(self.activation(self.gate_up_proj(x_TD)), residual_TD)
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
-        """See FeedForward. Where nothing is pending, norm and addition are part of the products."""
+        """See FeedForward. Where nothing is pending, norm and addition are part of the products. Ranks' sums are added up with the norm or before it."""
+        stream.add_sums_before(self.gate_up_proj)
+        if isinstance(stream.sums, RankSums):
+            stream.add(self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm))))
+            return
         if not stream.is_whole:
             super().add_to(stream, norm)
             return
@@ -55,7 +60,7 @@ class GatedMLP(FeedForward):
         if self.activation is silu_and_mul and self.down_proj.takes_gate(x_TD.shape[0]):
             self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
         else:
-            self.down_proj.add_(self._inner_of_norm(x_TD, norm), x_TD)
+            stream.add(self.down_proj, self._inner_of_norm(x_TD, norm))
 
     def matrices(self) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored] | None:
         """Both matrices, if they and `silu(gate) * up` are all there is to the layer."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagerunner.dist.base import RankSums
 from pagerunner.layers.cuts import EXPERTS, Cut, Features, Section, TensorCut, by_inputs, by_outputs, tensor_cuts
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.mlp import GatedMLP, inner_features
@@ -19,7 +20,7 @@ from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
-from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, Mixture, UnquantizedExperts, Weights
@@ -120,8 +121,8 @@ class Experts(Module):
 
     def add_then(
         self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
-    ) -> PairSums | None:
-        """Add that sum to `residual` in place, or return the pairs whose sums are still to be added. The output of `shared` is added."""
+    ) -> PairSums | RankSums | None:
+        """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
         return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
 
     def _mixture(self) -> Mixture:
@@ -268,7 +269,9 @@ class Router(Module):
         own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
         if stream.x_TD.shape[0] == 1 and not stream.most_tokens:
             row_T = None  # kernels for one token read the experts that it has
-        if stream.pairs is not None:
+        if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= MOST_TOKENS:
+            stream.add_sums()  # so few tokens' norm and logits are one kernel
+        if stream.sums is not None:
             normed_TD = stream.normed(norm)
             routes = self._routes(expert_logits(normed_TD, *own), None, row_T)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
@@ -331,7 +334,7 @@ class SparseMLP(FeedForward):
         beside = self._beside_experts()
         if beside is None:
             self._add_shared(normed_TD, stream.x_TD)
-        stream.pairs = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
+        stream.sums = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
 
     def join(self, most_tokens: int) -> None:
         """See Module."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, RankSums
 from pagerunner.dist.null import NullComm
 from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
@@ -42,9 +42,11 @@ class RMSNorm(Module):
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
 
-    def add_pairs(self, pairs: PairSums, residual_TD: torch.Tensor) -> torch.Tensor:
-        """Add the pairs' sums to `residual` in place and return the norm of that."""
-        return add_pairs_norm_(residual_TD, pairs, self.parameters)
+    def add_sums(self, sums: PairSums | RankSums, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add the sums to `residual` in place and return the norm of that."""
+        if isinstance(sums, RankSums):
+            return sums.add_norm_(residual_TD, self.parameters)
+        return add_pairs_norm_(residual_TD, sums, self.parameters)
 
 
 class GatedRMSNorm(RMSNorm):

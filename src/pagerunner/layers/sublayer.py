@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.dist.base import RankSums
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
@@ -20,49 +21,68 @@ from pagerunner.ops.pair_sums import PairSums, add_pairs_
 class ResidualStream:
     """What flows through the layers of a decoder.
 
-    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. `pairs` are outputs of
-    experts that are still to be added up and then to be added to it, or None. At most one of the two is there. The next norm adds it in
-    the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
+    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. `sums` are still to be added
+    up, and then to be added to it: outputs of experts, or what ranks have of an output. None: there are none. At most one of the two is there. The next
+    norm adds it in the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
 
     `row_T` are the rows of the tokens, negative ones for a graph's padding. None: there is no padding. `most_tokens`: see `ForwardBatch`.
     """
 
-    __slots__ = ("most_tokens", "pairs", "pending_TD", "row_T", "x_TD")
+    __slots__ = ("most_tokens", "pending_TD", "row_T", "sums", "x_TD")
 
     def __init__(self, x_TD: torch.Tensor, row_T: torch.Tensor | None = None, most_tokens: int = 0) -> None:
         self.x_TD, self.row_T, self.most_tokens = x_TD, row_T, most_tokens
         self.pending_TD: torch.Tensor | None = None
-        self.pairs: PairSums | None = None
+        self.sums: PairSums | RankSums | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing is pending."""
-        return self.pending_TD is None and self.pairs is None
+        return self.pending_TD is None and self.sums is None
+
+    def add(self, linear: Linear, x_TI: torch.Tensor) -> None:
+        """Add the linear's output to the stream, now or, if ranks have parts of it, by the next norm."""
+        self.sums = linear.part(x_TI)
+        if self.sums is None:
+            linear.add_(x_TI, self.x_TD)
+
+    def add_sums(self) -> None:
+        """Add the sums now."""
+        if isinstance(self.sums, RankSums):
+            self.sums.add_(self.x_TD)
+        elif self.sums is not None:
+            add_pairs_(self.x_TD, self.sums)
+        self.sums = None
+
+    def add_sums_before(self, linear: Linear) -> None:
+        """Add ranks' sums now, if nothing is gained by adding them in the norm: because their kernel has none, or because the linear's has."""
+        if isinstance(self.sums, RankSums) and (not self.sums.takes_norm() or linear.joins_norm(self.x_TD.shape[0])):
+            self.add_sums()
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
         """`norm(x)` with what was pending added to x, [T, D]."""
-        if self.pairs is not None:
-            pairs, self.pairs = self.pairs, None
-            return norm.add_pairs(pairs, self.x_TD)
+        if self.sums is not None:
+            sums, self.sums = self.sums, None
+            return norm.add_sums(sums, self.x_TD)
         pending_TD, self.pending_TD = self.pending_TD, None
         return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
 
     def product(self, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending."""
-        if self.pairs is not None:
-            pairs, self.pairs = self.pairs, None
+        self.add_sums_before(linear)
+        if isinstance(self.sums, PairSums):
+            pairs, self.sums = self.sums, None
             return linear.of_sum(self.x_TD, pairs, norm)
-        if self.pending_TD is None:
+        if self.is_whole:
             return linear.of_norm(self.x_TD, norm)
         return linear(self.normed(norm))
 
     def whole(self) -> torch.Tensor:
         """The stream with what was pending added to it."""
-        if self.pairs is not None:
-            add_pairs_(self.x_TD, self.pairs)
-        elif self.pending_TD is not None:
+        self.add_sums()
+        if self.pending_TD is not None:
             self.x_TD.add_(self.pending_TD)
-        self.pending_TD = self.pairs = None
+        self.pending_TD = None
         return self.x_TD
 
     def keep(self, tokens_S: torch.Tensor) -> None:
@@ -126,7 +146,7 @@ class Mixer(Module, ABC):
         if not mixed_SI.shape[0]:
             return
         if self.adds(mixed_SI.shape[0]):
-            self.o_proj.add_(mixed_SI, stream.x_TD)
+            stream.add(self.o_proj, mixed_SI)
         else:
             stream.pending_TD = self.o_proj(mixed_SI)
 

@@ -39,6 +39,17 @@ class Norm(NamedTuple):
         return apply(x_TI, residual_TI, self.weight_I, self.eps)
 
 
+MAX_FEW = 16
+MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
+
+
+def joins_few(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor) -> bool:
+    """Whether a GPU's product of so many tokens is one kernel with the norm before it, and the gate or the addition behind it."""
+    if tokens == 1:
+        return True
+    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
+
+
 def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor:
     """The weights as one tensor: itself, or what a stored matrix stands for in `dtype`."""
     return weight_OI if isinstance(weight_OI, torch.Tensor) else dense(weight_OI, dtype)

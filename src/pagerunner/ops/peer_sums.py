@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
-_PROGRAMS, _SLOT_BYTES = 128, 16 * 2**10
+from pagerunner.ops.linear import Norm
+
+_PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
+_WORD_PROGRAMS, _SLOT_WORDS = 128, 4096
+WORDS_BYTES = {2: 2**19, 4: 2**17}
+"""Largest sums by number of ranks that go as words with the number of the round, which are twice as many bytes. Others: 64 KiB."""
 ONCE_BYTES = {4: 2**18}
 """Largest sums by number of ranks in which each rank sends all of its numbers to each other one; larger ones go in two rounds. Others always go in
 one: two ranks would send as much in two."""
 
 
+def _words_bytes(size: int) -> int:
+    return 2 * 8 * _SLOT_WORDS * _WORD_PROGRAMS * size
+
+
 def room_bytes(size: int) -> int:
-    """Of a rank's room: slots by epoch, program and sender, then a flag for each program and sender."""
-    return (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
+    """Of a rank's room: slots of words by epoch, program and sender, then slots of numbers, then a flag for each program and sender of these."""
+    return _words_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
 
 
 class PeerSums:
     """A rank's end of the rooms. `peers` int64 [size] are the addresses of all ranks' rooms, as this rank's device has them.
 
-    A room is zero before the first sum. All ranks make the same calls in the same order, on one stream each.
+    A room is zero before the first sum. All ranks make the same calls in the same order, on one stream each. Tests of one process first `send`
+    of all ranks, then `relay` of all, and then `take` of all.
     """
 
     def __init__(self, peers: torch.Tensor, rank: int) -> None:
-        kernels = importlib.import_module("pagerunner.ops.kernels.peer_sum")
-        self._kernel, self._twice_kernel = kernels.peer_sum, kernels.peer_sum_twice
-        self._peers, self._rank, self._size = peers, rank, peers.shape[0]
-        self._epochs = torch.zeros(_PROGRAMS, dtype=torch.int32, device=peers.device)
+        self._kernels = importlib.import_module("pagerunner.ops.kernels.peer_sum")
+        launch: Any = importlib.import_module("pagerunner.ops.kernels.launch")
+        self._rank, self._size, self._device = rank, peers.shape[0], peers.device
+        self._words_room, self._room = peers, peers + _words_bytes(self._size)
+        self._words_epochs, self._epochs = (
+            torch.zeros(programs, dtype=torch.int32, device=peers.device) for programs in (_WORD_PROGRAMS, _PROGRAMS)
+        )
+        self._how: dict[str, Any] = {"N": self._size, "WAIT": peers.is_cuda, **launch.dependent(peers.device)}
 
     def add_(
         self,
@@ -38,35 +53,109 @@ class PeerSums:
         relay: bool = True,
         take: bool = True,
     ) -> None:
-        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once.
+        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
+        out = x if residual is None else residual
+        kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "NORM": 0, "SEND": send, "TAKE": take}
+        part = max(512, 1 << (-(-x.numel() // (_PROGRAMS // 2 * self._size)) - 1).bit_length())
+        if self._as_words(x, out):
+            self._run_words(x, out, x, x, _few_words(x.nbytes // 4), 0.0, kind)
+        elif x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
+            self._run_twice(x, out, part, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
+        else:
+            self._run_units(x, out, x, x, _unit(x), 0.0, kind)
 
-        Tests of one process first `send` of all ranks, then `relay` of all, and then `take` of all.
-        """
-        out, add = x if residual is None else residual, residual is not None
-        part = max(512, 1 << (-(-x.numel() // (_PROGRAMS * self._size)) - 1).bit_length())
-        if x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
-            self._run_twice(x, out, part, ADD=add, SEND=send, RELAY=relay, TAKE=take)
-        elif send or take:
-            self._run(x, out, ADD=add, GATHER=False, SEND=send, TAKE=take)
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """Whether `add_norm_` can have tokens with as many features."""
+        return x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
+
+    def add_norm_(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, *, send: bool = True, take: bool = True
+    ) -> torch.Tensor:
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other."""
+        normed = torch.empty_like(residual)
+        kind: dict[str, Any] = {
+            "GATHER": False,
+            "ADD": True,
+            "NORM": 2 if norm.offset else 1,
+            "SEND": send,
+            "TAKE": take,
+        }
+        weight, features = norm.weight_I, x.shape[1]
+        if self._as_words(x, residual, weight) and features % 2 == 0:
+            self._run_words(x, residual, weight, normed, features // 2, norm.eps, kind)
+        else:
+            self._run_units(x, residual, weight, normed, features, norm.eps, kind)
+        return normed
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
+        kind: dict[str, Any] = {"GATHER": True, "ADD": False, "NORM": 0, "SEND": send, "TAKE": take}
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
-        self._run(x, out, ADD=False, GATHER=True, SEND=send, TAKE=take)
+        if words == torch.int32 and x.nbytes <= WORDS_BYTES.get(self._size, 2**16):
+            self._run_words(x, out, x, x, _few_words(x.numel()), 0.0, kind)
+        else:
+            self._run_units(x, out, x, x, _unit(x), 0.0, kind)
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:
-        num = x.numel()
-        chunk = 1024 if num <= 64 * 1024 else 4096
-        self._kernel[(min(_PROGRAMS, -(-num // chunk)),)](
-            x, out, self._peers, self._epochs, num, self._rank,
-            N=self._size, PADDED=1 << (self._size - 1).bit_length(), CHUNK=chunk, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
-            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=4 if chunk == 1024 else 16, **kind,
+    def _as_words(self, *tensors: torch.Tensor) -> bool:
+        """Whether these go as words: tensors in the same 16 bits, at addresses of words, the first of which isn't too large."""
+        x = tensors[0]
+        small = x.nbytes <= WORDS_BYTES.get(self._size, 2**16) and x.nbytes % 4 == 0
+        same = all(one.dtype == x.dtype and one.data_ptr() % 4 == 0 for one in tensors)
+        return small and same and x.dtype in (torch.bfloat16, torch.float16)
+
+    def _run_words(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        weight: torch.Tensor,
+        normed: torch.Tensor,
+        width: int,
+        eps: float,
+        kind: dict[str, Any],
+    ) -> None:
+        numbers = (one.view(-1).view(torch.int32) for one in (x, out, weight, normed))
+        num, block = x.nbytes // 4, 1 << (width - 1).bit_length()
+        self._kernels.peer_words[(min(_WORD_PROGRAMS, -(-num // width)),)](
+            *numbers, self._words_room, self._words_epochs, num, self._rank, eps,
+            W=width, BLOCK=block, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
+            num_warps=max(2, min(16, block // 128)), **self._how, **kind,
+        )  # fmt: skip
+
+    def _run_units(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        weight: torch.Tensor,
+        normed: torch.Tensor,
+        width: int,
+        eps: float,
+        kind: dict[str, Any],
+    ) -> None:
+        num, block = x.numel(), 1 << (width - 1).bit_length()
+        units = -(-num // width)
+        programs = min(_PROGRAMS, units)
+        each = 1 << (-(-units // programs) - 1).bit_length()
+        self._kernels.peer_units[(programs,)](
+            x, out, weight, normed, self._room, self._epochs, num, self._rank, eps,
+            PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
+            PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
+            num_warps=max(4, min(16, block // 512)), **self._how, **kind,
         )  # fmt: skip
 
     def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
         num = x.numel()
-        self._twice_kernel[(-(-num // (part * self._size)),)](
-            x, out, self._peers, self._epochs, num, self._rank, N=self._size, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
+        self._kernels.peer_sum_twice[(-(-num // (part * self._size)),)](
+            x, out, self._room, self._epochs, num, self._rank, N=self._size, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
             FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=max(4, part // 256), **kind,
         )  # fmt: skip
+
+
+def _few_words(num: int) -> int:
+    """Words of a unit, if units needn't be tokens: enough programs for few words, and few enough programs for many."""
+    return 256 if num <= 8192 else 512 if num <= 2**16 else 1024
+
+
+def _unit(x: torch.Tensor) -> int:
+    """Numbers of a unit, if units needn't be tokens."""
+    return min(4096, _SLOT_BYTES // x.itemsize, max(1024, 1 << (-(-x.numel() // _PROGRAMS) - 1).bit_length()))

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.dist.base import RankSums
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.embedding import embedding
-from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.linear import Norm, joins_few, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 from pagerunner.ops.routing import Routes
@@ -80,6 +81,14 @@ class WeightMethod(ABC):
         """Add the layer's output to `residual` in place."""
         residual_TO.add_(self.apply(x_TI, weights))
 
+    def part(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
+        """What `apply_add_` adds, if that is a sum of ranks: this rank's part of it. None if there is nothing to add up."""
+        return None
+
+    def joins_norm(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `apply_to_norm` of so many tokens has the norm in one of the product's own kernels."""
+        return False
+
     def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether `apply_silu_add_` does more for so many tokens than the gate and `apply_add_`, one after another."""
         return False
@@ -127,6 +136,10 @@ class Unquantized(WeightMethod):
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""
         linear_add_(x_TI, weights["weight"], residual_TO, weights.get("bias"))
+
+    def joins_norm(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
+        """See WeightMethod."""
+        return joins_few(tokens, weights["weight"].dtype, weights["weight"])
 
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
@@ -195,8 +208,8 @@ class ExpertMethod(ABC):
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
-    ) -> PairSums | None:
-        """See `moe_experts_then`."""
+    ) -> PairSums | RankSums | None:
+        """See `moe_experts_then`. Several ranks' sums are still to be added up."""
         operands, weigh_inputs = self._operands(own), own.weigh_inputs
         return moe_experts_then(
             x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared

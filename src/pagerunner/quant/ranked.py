@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from pagerunner.dist.base import Comm
+from pagerunner.dist.base import Comm, RankSums
 from pagerunner.ops.moe import Shared, add_shared_
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, own_experts
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.base import ExpertMethod, Mixture, WeightMethod, Weights
@@ -57,6 +58,10 @@ class Summed(Ranked):
         """See WeightMethod; the part, for `SummedExperts`, whose sum has the products of both."""
         return self.own.matrix(weights)
 
+    def part(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
+        """See WeightMethod."""
+        return RankSums(self.own.apply(x_TI, weights), self.comm)
+
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod; of the whole matrix's output."""
         self.comm.all_reduce_(self.own.apply(x_TI, weights), residual_TO)
@@ -99,12 +104,12 @@ class SummedExperts(ExpertMethod):
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
-    ) -> None:
+    ) -> PairSums | RankSums | None:
         """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
         out_TD = self.own.apply(x_TD, self._here(routes), own)
         if shared is not None:
             add_shared_(x_TD, shared, own.activation, out_TD)
-        self._summed(out_TD, residual_TD)
+        return RankSums(out_TD, self.comm)
 
     def _here(self, routes: Routes) -> Routes:
         """The routes to experts that are here."""
@@ -140,9 +145,10 @@ class ExpertsOfTeams(SummedExperts):
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
-    ) -> None:
+    ) -> PairSums | RankSums | None:
         """See ExpertMethod, and SummedExperts. `shared` is the team's alone."""
         residual_TD.add_(self._of_all(x_TD, routes, own, shared))
+        return None
 
     def _of_all(self, x_TD: torch.Tensor, routes: Routes, own: Mixture, shared: Shared | None = None) -> torch.Tensor:
         tokens, active = routes.experts_TA.shape

@@ -20,7 +20,7 @@ from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
-from pagerunner.ops.linear import Norm
+from pagerunner.ops.linear import MAX_FEW, Norm, joins_few
 from pagerunner.ops.stored import Stored
 
 
@@ -188,10 +188,6 @@ class FewConfig(NamedTuple):
     stages: int
 
 
-MAX_FEW = 16
-MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
-
-
 @functools.cache
 def rows_config(inputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows."""
@@ -211,14 +207,7 @@ def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether a kernel of this file serves these numbers of tokens and weights, and these layouts. cuBLAS serves all others."""
     if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
-    return _serves(x_TI.shape[0], x_TI.dtype, weight_OI)
-
-
-def _serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor) -> bool:
-    """Whether a kernel of this file serves so many tokens."""
-    if tokens == 1:
-        return True
-    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
+    return joins_few(x_TI.shape[0], x_TI.dtype, weight_OI)
 
 
 def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor:
@@ -261,7 +250,7 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     The weights' memory is not read.
     """
     if isinstance(weight_OI, torch.Tensor):
-        return min(tokens, 2) if _serves(tokens, dtype, weight_OI) else MAX_FEW + 1
+        return min(tokens, 2) if joins_few(tokens, dtype, weight_OI) else MAX_FEW + 1
     if linear_stored.serves(tokens, dtype, weight_OI):
         return padded(tokens)  # blocks are chosen by it
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)

@@ -1,9 +1,22 @@
-"""A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into all ranks' memory, and reads what has come into its own."""
+"""A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into all ranks' memory, and reads what has come into its own.
+
+`peer_words` (few numbers): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
+there: nothing is fenced, and no flag follows them. `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
+
+Both start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
+weights while the sum waits for other ranks.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from pagerunner.ops.kernels.launch import start_next, wait_turn
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int32: tl.float16}
+"""Of the numbers in a word. Words that are only gathered have none, which nobody asks."""
 
 
 @triton.jit
@@ -22,54 +35,174 @@ def _tell(flags_ptr, epoch, mask, PADDED: tl.constexpr):
     tl.atomic_xchg(flags_ptr, tl.zeros([PADDED], tl.int32) + epoch, mask=mask, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rank"])
-def peer_sum(
-    x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
-    N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, FLAGS: tl.constexpr,
-    GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """See PeerSums. Program p of a rank speaks with programs p of the others alone.
+@triton.jit
+def _arrived(place, mask, epoch, WAIT: tl.constexpr):
+    """The words of a slot, once all of them are those of the epoch. Without WAIT they are known to be there."""
+    got = tl.load(place, mask=mask, other=0, volatile=True)
+    if WAIT:
+        while tl.min(((got >> 32).to(tl.int32) == epoch).to(tl.int32) | (1 - mask.to(tl.int32))) == 0:
+            got = tl.load(place, mask=mask, other=0, volatile=True)
+    return got.to(tl.int32)
 
-    Each round of a program has a number, its epoch, which is counted on the device: it is the same on all ranks, in graphs and outside. A flag
-    says that a rank's numbers of this epoch are there. Even and odd epochs have rooms of their own: whoever begins epoch e + 2 has seen the
-    others' flags of e + 1, so they have read what came in e.
+
+@triton.jit
+def _low(words, DTYPE: tl.constexpr):
+    return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(words, DTYPE: tl.constexpr):
+    return (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _word(low, high, DTYPE: tl.constexpr):
+    """Two numbers in 16 bits as one of 32."""
+    low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _scaled(x, scale, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """A norm's last step, as `kernels/norm.py` rounds it."""
+    y = x * scale
+    if OFFSET:
+        return y + y * weight
+    return y.to(DTYPE).to(tl.float32) * weight
+
+
+@triton.jit(do_not_specialize=["rank", "eps"])
+def peer_words(
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
+    N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """See PeerSums. `num` words of 32 bits in units of W; program p has units p, p + the number of programs, ... A unit is a round.
+
+    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word. NORM: 1 is a norm, 2
+    one whose weight counts from 1; a unit is a token then.
     """
-    program = tl.program_id(0)
-    at, peers = tl.arange(0, CHUNK), tl.arange(0, PADDED)
-    element = tl.pointer_type(x_ptr.dtype.element_ty)
+    start_next(PDL)
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = at < W
+    own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
+    if NORM != 0:
+        weight = tl.load(weight_ptr + at, mask=inside, other=0)
+    wait_turn(PDL)
     epoch = tl.load(epochs_ptr + program)
+    unit = program
+    while unit * W < num:
+        epoch += 1
+        place = unit * W + at
+        mask = inside & (place < num)
+        room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
+        x = tl.load(x_ptr + place, mask=mask, other=0)
+        if SEND:
+            marked = (x.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+            for peer in tl.static_range(N):
+                if peer != rank:
+                    theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)), 16)
+                    tl.store(theirs + room + rank * SLOT + at, marked, mask=mask)
+        if TAKE:
+            if ADD:
+                old = tl.load(out_ptr + place, mask=mask, other=0)
+            low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            for peer in tl.static_range(N):
+                part = x
+                if peer != rank:
+                    part = _arrived(own + room + peer * SLOT + at, mask, epoch, WAIT)
+                if GATHER:
+                    tl.store(out_ptr + peer * num + place, part, mask=mask)
+                else:
+                    low += _low(part, DTYPE)
+                    high += _high(part, DTYPE)
+            if not GATHER:
+                total = _word(low, high, DTYPE)
+                if ADD:
+                    total = _word(_low(total, DTYPE) + _low(old, DTYPE), _high(total, DTYPE) + _high(old, DTYPE), DTYPE)
+                tl.store(out_ptr + place, total, mask=mask)
+                if NORM != 0:
+                    low, high = _low(total, DTYPE), _high(total, DTYPE)
+                    scale = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) * (1.0 / (2 * W)) + eps)
+                    low = _scaled(low, scale, _low(weight, DTYPE), DTYPE, NORM == 2)
+                    high = _scaled(high, scale, _high(weight, DTYPE), DTYPE, NORM == 2)
+                    tl.store(normed_ptr + place, _word(low, high, DTYPE), mask=mask)
+        unit += tl.num_programs(0)
+        tl.debug_barrier()  # no thread sends the next round's words before all have those of this one
+    if TAKE:
+        tl.store(epochs_ptr + program, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "eps"])
+def peer_units(
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
+    N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLOT: tl.constexpr, FLAGS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
+    TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See PeerSums. Program p of a rank speaks with programs p of the others alone, about units p, p + the number of programs, ... of W numbers.
+
+    Each round of a program is of up to UNITS units and has a number, its epoch, which is counted on the device: it is the same on all ranks, in graphs
+    and outside. A flag says that a rank's numbers of this epoch are there. Even and odd epochs have rooms of their own: whoever begins epoch e + 2 has
+    seen the others' flags of e + 1, so they have read what came in e. NORM: see `peer_words`.
+    """
+    start_next(PDL)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    at, peers = tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    element = tl.pointer_type(x_ptr.dtype.element_ty)
     own = tl.load(peers_ptr + rank)
     flags_ptr = (tl.load(peers_ptr + peers, mask=peers < N) + FLAGS).to(tl.pointer_type(tl.int32))
-    first = program * CHUNK
-    while first < num:
+    own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
+    own_ptr = tl.multiple_of(own.to(element), 16)
+    if NORM != 0:
+        weight = tl.load(weight_ptr + at, mask=at < W, other=0.0).to(tl.float32)
+    wait_turn(PDL)
+    epoch = tl.load(epochs_ptr + program)
+    first = program.to(tl.int64)
+    while first * W < num:
         epoch += 1
-        mask = first + at < num
-        room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
+        room = ((epoch & 1) * PROGRAMS + program).to(tl.int64) * N * SLOT
         if SEND:
-            x = tl.load(x_ptr + first + at, mask=mask)
-            for peer in tl.static_range(N):
-                theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-                tl.store(theirs + room + rank * SLOT + at, x, mask=mask)
+            for k in range(UNITS):
+                place = (first + k * programs) * W + at
+                mask = (at < W) & (place < num)
+                x = tl.load(x_ptr + place, mask=mask)
+                for peer in tl.static_range(N):
+                    if peer != rank:
+                        theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
+                        tl.store(theirs + room + rank * SLOT + k * BLOCK + at, x, mask=mask)
             _tell(flags_ptr + program * N + rank, epoch, peers < N, PADDED)
         if TAKE:
             if WAIT:
                 for peer in tl.static_range(N):
-                    _wait((own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + peer, epoch)
-            total = tl.zeros([CHUNK], tl.float32)
-            for peer in tl.static_range(N):
-                part = tl.load(
-                    tl.multiple_of(own.to(element), 16) + room + peer * SLOT + at, mask=mask, cache_modifier=".cg"
-                )
-                if GATHER:
-                    tl.store(out_ptr + peer * num + first + at, part, mask=mask)
-                else:
-                    total += part.to(tl.float32)
-            if not GATHER:
-                total = total.to(x_ptr.dtype.element_ty)
-                if ADD:
-                    total = tl.load(out_ptr + first + at, mask=mask).to(tl.float32) + total.to(tl.float32)
-                tl.store(out_ptr + first + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-        first += PROGRAMS * CHUNK
+                    _wait(own_flags_ptr + peer, epoch)
+            for k in range(UNITS):
+                place = (first + k * programs) * W + at
+                mask = (at < W) & (place < num)
+                total = tl.zeros([BLOCK], tl.float32)
+                for peer in tl.static_range(N):
+                    if peer == rank:
+                        part = tl.load(x_ptr + place, mask=mask, other=0)
+                    else:
+                        slot_ptr = own_ptr + room + peer * SLOT + k * BLOCK
+                        part = tl.load(slot_ptr + at, mask=mask, other=0, cache_modifier=".cg")
+                    if GATHER:
+                        tl.store(out_ptr + peer * num + place, part, mask=mask)
+                    else:
+                        total += part.to(tl.float32)
+                if not GATHER:
+                    total = total.to(x_ptr.dtype.element_ty)
+                    if ADD:
+                        total = tl.load(out_ptr + place, mask=mask, other=0).to(tl.float32) + total.to(tl.float32)
+                    total = total.to(out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + place, total, mask=mask)
+                    if NORM != 0:
+                        x = total.to(tl.float32)
+                        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / W) + eps)
+                        y = _scaled(x, scale, weight, normed_ptr.dtype.element_ty, NORM == 2)
+                        tl.store(normed_ptr + place, y.to(normed_ptr.dtype.element_ty), mask=mask)
+        first += UNITS * programs
     if TAKE:
         tl.store(epochs_ptr + program, epoch)
 
