@@ -1,0 +1,42 @@
+"""Sums, norms and gathers of ranks by our own kernels on devices: eagerly and in graphs, with ranks that come at different times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.device import ON_CUDA
+
+pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_calls_have_the_twins_bits(ranks: int, tmp_path: Path) -> None:
+    """Ranks share a device if there are fewer devices."""
+    if 1 < torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices, or a single one, which ranks share")
+    meeting = tmp_path / "meeting"
+    meeting.mkdir(mode=0o700)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "helpers.peer_program", str(meeting)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), "150"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [text.split("\n")[-2:] for text in said] == [["well", ""]] * ranks, "\n".join(said)
