@@ -59,7 +59,7 @@ def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
         return run
 
     def with_norm(x: torch.Tensor, residual: torch.Tensor) -> None:
-        peer.all_reduce_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))  # type: ignore[attr-defined]
+        peer.add_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))  # type: ignore[attr-defined]
 
     found = {name: comm.all_reduce_ for name, comm in known.items()}
     found["words"], found["flags"] = forced(2**22, peer.all_reduce_), forced(0, peer.all_reduce_)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class FakeNccl:
-    """As ProcessGroupNCCL. Each call must be one that blocks its stream."""
+    """As ProcessGroupNCCL. Each call must be one that blocks its stream; such a call returns None."""
 
     class Options:
         _timeout: Any = None
@@ -30,17 +30,17 @@ class FakeNccl:
         own._devices, own._timeout = [ProcessGroupGloo.create_device(hostname="127.0.0.1")], options._timeout
         self._group = ProcessGroupGloo(store, rank, size, own)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         assert not options.asyncOp and all(tensor.is_contiguous() for tensor in tensors)
-        return self._group.allreduce(tensors, options)
+        self._group.allreduce(tensors, options).wait()
 
-    def _allgather_base(self, found: torch.Tensor, own: torch.Tensor, options: Any) -> Any:
+    def _allgather_base(self, found: torch.Tensor, own: torch.Tensor, options: Any) -> None:
         assert not options.asyncOp and found.numel() % own.numel() == 0
-        return self._group.allgather([list(found.view(-1, own.numel()).unbind(0))], [own])
+        self._group.allgather([list(found.view(-1, own.numel()).unbind(0))], [own]).wait()
 
-    def alltoall_base(self, out: torch.Tensor, own: torch.Tensor, _: list[int], __: list[int], options: Any) -> Any:
+    def alltoall_base(self, out: torch.Tensor, own: torch.Tensor, _: list[int], __: list[int], options: Any) -> None:
         assert not options.asyncOp
-        return self._group.alltoall_base(out, own, [], [])
+        self._group.alltoall_base(out, own, [], []).wait()
 
 
 @pytest.fixture(autouse=True)

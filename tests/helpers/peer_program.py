@@ -63,7 +63,7 @@ class Calls:
             self.comm.all_reduce_(x)
             return x
         if kind == "norm" and self.comm.takes_norm(x):
-            return torch.cat([self.comm.all_reduce_norm_(x, residual, Norm(weight, 1e-6)), residual])
+            return torch.cat([self.comm.add_norm_(x, residual, Norm(weight, 1e-6)), residual])
         self.comm.all_reduce_(x, residual)
         return residual
 
@@ -89,7 +89,7 @@ class Calls:
         if kind == "norm" and found.shape[0] == 2 * x.shape[0]:
             normed, found = found.chunk(2)
             near = Norm(weight, 1e-6)(wanted.to(self.device))
-            step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[x.dtype]
+            step = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}[x.dtype]
             assert torch.allclose(normed.float(), near.float(), rtol=step, atol=1e-5), (kind, x.shape, x.dtype)
         assert torch.equal(found.cpu(), wanted), (kind, x.shape, x.dtype)
 

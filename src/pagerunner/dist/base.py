@@ -49,35 +49,50 @@ class Norm(Protocol):
 
 
 @runtime_checkable
-class NormComm(Comm, Protocol):
-    """A Comm that can compute the norm behind a sum in the sum's own kernel."""
+class KernelComm(Comm, Protocol):
+    """A Comm whose sums are kernels, which can do more on their way.
+
+    `ahead` is what the kernel behind the sum reads first, or None. It comes into the device's cache while ranks wait for each other.
+    """
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce_norm_` gains anything for `x`."""
+        """Whether `add_norm_` gains anything for `x`."""
 
-    def all_reduce_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that."""
+    def add_(self, x: torch.Tensor, residual: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
+        """Add the sum of all ranks' `x` to `residual` in place. What `x` holds then is undefined."""
+
+    def add_norm_(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. Only of what `takes_norm`."""
 
 
 class RankSums(NamedTuple):
-    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D]."""
+    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D].
+
+    `kernels` is `comm`, if that is a KernelComm. To be added once.
+    """
 
     part_TD: torch.Tensor
     comm: Comm
+    kernels: KernelComm | None
 
     def takes_norm(self) -> bool:
         """Whether the norm behind the sum can be part of the sum's kernel."""
-        return isinstance(self.comm, NormComm) and self.comm.takes_norm(self.part_TD)
+        return self.kernels is not None and self.kernels.takes_norm(self.part_TD)
 
-    def add_(self, residual_TD: torch.Tensor) -> None:
-        """Add the sum to `residual` in place. To be called once, or the next one is."""
-        self.comm.all_reduce_(self.part_TD, residual_TD)
+    def add_(self, residual_TD: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
+        """Add the sum to `residual` in place. `ahead`: see KernelComm."""
+        if self.kernels is not None:
+            self.kernels.add_(self.part_TD, residual_TD, ahead)
+        else:
+            self.comm.all_reduce_(self.part_TD, residual_TD)
 
-    def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def add_norm_(self, residual_TD: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
-        if isinstance(self.comm, NormComm) and self.comm.takes_norm(self.part_TD):
-            return self.comm.all_reduce_norm_(self.part_TD, residual_TD, norm)
-        self.add_(residual_TD)
+        if self.kernels is not None and self.kernels.takes_norm(self.part_TD):
+            return self.kernels.add_norm_(self.part_TD, residual_TD, norm, ahead)
+        self.add_(residual_TD, ahead)
         return norm(residual_TD)
 
 

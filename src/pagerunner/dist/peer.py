@@ -14,7 +14,7 @@ import torch
 from pagerunner.dist.base import Comm, Norm
 from pagerunner.dist.gloo import GlooComm
 
-MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**21}
+MOST_BYTES = {2: 2**28, 3: 2**19, 4: 2**21}
 """Largest sums by number of ranks that the kernel makes. Others are NCCL's."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,16 +22,16 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Sums(Protocol):
     """One rank's end of the rooms; see PeerSums in `ops/peer_sums.py`."""
 
-    def add_(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """See Comm.all_reduce_."""
+    def add_(self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None) -> None:
+        """See Comm.all_reduce_, and KernelComm."""
         ...
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """See NormComm."""
+        """See KernelComm."""
         ...
 
-    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-        """See NormComm.all_reduce_norm_."""
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any, ahead: torch.Tensor | None) -> torch.Tensor:
+        """See KernelComm."""
         ...
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,23 +83,35 @@ class PeerComm:
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
-        dense = x.is_contiguous() and (residual is None or residual.is_contiguous())
-        if not 0 < x.nbytes <= self._most or x.dtype not in _DTYPES or not dense:
-            self._large.all_reduce_(x, residual)
-            return
-        self._count()
-        self._sums.add_(x, residual)
+        self._sum(x, residual, None)
+
+    def add_(self, x: torch.Tensor, residual: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
+        """See KernelComm."""
+        self._sum(x, residual, ahead)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """See NormComm."""
-        return 0 < x.nbytes <= self._most and x.dtype in _DTYPES and x.is_contiguous() and self._sums.takes_norm(x)
+        """See KernelComm."""
+        return self._serves(x) and self._sums.takes_norm(x)
 
-    def all_reduce_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """See NormComm. Only of what `takes_norm`."""
+    def add_norm_(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See KernelComm."""
         if not residual.is_contiguous():
             raise ValueError(f"the residual has strides {residual.stride()}, and must be dense")
         self._count()
-        return self._sums.add_norm_(x, residual, norm)
+        return self._sums.add_norm_(x, residual, norm, ahead)
+
+    def _sum(self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None) -> None:
+        if not self._serves(x) or not (residual is None or residual.is_contiguous()):
+            self._large.all_reduce_(x, residual)
+            return
+        self._count()
+        self._sums.add_(x, residual, ahead)
+
+    def _serves(self, x: torch.Tensor) -> bool:
+        """Whether the kernel makes a sum of such numbers."""
+        return 0 < x.nbytes <= self._most and x.dtype in _DTYPES and x.is_contiguous()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""

@@ -113,7 +113,9 @@ class TransferGroup:
             # only for the first one: NCCL has read it then, and other threads may be reading it
             environment, self._environment = self._environment, nullcontext
             with environment():
-                self._group.broadcast([tensor], options).wait()
+                work = self._group.broadcast([tensor], options)
+                if work is not None:  # gloo's; NCCL's call is on the current stream
+                    work.wait()
 
     def release(self) -> None:
         """Give the memory back to the device: the plan doesn't count it."""

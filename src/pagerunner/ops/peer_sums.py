@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pagerunner.ops.linear import Norm
 
 _PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
-_WORD_PROGRAMS, _SLOT_WORDS = 128, 4096
+_WORD_PROGRAMS, _SLOT_WORDS, _READERS = 128, 1024, 64
+AHEAD_BYTES = 24 * 2**20
+"""Bytes of the next product's weights that come into the cache during a sum: about half of what an H200's holds."""
 WORDS_BYTES = {2: 2**19, 4: 2**17}
 """Largest sums by number of ranks that go as words with the number of the round, which are twice as many bytes. Others: 64 KiB."""
 ONCE_BYTES = {4: 2**18}
@@ -25,6 +27,17 @@ def _words_bytes(size: int) -> int:
 def room_bytes(size: int) -> int:
     """Of a rank's room: slots of words by epoch, program and sender, then slots of numbers, then a flag for each program and sender of these."""
     return _words_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
+
+
+class Units(NamedTuple):
+    """What `peer_units` adds up, in units of `width` numbers: `x` to `out`. With a norm a unit is a token, and `normed` gets it."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+    weight: torch.Tensor
+    normed: torch.Tensor
+    width: int
+    eps: float = 0.0
 
 
 class PeerSums:
@@ -48,30 +61,43 @@ class PeerSums:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
+        ahead: torch.Tensor | None = None,
         *,
         send: bool = True,
         relay: bool = True,
         take: bool = True,
     ) -> None:
-        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
+        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once. The first bytes of `ahead`, which the next kernel
+        reads, come into the device's cache meanwhile."""
         out = x if residual is None else residual
-        kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "NORM": 0, "SEND": send, "TAKE": take}
+        kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "SEND": send, "TAKE": take}
         part = max(512, 1 << (-(-x.numel() // (_PROGRAMS // 2 * self._size)) - 1).bit_length())
         if self._as_words(x, out):
-            self._run_words(x, out, x, x, _few_words(x.nbytes // 4), 0.0, kind)
+            self._run_words(x, out, ahead, kind)
         elif x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
             self._run_twice(x, out, part, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
         else:
-            self._run_units(x, out, x, x, _unit(x), 0.0, kind)
+            self._run_units(Units(x, out, x, x, _unit(x)), ahead, {**kind, "NORM": 0})
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """Whether `add_norm_` can have tokens with as many features."""
-        return x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
+        """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
+        known = x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
+        return known and WORDS_BYTES.get(self._size, 2**16) < x.nbytes <= ONCE_BYTES.get(self._size, x.nbytes)
 
     def add_norm_(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, *, send: bool = True, take: bool = True
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        ahead: torch.Tensor | None = None,
+        *,
+        send: bool = True,
+        take: bool = True,
     ) -> torch.Tensor:
-        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other."""
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other.
+
+        `ahead`: see `add_`.
+        """
         normed = torch.empty_like(residual)
         kind: dict[str, Any] = {
             "GATHER": False,
@@ -80,68 +106,55 @@ class PeerSums:
             "SEND": send,
             "TAKE": take,
         }
-        weight, features = norm.weight_I, x.shape[1]
-        if self._as_words(x, residual, weight) and features % 2 == 0:
-            self._run_words(x, residual, weight, normed, features // 2, norm.eps, kind)
-        else:
-            self._run_units(x, residual, weight, normed, features, norm.eps, kind)
+        self._run_units(Units(x, residual, norm.weight_I, normed, x.shape[1], norm.eps), ahead, kind)
         return normed
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
-        kind: dict[str, Any] = {"GATHER": True, "ADD": False, "NORM": 0, "SEND": send, "TAKE": take}
+        kind: dict[str, Any] = {"GATHER": True, "ADD": False, "SEND": send, "TAKE": take}
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
         if words == torch.int32 and x.nbytes <= WORDS_BYTES.get(self._size, 2**16):
-            self._run_words(x, out, x, x, _few_words(x.numel()), 0.0, kind)
+            self._run_words(x, out, None, kind)
         else:
-            self._run_units(x, out, x, x, _unit(x), 0.0, kind)
+            self._run_units(Units(x, out, x, x, _unit(x)), None, {**kind, "NORM": 0})
 
-    def _as_words(self, *tensors: torch.Tensor) -> bool:
-        """Whether these go as words: tensors in the same 16 bits, at addresses of words, the first of which isn't too large."""
-        x = tensors[0]
+    def _as_words(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether these go as words: not too large, in the same 16 bits, at addresses of words."""
         small = x.nbytes <= WORDS_BYTES.get(self._size, 2**16) and x.nbytes % 4 == 0
-        same = all(one.dtype == x.dtype and one.data_ptr() % 4 == 0 for one in tensors)
-        return small and same and x.dtype in (torch.bfloat16, torch.float16)
+        aligned = x.data_ptr() % 4 == 0 and out.data_ptr() % 4 == 0
+        return small and aligned and out.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
-    def _run_words(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        weight: torch.Tensor,
-        normed: torch.Tensor,
-        width: int,
-        eps: float,
-        kind: dict[str, Any],
-    ) -> None:
-        numbers = (one.view(-1).view(torch.int32) for one in (x, out, weight, normed))
-        num, block = x.nbytes // 4, 1 << (width - 1).bit_length()
-        self._kernels.peer_words[(min(_WORD_PROGRAMS, -(-num // width)),)](
-            *numbers, self._words_room, self._words_epochs, num, self._rank, eps,
-            W=width, BLOCK=block, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
-            num_warps=max(2, min(16, block // 128)), **self._how, **kind,
+    def _run_words(self, x: torch.Tensor, out: torch.Tensor, ahead: torch.Tensor | None, kind: dict[str, Any]) -> None:
+        words, out_words = (one.view(-1).view(torch.int32) for one in (x, out))
+        width = _few_words(words.numel())
+        programs = min(_WORD_PROGRAMS, -(-words.numel() // width))
+        readers, next_bytes = self._readers(ahead)
+        self._kernels.peer_words[(programs + readers,)](
+            words, out_words, self._words_room, self._words_epochs, words if ahead is None else ahead, words.numel(), next_bytes, self._rank,
+            W=width, PROGRAMS=_WORD_PROGRAMS, READERS=readers, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
+            num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
 
-    def _run_units(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        weight: torch.Tensor,
-        normed: torch.Tensor,
-        width: int,
-        eps: float,
-        kind: dict[str, Any],
-    ) -> None:
+    def _run_units(self, units: Units, ahead: torch.Tensor | None, kind: dict[str, Any]) -> None:
+        x, out, weight, normed, width, eps = units
         num, block = x.numel(), 1 << (width - 1).bit_length()
-        units = -(-num // width)
-        programs = min(_PROGRAMS, units)
-        each = 1 << (-(-units // programs) - 1).bit_length()
-        self._kernels.peer_units[(programs,)](
-            x, out, weight, normed, self._room, self._epochs, num, self._rank, eps,
+        count = -(-num // width)
+        programs = min(_PROGRAMS, count)
+        each = 1 << (-(-count // programs) - 1).bit_length()
+        readers, next_bytes = self._readers(ahead)
+        self._kernels.peer_units[(programs + readers,)](
+            x, out, weight, normed, self._room, self._epochs, x if ahead is None else ahead, num, next_bytes, self._rank, eps,
             PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
-            PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
+            PROGRAMS=_PROGRAMS, READERS=readers, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
         )  # fmt: skip
+
+    def _readers(self, ahead: torch.Tensor | None) -> tuple[int, int]:
+        """Programs that read ahead, and how many bytes."""
+        if ahead is None or not ahead.is_cuda or ahead.nbytes < 2048:
+            return 0, 0
+        return _READERS, min(ahead.nbytes, AHEAD_BYTES)
 
     def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
         num = x.numel()

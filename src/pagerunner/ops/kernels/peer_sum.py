@@ -36,6 +36,17 @@ def _tell(flags_ptr, epoch, mask, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _read_ahead(next_ptr, num_bytes, program, programs, BLOCK: tl.constexpr):
+    """Bring `num_bytes` of what the next kernel reads into the L2 cache. Programs share them, 2 KiB a thread at a time."""
+    for first in range(program * BLOCK * 2048, num_bytes, programs * BLOCK * 2048):
+        place = tl.minimum(first + tl.arange(0, BLOCK) * 2048, num_bytes - 2048)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;", "=r,l", [next_ptr.to(tl.int64) + place],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _arrived(place, mask, epoch, WAIT: tl.constexpr):
     """The words of a slot, once all of them are those of the epoch. Without WAIT they are known to be there."""
     got = tl.load(place, mask=mask, other=0, volatile=True)
@@ -71,31 +82,29 @@ def _scaled(x, scale, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
     return y.to(DTYPE).to(tl.float32) * weight
 
 
-@triton.jit(do_not_specialize=["rank", "eps"])
+@triton.jit(do_not_specialize=["rank", "next_bytes"])
 def peer_words(
-    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
-    N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
-    GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, out_ptr, peers_ptr, epochs_ptr, next_ptr, num, next_bytes, rank,
+    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, READERS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. `num` words of 32 bits in units of W; program p has units p, p + the number of programs, ... A unit is a round.
 
-    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word. NORM: 1 is a norm, 2
-    one whose weight counts from 1; a unit is a token then.
+    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word. The last READERS
+    programs read ahead and do nothing else.
     """
     start_next(PDL)
-    program, at = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = at < W
+    program, programs, at = tl.program_id(0), tl.num_programs(0) - READERS, tl.arange(0, W)
     own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
-    if NORM != 0:
-        weight = tl.load(weight_ptr + at, mask=inside, other=0)
+    if READERS > 0 and program >= programs:
+        _read_ahead(next_ptr, next_bytes, program - programs, READERS, W)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program)
-    unit = program
+    epoch = tl.load(epochs_ptr + program, mask=program < programs, other=0)
+    unit = tl.where(program < programs, program, num)
     while unit * W < num:
         epoch += 1
         place = unit * W + at
-        mask = inside & (place < num)
+        mask = place < num
         room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
         x = tl.load(x_ptr + place, mask=mask, other=0)
         if SEND:
@@ -107,7 +116,7 @@ def peer_words(
         if TAKE:
             if ADD:
                 old = tl.load(out_ptr + place, mask=mask, other=0)
-            low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            low, high = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
             for peer in tl.static_range(N):
                 part = x
                 if peer != rank:
@@ -122,22 +131,16 @@ def peer_words(
                 if ADD:
                     total = _word(_low(total, DTYPE) + _low(old, DTYPE), _high(total, DTYPE) + _high(old, DTYPE), DTYPE)
                 tl.store(out_ptr + place, total, mask=mask)
-                if NORM != 0:
-                    low, high = _low(total, DTYPE), _high(total, DTYPE)
-                    scale = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) * (1.0 / (2 * W)) + eps)
-                    low = _scaled(low, scale, _low(weight, DTYPE), DTYPE, NORM == 2)
-                    high = _scaled(high, scale, _high(weight, DTYPE), DTYPE, NORM == 2)
-                    tl.store(normed_ptr + place, _word(low, high, DTYPE), mask=mask)
-        unit += tl.num_programs(0)
+        unit += programs
         tl.debug_barrier()  # no thread sends the next round's words before all have those of this one
-    if TAKE:
+    if TAKE and program < programs:
         tl.store(epochs_ptr + program, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "eps"])
+@triton.jit(do_not_specialize=["rank", "next_bytes", "eps"])
 def peer_units(
-    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
-    N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, next_ptr, num, next_bytes, rank, eps,
+    N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr, READERS: tl.constexpr,
     SLOT: tl.constexpr, FLAGS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
     TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -145,21 +148,24 @@ def peer_units(
 
     Each round of a program is of up to UNITS units and has a number, its epoch, which is counted on the device: it is the same on all ranks, in graphs
     and outside. A flag says that a rank's numbers of this epoch are there. Even and odd epochs have rooms of their own: whoever begins epoch e + 2 has
-    seen the others' flags of e + 1, so they have read what came in e. NORM: see `peer_words`.
+    seen the others' flags of e + 1, so they have read what came in e. NORM: 1 is a norm behind the sum, 2 one whose weight counts from 1; a unit is a
+    token then. READERS: see `peer_words`.
     """
     start_next(PDL)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs = tl.program_id(0), tl.num_programs(0) - READERS
     at, peers = tl.arange(0, BLOCK), tl.arange(0, PADDED)
     element = tl.pointer_type(x_ptr.dtype.element_ty)
     own = tl.load(peers_ptr + rank)
     flags_ptr = (tl.load(peers_ptr + peers, mask=peers < N) + FLAGS).to(tl.pointer_type(tl.int32))
     own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
     own_ptr = tl.multiple_of(own.to(element), 16)
+    if READERS > 0 and program >= programs:
+        _read_ahead(next_ptr, next_bytes, program - programs, READERS, 128)
     if NORM != 0:
         weight = tl.load(weight_ptr + at, mask=at < W, other=0.0).to(tl.float32)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program)
-    first = program.to(tl.int64)
+    epoch = tl.load(epochs_ptr + program, mask=program < programs, other=0)
+    first = tl.where(program < programs, program, num).to(tl.int64)
     while first * W < num:
         epoch += 1
         room = ((epoch & 1) * PROGRAMS + program).to(tl.int64) * N * SLOT
@@ -203,7 +209,7 @@ def peer_units(
                         y = _scaled(x, scale, weight, normed_ptr.dtype.element_ty, NORM == 2)
                         tl.store(normed_ptr + place, y.to(normed_ptr.dtype.element_ty), mask=mask)
         first += UNITS * programs
-    if TAKE:
+    if TAKE and program < programs:
         tl.store(epochs_ptr + program, epoch)
 
 
