@@ -141,13 +141,16 @@ def start(
         env=with_path(environment),
         start_new_session=own_session,
     )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(first_line)
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # the child has ended already; its exit status says how
+    tell(process, first_line)
     return process
+
+
+def tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Write the first line, or a part of it, to a child."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the child has ended already; its exit status says how
+        process.stdin.write(line)
+        process.stdin.flush()
 
 
 @contextlib.contextmanager
@@ -234,12 +237,14 @@ def run_to_end(module: str, *arguments: str, environment: Mapping[str, str]) -> 
 
 
 def read_first_line(module: str) -> bytes:
-    """In a child: the line that the parent has written. Raises SystemExit for a user who started `module` by hand."""
+    """In a child: the line that the parent has written. Raises SystemExit for a user who started `module` by hand, and, without a
+    word, if the parent has ended after a part of the line.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), 1 << 16)
         if not piece:
-            raise SystemExit(f"{module} is started by the engine, not by hand.")
+            raise SystemExit(1 if line else f"{module} is started by the engine, not by hand.")
         line += piece
     return bytes(line)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tqdm import tqdm
 
 from pagerunner import limits
-from pagerunner.config import engine_args
+from pagerunner.config import EngineArgs, EngineConfig, engine_args
 from pagerunner.demo import find_model
-from pagerunner.engine.core.core import SleepMode
+from pagerunner.engine.core.executors.places import EarlyRanks
 from pagerunner.engine.core.factory import loading_bar
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.garbage import seldom_collected
@@ -30,9 +31,7 @@ from pagerunner.engine.frontend.input_processor import (
     up_to_mark,
     with_marked_end,
 )
-from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.hub import fetch_checkpoint
-from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, EngineSleepingError, InvalidRequestError, RequestFailedError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
@@ -47,6 +46,9 @@ from pagerunner.types.weights import (
     read_request,
 )
 
+if TYPE_CHECKING:
+    from pagerunner.engine.core.core import EngineCore, SleepMode
+
 Message = dict[str, Any]
 
 
@@ -56,6 +58,26 @@ def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]  # a wrong one is refused by name with the others
     items: list[Any] = list(prompts)
     return [items] if items and all(type(item) is int for item in items) else items
+
+
+def _loaded(args: EngineArgs, early: EarlyRanks, use_tqdm: bool) -> tuple[EngineCore, EngineConfig]:
+    """The core, and what it was made from. Its phase "import" is what is imported here, torch for the most part."""
+    started = time.perf_counter()
+    from pagerunner.engine.startup.build import build_from
+    from pagerunner.engine.startup.resolve import resolve
+
+    imported = time.perf_counter() - started
+    resolved = resolve(args, offline=True)
+    if resolved.config.exchange is not None:
+        name = "NixlConnector" if resolved.config.exchange.nixl else "PeerConnector"
+        raise ConfigError(
+            f"{name} is for servers: LLM takes no requests with kv_transfer_params. Use OffloadingConnector."
+        )
+    with loading_bar(use_tqdm) as progress:
+        core = build_from(resolved, progress, early=early)
+    seconds = {"import": imported, **core.startup.seconds}
+    core.startup = msgspec.structs.replace(core.startup, seconds=seconds)
+    return core, resolved.config
 
 
 class LLM:
@@ -83,15 +105,8 @@ class LLM:
             )
         check_options(args)
         args = fetch_checkpoint(args, show_progress=use_tqdm)
-        resolved = resolve(args, offline=True)
-        if resolved.config.exchange is not None:
-            name = "NixlConnector" if resolved.config.exchange.nixl else "PeerConnector"
-            raise ConfigError(
-                f"{name} is for servers: LLM takes no requests with kv_transfer_params. Use OffloadingConnector."
-            )
-        with loading_bar(use_tqdm) as progress:
-            self._core = build_from(resolved, progress)
-        self._config = resolved.config
+        with EarlyRanks(args) as early:
+            self._core, self._config = _loaded(args, early, use_tqdm)
         self._frontend = build_frontend(args, self._core.memory_plan.max_model_len)
         self._outputs = self._frontend.outputs
         self._ids = count()

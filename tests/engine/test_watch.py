@@ -22,7 +22,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine import rank as of_rank
 from pagerunner.engine.core import client
-from pagerunner.engine.core.executors import process, watch
+from pagerunner.engine.core.executors import places, process, watch
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.startup.resolve import resolve
@@ -110,7 +110,7 @@ def test_ranks_that_the_system_refuses_are_a_sentence_and_nothing_is_left(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     resolved = resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=4, device="cpu", max_model_len=64))
-    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr(places, "start", start)
     monkeypatch.setattr(process, "private_directory", lambda: tmp_path)
     if what == "pipe":
         monkeypatch.setattr(os, "pipe", pipe)

@@ -143,3 +143,10 @@ def test_every_public_name_can_be_imported():
 def test_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = pagerunner.nothing
+
+
+def test_ranks_can_be_started_before_torch_is_imported():
+    """`LLM`, and the core's process, start them first, and then import what takes a second or more."""
+    code = "import sys, pagerunner.llm, pagerunner.engine.core.process, pagerunner.engine.core.factory"
+    found = python(f"{code}\nsys.exit('torch' in sys.modules)")
+    assert found.returncode == 0, found.stderr

@@ -94,7 +94,8 @@ def _child(arguments: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(300, 316))}], params, use_tqdm=False)
     done = time.perf_counter()
-    phases = {"import": imported - started, **llm.startup.seconds}
+    phases = dict(llm.startup.seconds)
+    phases["import"] += imported - started
     phases["other"] = max(ready - started - sum(phases.values()), 0.0)
     found = {"began": began, "phases": phases, "ready": ready - started, "first_token": done - ready}
     print(json.dumps({**found, "memory": llm.startup.memory}), flush=True)

@@ -18,17 +18,11 @@ import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 from torch.distributed import PrefixStore, Store
 
-from pagerunner.children import LOOPBACK, host_ip
 from pagerunner.dist.gloo import STREAM, TOKENS, GlooComm, GlooStage
+from pagerunner.dist.settings import nccl_settings
 
-_SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _WARM_UP_BYTES = (2**10, 2**16, 2**20, 2**24)
 """NCCL takes memory when it first uses an algorithm, which it chooses by size."""
-
-
-def nccl_settings() -> dict[str, str]:
-    """What NCCL is told unless the user says otherwise: nothing needs multicast among the devices of a machine, and nothing leaves the machine."""
-    return _SETTINGS if host_ip() != LOOPBACK else {**_SETTINGS, "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @contextmanager

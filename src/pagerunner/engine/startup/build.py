@@ -19,6 +19,7 @@ import msgspec
 from pagerunner.config import EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
+from pagerunner.engine.core.executors.places import EarlyRanks
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.core.kv_events import Publisher
 from pagerunner.engine.startup.disk_tier import MakeBelow, open_disk
@@ -49,26 +50,35 @@ logger = logging.getLogger(__name__)
 
 
 def build_core(
-    args: EngineArgs, progress: Progress | None = None, available: int | None = None, engine: int = 0
+    args: EngineArgs,
+    progress: Progress | None = None,
+    available: int | None = None,
+    engine: int = 0,
+    early: EarlyRanks | None = None,
 ) -> EngineCore:
     """An engine core ready to run. `progress(done_bytes, total_bytes)` is called while weights load.
 
-    `available`: the share of the host's memory of this `engine`, where several are behind a server.
+    `available`: the share of the host's memory of this `engine`, where several are behind a server. `early` are processes for its ranks.
 
     Raises:
         ConfigError, CapacityError, CheckpointError: the sentence says what to change.
     """
     if available is not None:
         available //= args.num_ranks
-    return build_from(resolve(args, available=available), progress, engine=engine)
+    return build_from(resolve(args, available=available), progress, engine=engine, early=early)
 
 
 def build_from(
-    resolved: Resolved, progress: Progress | None = None, card: Card | None = None, engine: int = 0
+    resolved: Resolved,
+    progress: Progress | None = None,
+    card: Card | None = None,
+    engine: int = 0,
+    early: EarlyRanks | None = None,
 ) -> EngineCore:
     """An engine core from a resolved configuration. A single rank is in this process, several are in processes of their own.
 
     `card` is the CUDA device for which it was resolved, if there is one. `engine` is its number among those behind a server.
+    `early` are processes for its ranks that have been started already.
 
     Raises:
         CapacityError, CheckpointError, ConfigError: of several ranks it names the one that can't come up.
@@ -77,7 +87,7 @@ def build_from(
     publishers = _publishers(resolved, engine)
     try:
         if resolved.config.num_ranks > 1:
-            return build_on(resolved, load_ranks(resolved, progress), publishers)
+            return build_on(resolved, load_ranks(resolved, progress, early=early), publishers)
         return build_on(resolved, load_worker(resolved, progress, card), publishers)
     except BaseException:
         for publisher in publishers:

@@ -22,12 +22,12 @@ import msgspec
 import zmq
 
 from pagerunner import limits
-from pagerunner.children import Process, engine_environment, private_directory, start, starting
+from pagerunner.children import Process, private_directory, starting
 from pagerunner.config import EngineConfig
-from pagerunner.dist.nccl import nccl_settings
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.pages import RanksStore
+from pagerunner.engine.core.executors.places import EarlyRanks, LocalPlaces
 from pagerunner.engine.core.executors.ray import RayPlaces
 from pagerunner.engine.core.executors.watch import RankWatch
 from pagerunner.engine.rank import what_it_runs
@@ -38,7 +38,6 @@ from pagerunner.engine.worker.build import Progress
 from pagerunner.errors import ConfigError, PagerunnerError
 from pagerunner.logs import name_of_part
 from pagerunner.runner.sleep import checked_level, parse_tags
-from pagerunner.threads import thread_settings
 from pagerunner.tiers.disk import CLOSE_SECONDS
 from pagerunner.types import StepPlan, StepResult, TeamsPlan, TeamsResult, TransferEnd
 from pagerunner.types.weights import AbortUpdate, RankChange
@@ -113,21 +112,6 @@ class RankSockets:
             socket.close()
 
 
-class LocalPlaces:
-    """Processes of this machine."""
-
-    here = True
-
-    def start(self, launch: orders.RankLaunch) -> Process:
-        """Start a rank. Raises OSError."""
-        environment = {**nccl_settings(), **engine_environment(), **thread_settings(os.environ, reserved=0)}
-        line = msgspec.json.encode(launch) + b"\n"
-        return start("pagerunner.engine.rank", environment, first_line=line, own_session=True)
-
-    def close(self) -> None:
-        """Nothing is left: the processes were ended."""
-
-
 class RankRefusal(Exception):
     """A rank hasn't done what was asked of all. `error` says which one; `done` are the answers."""
 
@@ -139,15 +123,15 @@ class RankRefusal(Exception):
 class Ranks:
     """The ranks' processes, and what they say."""
 
-    def __init__(self, resolved: Resolved, loader: str) -> None:
-        """Start them."""
+    def __init__(self, resolved: Resolved, loader: str, early: EarlyRanks | None) -> None:
+        """Start them, but for those that wait already."""
         ranks = resolved.config.num_ranks
         self.size, self.seconds = ranks, float(limits.RANK_SECONDS)
         self.directory = private_directory()
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / orders.MEETING).mkdir(mode=0o700)
-            self._places, doors = self._find_places(resolved.config, undo)
+            self._places, doors = self._find_places(resolved.config, early, undo)
             undo.callback(doors.close)
             together, self.of_team = resolved.config.tensor_parallel_size, ranks // resolved.config.teams
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors, together)
@@ -189,9 +173,11 @@ class Ranks:
             raise
         self.watch.begin(processes)
 
-    def _find_places(self, config: EngineConfig, undo: contextlib.ExitStack) -> tuple[LocalPlaces | RayPlaces, Doors]:
+    def _find_places(
+        self, config: EngineConfig, early: EarlyRanks | None, undo: contextlib.ExitStack
+    ) -> tuple[LocalPlaces | RayPlaces, Doors]:
         if config.distributed_executor_backend == "mp":
-            return LocalPlaces(), Doors(self.directory)
+            return LocalPlaces(early), Doors(self.directory)
         places = RayPlaces(config, _CALLS * self.seconds)
         undo.callback(places.close)
         return places, Doors(self.directory, places.host, places.keys)
@@ -468,10 +454,12 @@ class ProcessExecutor:
         self._ranks.close()
 
 
-def load_ranks(resolved: Resolved, progress: Progress | None = None, loader: str = LOADER) -> LoadedProcesses:
+def load_ranks(
+    resolved: Resolved, progress: Progress | None = None, loader: str = LOADER, early: EarlyRanks | None = None
+) -> LoadedProcesses:
     """Start the ranks, and bring all of them up to the point where only their pages are missing.
 
-    `loader` names the function that loads their workers.
+    `loader` names the function that loads their workers. Processes that were started `early` are taken for them.
 
     Raises:
         CapacityError, CheckpointError, ConfigError: a rank can't load; it is named.
@@ -481,7 +469,7 @@ def load_ranks(resolved: Resolved, progress: Progress | None = None, loader: str
     stages = f", pipeline_parallel_size={config.pipeline_parallel_size}" if config.pipeline_parallel_size > 1 else ""
     teams = f", data_parallel_size={config.data_parallel_size}" if config.teams > 1 else ""
     with starting(f"The ranks of tensor_parallel_size={config.tensor_parallel_size}{stages}{teams}"):
-        ranks = Ranks(resolved, loader)
+        ranks = Ranks(resolved, loader, early)
     try:
         ranks.meet(resolved)
         return LoadedProcesses(ranks, ranks.load(progress))
