@@ -159,11 +159,11 @@ def test_a_child_that_is_killed_from_outside_is_tried_again(door: GrammarDoor) -
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
 
-    killer = threading.Thread(target=kill_first, args=(1,))
+    killer = threading.Thread(target=kill_first, args=(1,), daemon=True)
     killer.start()
     assert door.check(slow("again", 1_000)).text
     killer.join()
-    killer = threading.Thread(target=kill_first, args=(3,))
+    killer = threading.Thread(target=kill_first, args=(3,), daemon=True)
     killer.start()
     with pytest.raises(RequestFailedError, match="was killed"):
         door.check(slow("once more", 1_000))

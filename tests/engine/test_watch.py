@@ -178,7 +178,7 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
         reports.worker = broken
         ended: list[int] = []
         monkeypatch.setattr(of_rank.os, "_exit", ended.append)
-        thread = threading.Thread(target=of_rank.or_end, args=(reports.say_alive, reports))
+        thread = threading.Thread(target=of_rank.or_end, args=(reports.say_alive, reports), daemon=True)
         thread.start()
         assert core.poll(patient(5) * 1000)
         failed = msgspec.msgpack.decode(core.recv(), type=orders.Report)

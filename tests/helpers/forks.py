@@ -246,14 +246,9 @@ class _Other:
         return self._link.recv()
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        open("/tmp/forks.log", "a").write(f"{time.time():.1f} {os.getpid()} {nodeid}\n")
         self._link.send(("start", {"nodeid": nodeid, "location": location}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            open("/tmp/forks.log", "a").write(
-                f"{time.time():.1f} {os.getpid()} FAILED {report.nodeid} {report.when}\n{report.longreprtext}\n{report.sections}\n"
-            )
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._link.send(("report", data))
 

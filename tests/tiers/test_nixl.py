@@ -220,7 +220,7 @@ def test_an_engine_that_hangs_holds_up_no_other(fake: None, monkeypatch: pytest.
             at = [nixl.address_of(source)]
             reader.read(owners[0].metadata, at, [memoryview(bytearray(10))], time.monotonic() + 60, over.is_set)
 
-    thread = threading.Thread(target=hang)
+    thread = threading.Thread(target=hang, daemon=True)
     thread.start()
     until(lambda: any(remote.lock.locked() for remote in reader._remotes.values()))
     reader.read(owners[1].metadata, [nixl.address_of(source)], [room], time.monotonic() + patient(5))

@@ -251,11 +251,13 @@ def test_sending_ends_by_its_deadline_though_a_little_is_taken_all_the_time() ->
     thread = threading.Thread(target=take)
     thread.start()
     line, begun = wire.Line(near), time.monotonic()
-    with pytest.raises(wire.WireError, match="takes its bytes too slowly"):
-        line.send_bytes(bytes(400_000), begun + 0.3)  # 40 kB a second would take ten
-    assert time.monotonic() - begun < patient(1.5)
-    over.set()
-    thread.join()
+    try:
+        with pytest.raises(wire.WireError, match="takes its bytes too slowly"):
+            line.send_bytes(bytes(400_000), begun + 0.3)  # 40 kB a second would take ten
+        assert time.monotonic() - begun < patient(1.5)
+    finally:
+        over.set()
+        thread.join()
     line.close()
     far.close()
 
@@ -303,7 +305,7 @@ class Between:
         self.port = self._listener.getsockname()[1]
         self.passed = [0, 0, 0, 0, 0]
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._accept)]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def _accept(self) -> None:
@@ -312,7 +314,7 @@ class Between:
             if select.select([self._listener], [], [], 0.02)[0]:
                 near = self._listener.accept()[0]
                 far = socket.create_connection(("127.0.0.1", self._port))
-                self._threads.append(threading.Thread(target=self._pass, args=(near, far, min(number, 4))))
+                self._threads.append(threading.Thread(target=self._pass, args=(near, far, min(number, 4)), daemon=True))
                 self._threads[-1].start()
                 number += 1
 
@@ -428,7 +430,7 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
                 time.sleep(0.01)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip)
+        thread = threading.Thread(target=drip, daemon=True)
         thread.start()
         store = make()
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)

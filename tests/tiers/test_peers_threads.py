@@ -70,7 +70,7 @@ def test_a_peer_that_lists_more_pages_than_can_be_needed_is_not_listened_to(make
                 line.send(wire.Listed(pages, 21 if says == "more" else 20, 30.0), time.monotonic() + 5)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         store = make()
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16, 20)
@@ -90,7 +90,7 @@ def test_what_a_peer_refuses_with_is_one_line_of_the_log(make, caplog) -> None:
         )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=refuse)
+        thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
         store = make()
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)
