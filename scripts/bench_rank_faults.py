@@ -1,7 +1,7 @@
 """How soon everybody knows that a rank has failed, and how soon its device is free: a server under load, one of whose ranks is killed, stopped or raises.
 
-    PAGERUNNER_TRY_CUDA_RANKS=1 python scripts/bench_rank_faults.py --shape qwen3-8b
-    PAGERUNNER_TRY_CUDA_RANKS=1 python scripts/bench_rank_faults.py --shape qwen3-0.6b --faults stopped,raises --rank-seconds 5
+    python scripts/bench_rank_faults.py --shape qwen3-8b
+    python scripts/bench_rank_faults.py --shape qwen3-0.6b --faults stopped,raises --rank-seconds 5
     python scripts/bench_rank_faults.py --shape tiny --args '{"device": "cpu", "num_gpu_blocks_override": 640}'
 
 Seconds are counted from the fault. A stopped rank is given --rank-seconds to move again before it counts as failed (`PAGERUNNER_LIMIT_RANK_SECONDS`).

@@ -36,6 +36,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     enable_expert_parallel: bool = False
     data_parallel_size: int = 1
     distributed_executor_backend: str = "mp"
+    disable_custom_all_reduce: bool = False
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -80,7 +81,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     expert; of a single rank it changes nothing. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of
     the weights; `AsyncEngine` has them, `LLM` is one. With `enable_expert_parallel` it is the number of teams of ranks of one engine: each team has
     requests and pages of its own, and the ranks of all teams divide the experts. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
-    a Ray cluster; "uni" is for one rank.
+    a Ray cluster; "uni" is for one rank. `disable_custom_all_reduce`: ranks on CUDA devices add up by NCCL alone, and not by our own kernel.
     `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
     "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
     `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says

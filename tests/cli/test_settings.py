@@ -8,7 +8,7 @@ from pagerunner.cli import serve
 from pagerunner.cli.options import engine_args
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, PASSED_OVER, REFUSED
-from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
+from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import ConfigError
 from pagerunner.ops.native.library import SWITCH
 
@@ -73,7 +73,7 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(parse):
 
 
 def test_variables_that_are_no_flags_pass(parse):
-    assert parse(**{SWITCH: "0", TRY_CUDA_RANKS: "1"}, PAGERUNNER_PORT="77").port == 77
+    assert parse(**{SWITCH: "0", SHARE_DEVICES: "1"}, PAGERUNNER_PORT="77").port == 77
 
 
 def test_the_environment_may_name_the_file(parse, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist import peer
 from pagerunner.dist.base import sum_in_order
 from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.peer import PeerComm
 from pagerunner.dist.staged import StagedComm
+from pagerunner.engine.worker import worker
+from pagerunner.runner.cuda_driver import CudaDriver, DriverError
 
 pytest.importorskip("triton")
 from pagerunner.ops import peer_sums
@@ -167,7 +171,8 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
         assert (rooms, rank) == ([4096, 8192], 1)
         return named("peers")
 
-    host: Any = SimpleNamespace(calls=0, broadcast_bytes=lambda data, root: b"theirs" if root == 0 else data)
+    told = iter([b"theirs", b""])
+    host: Any = SimpleNamespace(rank=1, size=2, calls=0, broadcast_bytes=lambda data, root: data if root else next(told))
     looking = [False]
     nccl: Any = named("nccl")
     nccl.rehearsing = lambda: looking[0]
@@ -219,6 +224,118 @@ def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatc
             for end, own in zip(ends, ones, strict=True):
                 end.add_(own, **phase)
         assert (ones == ranks).all()
+
+
+class Shared:
+    """A rank's memory: its room is at 100 times its number, and others have it a little higher. `held` is what is taken or open."""
+
+    def __init__(self, rank: int, *, shares: bool = True, opens: bool = True) -> None:
+        self._rank, self._shares, self._opens = rank, shares, opens
+        self.held: list[int] = []
+
+    def share(self, size: int) -> tuple[int, bytes]:
+        if not self._shares:
+            raise DriverError("cuMemAlloc failed: no memory")
+        self.held.append(100 * self._rank)
+        return 100 * self._rank, str(self._rank).encode()
+
+    def open_shared(self, handle: bytes) -> int:
+        if not self._opens and handle == b"2":
+            raise DriverError("device 1 has no way to device 2")
+        self.held.append(100 * int(handle) + 1)
+        return self.held[-1]
+
+    def close_shared(self, address: int) -> None:
+        assert address % 100
+        self.held.remove(address)
+
+    def unshare(self, address: int) -> None:
+        self.held.remove(address)
+
+
+def test_ranks_have_all_rooms_or_all_have_none(tmp_path: Path) -> None:
+    def act(host: GlooComm) -> tuple[Any, Any]:
+        host.broadcast_bytes(b"" if host.rank == 0 else None)
+        memory = Shared(host.rank, **({faulty: False} if host.rank == 1 and faulty else {}))
+        try:
+            return peer.take_rooms(host, memory, 64), memory.held
+        except peer.NoRoomsError as error:
+            return str(error), memory.held
+
+    faulty = ""
+    assert [rooms for rooms, _ in in_ranks(3, tmp_path / "all", act)] == [
+        [100 * rank + (rank != own) for rank in range(3)] for own in range(3)
+    ]
+    for faulty, why in (("shares", "cuMemAlloc failed: no memory"), ("opens", "device 1 has no way to device 2")):
+        found = in_ranks(3, tmp_path / faulty, act)
+        assert found == [(f"rank 1 of 3 can't share memory with the others ({why}).", [])] * 3
+
+
+@pytest.mark.parametrize(
+    ("by_kernel", "opens", "ways", "said"),
+    [(True, True, PeerComm, 0), (True, False, SimpleNamespace, 1), (False, True, SimpleNamespace, 0)],
+)
+def test_all_ranks_add_up_in_the_same_way(
+    by_kernel: bool, opens: bool, ways: type, said: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    ranks = iter([1, 2])
+    monkeypatch.setattr(worker, "NcclComm", lambda host, *_: SimpleNamespace(rank=host.rank, size=host.size))
+    monkeypatch.setattr(worker, "CudaDriver", lambda _: Shared(next(ranks), opens=opens))
+    found = in_ranks(2, tmp_path / "meeting", lambda host: worker._joined(host, torch.device("cpu"), by_kernel=by_kernel))
+    assert [type(comm) for comm in found] == [ways] * 2
+    told = [record.getMessage() for record in caplog.records if record.name == worker.__name__]
+    assert len(told) == said
+    assert not told or told[0].startswith("NCCL makes all sums of ranks, as with disable_custom_all_reduce=True: rank ")
+
+
+class AskedDriver:
+    """The calls of `cuda.bindings.driver` with which memory is shared. Devices have atomic operations on each other's memory, or not."""
+
+    CUresult = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NOT_SUPPORTED": 801})
+    CUdevice_P2PAttribute = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
+    CUipcMemHandle = SimpleNamespace
+
+    def __init__(self, *, atomics: int = 1, handles: bool = True) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._results = {
+            "cuDeviceGetP2PAttribute": (0, atomics),
+            "cuMemAlloc": (0, 4096),
+            "cuIpcGetMemHandle": (0, SimpleNamespace(reserved=b"handle")) if handles else (801,),
+            "cuIpcOpenMemHandle": (0, 8192),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *args))
+            status, *values = self._results.get(name, (0,))
+            return self.CUresult(status), *values
+
+        return call
+
+
+def driver_of(device: int, calls: AskedDriver) -> CudaDriver:
+    driver = CudaDriver.__new__(CudaDriver)
+    driver._cu, driver._device = calls, device
+    return driver
+
+
+def test_memory_is_opened_only_where_atomic_operations_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    _, handle = driver_of(2, AskedDriver()).share(64)
+    calls = AskedDriver()
+    assert driver_of(0, calls).open_shared(handle) == 8192
+    (asked, *pair), (opened, what, how) = calls.calls
+    assert (asked, pair, opened, what.reserved, how) == ("cuDeviceGetP2PAttribute", [3, 0, 2], "cuIpcOpenMemHandle", b"handle", 1)
+    calls = AskedDriver(atomics=0)
+    with pytest.raises(DriverError, match="^device 0 has no atomic operations on the memory of device 2, as .* NVLink$"):
+        driver_of(0, calls).open_shared(handle)
+    assert [name for name, *_ in calls.calls] == ["cuDeviceGetP2PAttribute"]
+    assert driver_of(2, AskedDriver(atomics=0)).open_shared(handle) == 8192, "ranks that share a device"
+    calls = AskedDriver(handles=False)
+    with pytest.raises(DriverError, match="^cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED$"):
+        driver_of(2, calls).share(64)
+    assert calls.calls[-1] == ("cuMemFree", 4096)
 
 
 def test_ranks_that_share_a_device_send_through_the_host(tmp_path: Path) -> None:

@@ -273,24 +273,28 @@ def test_layers_of_stages_that_do_not_add_up_are_refused(
     assert f"PAGERUNNER_PP_LAYER_PARTITION='{asked}' is passed over, as pipeline_parallel_size is 1." in caplog.text
 
 
-def test_devices_that_can_not_yet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shared", "asked", "message"),
+    [
+        ("", {}, r"^tensor_parallel_size=2 takes 2 CUDA devices, and 1 can be seen \(CUDA_VISIBLE_DEVICES .*cpu"),
+        ("0", {"pipeline_parallel_size": 3}, "^tensor_parallel_size=2 times pipeline_parallel_size=3 takes 6 CUDA dev"),
+        ("yes", {}, "^PAGERUNNER_RANKS_SHARE_DEVICES must be 0 or 1, got 'yes'"),
+        ("1", {"disable_custom_all_reduce": True}, "NCCL, which has no ranks that share .*_RANKS_SHARE_DEVICES is 1"),
+        ("1", {"distributed_executor_backend": "ray"}, '"ray" has ranks on CPUs only so far: take device="cpu"'),
+    ],
+)
+def test_devices_that_are_not_there_are_missed(
+    shared: str, asked: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGERUNNER_RANKS_SHARE_DEVICES", shared)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
-    monkeypatch.setattr(resolving, "device_memory", lambda **_: None)
-    for said in ("", "0"):
-        monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", said)
-        with pytest.raises(
-            ConfigError, match=r'tensor_parallel_size=2 divides a model among ranks on CPUs only .*device="cpu"'
-        ):
-            resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
-    monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"=2 takes as many CUDA devices, and 1 can be seen \(CUDA_VISIBLE_DEVICES"):
-        resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2, **asked))
 
 
 def test_ranks_on_devices_plan_with_what_the_core_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them may have less memory free. The final plan is made from what each of them has left."""
-    monkeypatch.setenv("PAGERUNNER_TRY_CUDA_RANKS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
     own = iter([DeviceMemory(2**32, 2**31), DeviceMemory(2**32, 2**30)])

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
@@ -27,7 +26,6 @@ from pagerunner.engine import rank_host
 from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors import ray as places
 from pagerunner.engine.core.executors.doors import Doors
-from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 
@@ -153,12 +151,6 @@ def test_without_ray_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(places.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'backend="ray" needs the package ray: pip install "pagerunner\[ray\]"\.$'):
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
-
-
-def test_devices_are_refused() -> None:
-    resolved = resolve(EngineArgs(model=str(demo_path()), tensor_parallel_size=2, device="cpu", **RAY))
-    with pytest.raises(ConfigError, match=r'has ranks on CPUs only so far: take device="cpu"\.$'):
-        places.RayPlaces(msgspec.structs.replace(resolved.config, device="cuda"), 1.0)
 
 
 @pytest.mark.parametrize(

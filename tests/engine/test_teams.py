@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from helpers import faulty_ranks, graph_teams
 from helpers.effort import TEST_DAY, effort
@@ -336,10 +337,10 @@ def test_what_can_not_be_divided_is_refused(family: str, settings: Any, message:
         resolve(EngineArgs(model=str(made), enable_expert_parallel=True, device="cpu", **settings))
 
 
-def test_on_devices_whole_engines_are_named_instead(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_each_team_takes_a_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
-    monkeypatch.setattr(resolving, "device_memory", lambda: None)
-    message = r"=1 times data_parallel_size=2 with enable_expert_parallel divides .* Without enable_expert_parallel there are 2 whole engines\.$"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = r"=1 times data_parallel_size=2 with enable_expert_parallel takes 2 CUDA devices, and 1 can be seen"
     with pytest.raises(ConfigError, match=message):
         resolve(args_of(model, 1, 2, device="auto"))
 

@@ -1,6 +1,6 @@
 """A model that two devices divide: its tokens are those of one device, and the end of a rank is the engine's.
 
-`PAGERUNNER_TRY_CUDA_RANKS` says how ranks add up: see `engine/startup/machine.py`. On a machine with one device two ranks share it.
+Ranks add up by our own kernel ("ours"), or by NCCL alone. On a machine with one device they share it, which NCCL can't.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import ON_CUDA
 from helpers.patience import patient, until
 from pagerunner import LLM, SamplingParams
-from pagerunner.engine.startup.machine import TRY_CUDA_RANKS
+from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import EngineDeadError
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
 
+SUMS = ("ours", "nccl")
 NEAR = 0.13
 """How much less likely, in logarithms, a token may be than the best one where two engines choose differently: two steps of logits between 8 and 16
 in bfloat16, which are 1/16 apart."""
@@ -41,12 +42,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 
 
 @pytest.fixture(autouse=True)
-def opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = "1" if torch.cuda.device_count() > 1 else "shared"
-    monkeypatch.setenv(TRY_CUDA_RANKS, os.environ.get(TRY_CUDA_RANKS, usual))
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.device_count() == 1:
+        monkeypatch.setenv(SHARE_DEVICES, "1")
 
 
-def engine(path: Path, ranks: int, way: str = "tensor_parallel_size", **options: Any) -> LLM:
+def check_devices(ranks: int, sums: str) -> None:
+    """Skip a test that needs more devices."""
+    count = torch.cuda.device_count()
+    if 1 < count < ranks or (count == 1 and sums == "nccl"):
+        pytest.skip(f"needs {ranks} CUDA devices{'' if sums == 'nccl' else ', or a single one, which ranks share'}")
+
+
+def engine(path: Path, ranks: int, way: str = "tensor_parallel_size", sums: str = "ours", **options: Any) -> LLM:
+    options |= {"disable_custom_all_reduce": True} if sums == "nccl" else {}
     return LLM(
         str(path), use_tqdm=False, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=32,
         kv_cache_memory_bytes=2**28, enable_prefix_caching=False, **{way: ranks}, **options,
@@ -58,22 +67,23 @@ def tokens(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks", "eager"),
+    ("way", "ranks", "eager", "sums"),
     [
-        ("tensor_parallel_size", 2, False),
-        ("tensor_parallel_size", 2, True),
-        ("tensor_parallel_size", 4, False),
-        ("pipeline_parallel_size", 2, False),
-        ("pipeline_parallel_size", 2, True),
+        *(
+            ("tensor_parallel_size", ranks, eager, sums)
+            for sums in SUMS
+            for ranks, eager in ((2, False), (2, True), (4, False))
+        ),
+        ("pipeline_parallel_size", 2, False, "ours"),
+        ("pipeline_parallel_size", 2, True, "ours"),
     ],
 )
-def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, tmp_path: Path) -> None:
+def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, sums: str, tmp_path: Path) -> None:
     """Up to the first place where the logits are nearly tied; and the same again in a second run, which has the same steps: no prompt's tokens are
     found in the first one's pages."""
-    if 1 < torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} CUDA devices, or a single one, which ranks share")
+    check_devices(ranks, sums)
     path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=4, **WIDE)
-    one, two = (engine(path, number, way, enforce_eager=eager) for number in (1, ranks))
+    one, two = (engine(path, number, way, sums, enforce_eager=eager) for number in (1, ranks))
     alone, found = tokens(one), tokens(two)
     same = 0
     for left, right in zip(alone, found, strict=True):
@@ -102,14 +112,14 @@ def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, tmp_p
     two.wake_up()
 
 
+@pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize(("ranks", "eager"), [(1, False), (1, True), (2, False)])
-def test_teams_have_the_tokens_of_one_device(ranks: int, eager: bool, tmp_path: Path) -> None:
+def test_teams_have_the_tokens_of_one_device(ranks: int, eager: bool, sums: str, tmp_path: Path) -> None:
     """Two teams, whose steps have unequally many tokens and end at different times. Rounding may send a token to another expert, so most tokens are equal."""
-    if 1 < torch.cuda.device_count() < 2 * ranks:
-        pytest.skip(f"needs {2 * ranks} CUDA devices, or a single one, which ranks share")
+    check_devices(2 * ranks, sums)
     path = make_window_checkpoint(tmp_path, "qwen3_moe", dtype="bfloat16", moe_intermediate_size=128, **WIDE)
     alone = tokens(engine(path, 1, enforce_eager=eager))
-    teams = engine(path, ranks, enforce_eager=eager, data_parallel_size=2, enable_expert_parallel=True)
+    teams = engine(path, ranks, sums=sums, enforce_eager=eager, data_parallel_size=2, enable_expert_parallel=True)
     for _ in range(2):
         both = zip(alone, tokens(teams), strict=True)
         pairs = [(a, b) for left, right in both for a, b in zip(left.token_ids, right.token_ids, strict=True)]
@@ -135,6 +145,15 @@ def test_a_core_takes_no_memory_of_its_ranks_devices(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE)
     done = subprocess.run([sys.executable, "-c", CORE, str(path)], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[-2] == str([0] * torch.cuda.device_count()), done.stderr
+    assert ("NCCL makes all sums" in done.stderr) == (not over_nvlink()), done.stderr
+
+
+def over_nvlink() -> bool:
+    """Whether the first two devices have atomic operations on each other's memory. Ranks that share a device do, too."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return torch.cuda.device_count() == 1 or driver.cuDeviceGetP2PAttribute(attribute, 0, 1)[1] == 1
 
 
 @pytest.mark.alone

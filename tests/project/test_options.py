@@ -11,7 +11,9 @@ from pagerunner.cli.main import VERBS
 from pagerunner.cli.options import ENGINE_OPTIONS, NO_FLAG, Parser, flag_of
 from pagerunner.config import EngineArgs
 
-MAX_OPTIONS = 64
+MAX_OPTIONS = (
+    65  # of them vLLM's --disable-custom-all-reduce, which is a choice since ranks have a kernel of their own on GPUs
+)
 
 
 def parser_of(verb):

@@ -64,10 +64,11 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
     },
     "execution": {
         "device": "auto, cpu or cuda",
-        "tensor_parallel_size": "ranks that every layer is divided among; more than one on CPUs only",
+        "tensor_parallel_size": "ranks that every layer is divided among, on GPUs one for each",
         "pipeline_parallel_size": "stages that the layers are divided among, each with tensor_parallel_size ranks",
         "enable_expert_parallel": "give each rank whole experts instead of a part of every expert",
         "distributed_executor_backend": "where ranks run: mp (processes of this machine) or ray (machines of a Ray cluster)",
+        "disable_custom_all_reduce": "add up what ranks on GPUs have by NCCL alone, and not by pagerunner's own kernel",
         "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own; with --enable-expert-parallel one engine, whose experts "
         "are divided among all ranks, and as many teams of ranks, each with requests of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",

@@ -21,7 +21,12 @@ from pagerunner.cli.vllm_flags import screen
 from pagerunner.errors import ConfigError
 
 PREFIX = "PAGERUNNER_"
-_NO_FLAGS = ("CPU_KERNELS", "HOST_IP", "PP_LAYER_PARTITION", "TRY_CUDA_RANKS")  # variables that the engine reads itself
+_NO_FLAGS = (
+    "CPU_KERNELS",
+    "HOST_IP",
+    "PP_LAYER_PARTITION",
+    "RANKS_SHARE_DEVICES",
+)  # variables that the engine reads itself
 _TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 # What Kubernetes sets in every pod for a service that is called pagerunner.
 _KUBERNETES = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")

@@ -138,9 +138,13 @@ class Stage(Protocol):
 
 def union(comm: Comm, numbers: Iterable[int]) -> list[int]:
     """All ranks' numbers, on all of them."""
-    own = json.dumps(sorted(numbers)).encode()
-    told = (comm.broadcast_bytes(own if comm.rank == root else None, root) for root in range(comm.size))
+    told = gathered_bytes(comm, json.dumps(sorted(numbers)).encode())
     return sorted({number for one in told for number in json.loads(one)})
+
+
+def gathered_bytes(comm: Comm, own: bytes) -> list[bytes]:
+    """What each rank calls with, in the order of the ranks, on all of them."""
+    return [comm.broadcast_bytes(own if comm.rank == root else None, root) for root in range(comm.size)]
 
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from pagerunner.dist.base import Comm, Norm
+from pagerunner.dist.base import Comm, Norm, gathered_bytes
 from pagerunner.dist.gloo import GlooComm
+from pagerunner.errors import PagerunnerError
 
 MOST_BYTES = {2: 2**28, 3: 2**19, 4: 2**21}
 """Largest sums by number of ranks that the kernel makes. Others are NCCL's."""
@@ -53,8 +54,49 @@ class SharedMemory(Protocol):
         ...
 
     def open_shared(self, handle: bytes) -> int:
-        """The address of another process's memory here."""
+        """The address of another process's memory here. Raises RuntimeError if this device can't reach it."""
         ...
+
+    def close_shared(self, address: int) -> None:
+        """Take another process's memory away from here."""
+        ...
+
+    def unshare(self, address: int) -> None:
+        """Give up what was shared. Nobody has it open any more."""
+        ...
+
+
+class NoRoomsError(PagerunnerError):
+    """Ranks can't write into each other's memory. All of them raise it, so that all go another way."""
+
+
+def take_rooms(host: GlooComm, memory: SharedMemory, num_bytes: int) -> list[int]:
+    """Take a room for each rank: the addresses of all rooms as this rank's device has them, in the order of the ranks.
+
+    Raises NoRoomsError, on all ranks or on none; nothing of the rooms is left then.
+    """
+    own, handle, fault = 0, b"", ""
+    rooms: dict[int, int] = {}
+    try:
+        own, handle = memory.share(num_bytes)
+    except RuntimeError as error:
+        fault = str(error)
+    handles = gathered_bytes(host, handle)
+    try:
+        for rank, theirs in enumerate(handles if all(handles) else []):
+            rooms[rank] = own if rank == host.rank else memory.open_shared(theirs)
+    except RuntimeError as error:
+        fault = str(error)
+    faults = [one.decode() for one in gathered_bytes(host, fault.encode())]
+    if not any(faults):
+        return list(rooms.values())
+    for rank in rooms.keys() - {host.rank}:
+        memory.close_shared(rooms[rank])
+    gathered_bytes(host, b"")  # now nobody has this rank's room open
+    if handle:
+        memory.unshare(own)
+    rank, why = next((rank, one) for rank, one in enumerate(faults) if one)
+    raise NoRoomsError(f"rank {rank} of {host.size} can't share memory with the others ({why}).")
 
 
 class PeerComm:
@@ -72,13 +114,10 @@ class PeerComm:
         """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, in the order of the ranks, and this rank. The kernel
         makes what has up to `most_bytes`; None is as `MOST_BYTES` says.
 
-        Raises RuntimeError if a device can't reach another one's memory.
+        Raises NoRoomsError on all ranks if a device can't reach another one's memory.
         """
         self.rank, self.size, self._host, self._large = large.rank, large.size, host, large
-        own, handle = memory.share(room_bytes(self.size))
-        handles = [host.broadcast_bytes(handle if rank == self.rank else None, rank) for rank in range(self.size)]
-        rooms = [own if rank == self.rank else memory.open_shared(handle) for rank, handle in enumerate(handles)]
-        self._sums = make_sums(rooms, self.rank)
+        self._sums = make_sums(take_rooms(host, memory, room_bytes(self.size)), self.rank)
         self._most = MOST_BYTES.get(self.size, 2**17) if most_bytes is None else most_bytes
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+_DEVICE_BYTES = 4  # of a device's number, before the driver's handle
+
 
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed; the text names the call and the driver's reason."""
@@ -170,17 +172,37 @@ class CudaDriver(_Calls):
         return torch.as_tensor(held, device=self._torch_device)
 
     def share(self, size: int) -> tuple[int, bytes]:
-        """Take `size` bytes of zeros for ever: their address, and the handle by which other processes of the machine open them."""
+        """Take `size` bytes of zeros: their address, and the handle by which other processes of the machine open them."""
         address = self._call("cuMemAlloc", size)
         self._call("cuMemsetD8", address, 0, size)
         self.synchronize()
-        return int(address), bytes(self._call("cuIpcGetMemHandle", address).reserved)
+        try:
+            handle = bytes(self._call("cuIpcGetMemHandle", address).reserved)
+        except DriverError:
+            self.unshare(address)
+            raise
+        return int(address), self._device.to_bytes(_DEVICE_BYTES, "little") + handle
 
     def open_shared(self, handle: bytes) -> int:
-        """The address of another process's memory, which may be another device's. Raises DriverError if this device can't reach it."""
+        """The address of another process's memory, which may be another device's. Raises DriverError if this device can't reach it, or not with
+        atomic operations, which don't pass every bus."""
+        device = int.from_bytes(handle[:_DEVICE_BYTES], "little")
+        atomics = self._cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        if device != self._device and not self._call("cuDeviceGetP2PAttribute", atomics, self._device, device):
+            raise DriverError(
+                f"device {self._device} has no atomic operations on the memory of device {device}, as devices have over NVLink"
+            )
         opened = self._cu.CUipcMemHandle()
-        opened.reserved = handle
+        opened.reserved = handle[_DEVICE_BYTES:]
         return int(self._call("cuIpcOpenMemHandle", opened, 1))  # 1: access between the devices is switched on
+
+    def close_shared(self, address: int) -> None:
+        """Take memory away from here that `open_shared` has opened."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    def unshare(self, address: int) -> None:
+        """Give memory of `share` back. No other process has it open any more."""
+        self._call("cuMemFree", address)
 
 
 class _BatchAttributes(ctypes.Structure):

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,9 +22,8 @@ from pagerunner.runner.cuda_driver import Visit
 
 logger = logging.getLogger(__name__)
 
-TRY_CUDA_RANKS = "PAGERUNNER_TRY_CUDA_RANKS"
-"""A variable of the environment that lets several CUDA devices divide a model, which nobody has measured yet. "1": with NCCL's sums, "peer": with
-those of `PeerComm`. "shared": ranks may share devices, as tests on a machine with one device do."""
+SHARE_DEVICES = "PAGERUNNER_RANKS_SHARE_DEVICES"
+"""A variable of the environment: with 1 an engine may have more ranks than the machine has CUDA devices, as tests on a machine with one have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +104,34 @@ def device_kind(device: str) -> str:
     return repr((properties.name, properties.major, properties.minor, properties.multi_processor_count, version))
 
 
+def ranks_share_devices(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether several ranks may take one CUDA device. Raises ConfigError."""
+    said = environ.get(SHARE_DEVICES, "")
+    if said not in ("", "0", "1"):
+        raise ConfigError(f"{SHARE_DEVICES} must be 0 or 1, got {said!r}.")
+    return said == "1"
+
+
 def check_devices(args: EngineArgs) -> None:
-    """Raise ConfigError if there aren't as many CUDA devices as ranks, or if they can't divide a model yet."""
-    how, asked = os.environ.get(TRY_CUDA_RANKS), f"tensor_parallel_size={args.tensor_parallel_size}"
+    """Raise ConfigError if this machine hasn't a CUDA device for each rank, or ranks on devices can't be where they are asked for."""
+    if args.distributed_executor_backend == "ray":
+        raise ConfigError('distributed_executor_backend="ray" has ranks on CPUs only so far: take device="cpu".')
+    if ranks_share_devices():
+        if args.disable_custom_all_reduce:
+            raise ConfigError(
+                f"disable_custom_all_reduce leaves sums to NCCL, which has no ranks that share a device, and {SHARE_DEVICES} is 1. "
+                "Leave one of them out."
+            )
+        return
+    asked = f"tensor_parallel_size={args.tensor_parallel_size}"
     if args.pipeline_parallel_size > 1:
         asked = f"{asked} times pipeline_parallel_size={args.pipeline_parallel_size}"
-    engines = ""
     if args.teams > 1:
         asked = f"{asked} times data_parallel_size={args.data_parallel_size} with enable_expert_parallel"
-        engines = f". Without enable_expert_parallel there are {args.data_parallel_size} whole engines"
-    if how not in ("1", "peer", "shared"):
+    if args.num_ranks > (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"{asked} divides a model among ranks on CPUs only so far; on CUDA devices it must be 1, "
-            f'or take device="cpu"{engines}.'
-        )
-    if how != "shared" and args.num_ranks > (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"{asked} takes as many CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones)."
+            f"{asked} takes {args.num_ranks} CUDA devices, and {count} can be seen (CUDA_VISIBLE_DEVICES says which ones). "
+            'Lower it, or take device="cpu".'
         )
 
 

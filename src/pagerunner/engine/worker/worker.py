@@ -11,7 +11,7 @@ The result is a `Worker`. It runs steps, sleeps and wakes. An engine of one rank
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,10 @@ from pagerunner.dist.base import Comm, Stage
 from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
 from pagerunner.dist.null import NullComm
-from pagerunner.dist.peer import PeerComm
+from pagerunner.dist.peer import NoRoomsError, PeerComm
 from pagerunner.dist.staged import StagedComm, StagedStage
 from pagerunner.engine.core.executors.base import Started
-from pagerunner.engine.startup.machine import TRY_CUDA_RANKS, device_of_rank
+from pagerunner.engine.startup.machine import device_of_rank, ranks_share_devices
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import (
@@ -53,6 +53,8 @@ from pagerunner.runner.sleep import Sleeper
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import StepPlan, TransferEnd
 from pagerunner.types.weights import RankChange
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -209,21 +211,24 @@ class LoadedWorker:
         """See LoadedRanks.close."""
 
 
-def _joined(host: GlooComm, device: torch.device) -> Comm:
-    """The ranks of `host` with ways between their devices."""
+def _joined(host: GlooComm, device: torch.device, *, by_kernel: bool) -> Comm:
+    """The ranks of `host` with ways between their devices: by our own kernel where all of them can write into each other's memory, else by NCCL."""
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
         return PeerSums(torch.tensor(rooms, device=device), rank)
 
-    match os.environ.get(TRY_CUDA_RANKS):
-        case "peer":
-            return PeerComm(host, NcclComm(host, device, rehearsing), CudaDriver(device.index), room_bytes, sums)
-        case "shared":  # graphs can't record what goes through the host, so the kernel makes all sums
-            return PeerComm(
-                host, StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums, most_bytes=2**31
-            )
-        case _:
-            return NcclComm(host, device, rehearsing)
+    if ranks_share_devices():  # graphs can't record what goes through the host, so the kernel makes all sums
+        staged = StagedComm(host, rehearsing)
+        return PeerComm(host, staged, CudaDriver(device.index), room_bytes, sums, most_bytes=2**31)
+    nccl = NcclComm(host, device, rehearsing)
+    if not by_kernel:
+        return nccl
+    try:
+        return PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums)
+    except NoRoomsError as error:
+        if host.rank == 0:
+            logger.warning("NCCL makes all sums of ranks, as with disable_custom_all_reduce=True: %s", error)
+        return nccl
 
 
 def load_worker(
@@ -256,16 +261,17 @@ def load_worker(
     kernels = kernels_name(resolved, stage.number if stage is not None else 0)
     loading = load_libraries(device, kernels)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
+    by_kernel = not config.disable_custom_all_reduce
     if device.type == "cuda" and isinstance(comm, GlooComm):
         with meter.phase("ranks", "communicators"):
-            comm = _joined(comm, device)
+            comm = _joined(comm, device, by_kernel=by_kernel)
     if device.type == "cuda" and isinstance(teams, GlooComm):
         with meter.phase("ranks", "communicators"):
-            teams = _joined(teams, device)
+            teams = _joined(teams, device, by_kernel=by_kernel)
     if device.type == "cuda" and isinstance(stage, GlooStage):
         with meter.phase("ranks", "communicators"):
-            shared = os.environ.get(TRY_CUDA_RANKS) == "shared"
-            stage = StagedStage(stage, rehearsing) if shared else NcclStage(stage, device, rehearsing)
+            staged = ranks_share_devices()
+            stage = StagedStage(stage, rehearsing) if staged else NcclStage(stage, device, rehearsing)
     model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)

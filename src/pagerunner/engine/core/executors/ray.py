@@ -90,8 +90,6 @@ class RayPlaces:
             CapacityError: the cluster doesn't have the room.
             ConfigError: Ray isn't installed, no cluster can be reached, or a rank would be on a machine that can't reach this one.
         """
-        if config.device != "cpu":
-            raise ConfigError('distributed_executor_backend="ray" has ranks on CPUs only so far: take device="cpu".')
         self._ray = ray = connected()
         self.host = host_ip()
         together = config.tensor_parallel_size
