@@ -112,6 +112,20 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
             assert torch.allclose(normed.float(), norm(total).float(), rtol=steps, atol=1e-6), (call, x.shape, x.dtype)
 
 
+def test_numbers_that_begin_within_a_word_are_added_up_too() -> None:
+    """All ranks must take the same way, wherever their numbers lie."""
+    rooms = [torch.zeros(room_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    ends = ends_of(2, rooms)
+    x = torch.arange(2 * 9.0).to(torch.bfloat16).view(2, 9)
+    parts = [x[0, 1:], x[1, :8].clone()]
+    residuals = [torch.ones(9, dtype=torch.bfloat16)[1:] for _ in range(2)]
+    wanted = residuals[0] + (parts[0] + parts[1])
+    for phase in ({"take": False}, {"send": False}):
+        for end, part, residual in zip(ends, parts, residuals, strict=True):
+            end.add_(part, residual, **phase)
+    assert all(torch.equal(residual, wanted) for residual in residuals)
+
+
 def test_words_are_taken_only_when_they_are_of_the_round() -> None:
     """What a room has of another round, or of none, isn't what is waited for: a rank that takes before another one has sent finds what was there."""
     rooms = [torch.zeros(room_bytes(2), dtype=torch.uint8) for _ in range(2)]
@@ -145,7 +159,7 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
             end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
     words, units, twice = names
     assert launched == [
-        *[(2, words)] * 2, (2, units), (2, units), (3, words), *[(3, units)] * 3, (4, words), (4, units), (4, twice), (4, twice),
+        *[(2, words)] * 2, (2, units), (2, units), (3, words), *[(3, units)] * 3, (4, words), (4, words), (4, units), (4, twice),
     ]  # fmt: skip
 
 
@@ -162,7 +176,7 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
 
     done: list[tuple[str, int]] = []
     named = lambda name: SimpleNamespace(  # noqa: E731
-        rank=1, size=2, add_=lambda x, _, ahead: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
+        rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
         gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
         all_to_all=lambda x: done.append((name, x.nbytes)),
     )

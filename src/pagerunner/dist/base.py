@@ -50,20 +50,12 @@ class Norm(Protocol):
 
 @runtime_checkable
 class KernelComm(Comm, Protocol):
-    """A Comm whose sums are kernels, which can do more on their way.
-
-    `ahead` is what the kernel behind the sum reads first, or None. It comes into the device's cache while ranks wait for each other.
-    """
+    """A Comm whose sums are kernels, which can do more on their way."""
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """Whether `add_norm_` gains anything for `x`."""
 
-    def add_(self, x: torch.Tensor, residual: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
-        """Add the sum of all ranks' `x` to `residual` in place. What `x` holds then is undefined."""
-
-    def add_norm_(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. Only of what `takes_norm`."""
 
 
@@ -81,18 +73,15 @@ class RankSums(NamedTuple):
         """Whether the norm behind the sum can be part of the sum's kernel."""
         return self.kernels is not None and self.kernels.takes_norm(self.part_TD)
 
-    def add_(self, residual_TD: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
-        """Add the sum to `residual` in place. `ahead`: see KernelComm."""
-        if self.kernels is not None:
-            self.kernels.add_(self.part_TD, residual_TD, ahead)
-        else:
-            self.comm.all_reduce_(self.part_TD, residual_TD)
+    def add_(self, residual_TD: torch.Tensor) -> None:
+        """Add the sum to `residual` in place."""
+        self.comm.all_reduce_(self.part_TD, residual_TD)
 
-    def add_norm_(self, residual_TD: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
         if self.kernels is not None and self.kernels.takes_norm(self.part_TD):
-            return self.kernels.add_norm_(self.part_TD, residual_TD, norm, ahead)
-        self.add_(residual_TD, ahead)
+            return self.kernels.add_norm_(self.part_TD, residual_TD, norm)
+        self.add_(residual_TD)
         return norm(residual_TD)
 
 

@@ -15,7 +15,7 @@ from pagerunner.dist.base import Comm, Norm, gathered_bytes
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.errors import PagerunnerError
 
-MOST_BYTES = {2: 2**28, 3: 2**19, 4: 2**21}
+MOST_BYTES = {2: 2**28, 3: 2**19, 4: 2**23}
 """Largest sums by number of ranks that the kernel makes. Others are NCCL's."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,15 +23,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Sums(Protocol):
     """One rank's end of the rooms; see PeerSums in `ops/peer_sums.py`."""
 
-    def add_(self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None) -> None:
-        """See Comm.all_reduce_, and KernelComm."""
+    def add_(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """See Comm.all_reduce_."""
         ...
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """See KernelComm."""
         ...
 
-    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any, ahead: torch.Tensor | None) -> torch.Tensor:
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
         """See KernelComm."""
         ...
 
@@ -122,31 +122,22 @@ class PeerComm:
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
-        self._sum(x, residual, None)
-
-    def add_(self, x: torch.Tensor, residual: torch.Tensor, ahead: torch.Tensor | None = None) -> None:
-        """See KernelComm."""
-        self._sum(x, residual, ahead)
+        if not self._serves(x) or not (residual is None or residual.is_contiguous()):
+            self._large.all_reduce_(x, residual)
+            return
+        self._count()
+        self._sums.add_(x, residual)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """See KernelComm."""
         return self._serves(x) and self._sums.takes_norm(x)
 
-    def add_norm_(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See KernelComm."""
         if not residual.is_contiguous():
             raise ValueError(f"the residual has strides {residual.stride()}, and must be dense")
         self._count()
-        return self._sums.add_norm_(x, residual, norm, ahead)
-
-    def _sum(self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None) -> None:
-        if not self._serves(x) or not (residual is None or residual.is_contiguous()):
-            self._large.all_reduce_(x, residual)
-            return
-        self._count()
-        self._sums.add_(x, residual, ahead)
+        return self._sums.add_norm_(x, residual, norm)
 
     def _serves(self, x: torch.Tensor) -> bool:
         """Whether the kernel makes a sum of such numbers."""

@@ -14,7 +14,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.linear import linear
 from pagerunner.ops.pair_sums import PairSums
-from pagerunner.ops.stored import Stored, first_read
+from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
 from pagerunner.quant.base import Unquantized, WeightMethod
 from pagerunner.quant.sinks import CopySink
@@ -69,11 +69,6 @@ class Linear(Module):
     def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> None:
         """Add the layer's output to `residual` in place."""
         self.method.apply_add_(x_TI, self.weights, residual_TO)
-
-    @property
-    def first_read(self) -> torch.Tensor | None:
-        """What a product reads most of, if it is one tensor: the weights."""
-        return first_read(self.matrix)
 
     def part(self, x_TI: torch.Tensor) -> RankSums | None:
         """What `add_` adds, if ranks are to add it up: this rank's part of it."""

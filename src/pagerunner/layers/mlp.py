@@ -51,9 +51,7 @@ class GatedMLP(FeedForward):
         """See FeedForward. Where nothing is pending, norm and addition are part of the products. Ranks' sums are added up with the norm or before it."""
         stream.add_sums_before(self.gate_up_proj)
         if isinstance(stream.sums, RankSums):
-            stream.add(
-                self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm, self.gate_up_proj.first_read)))
-            )
+            stream.add(self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm))))
             return
         if not stream.is_whole:
             super().add_to(stream, norm)

@@ -21,7 +21,7 @@ from pagerunner.ops.dispatch import Op
 from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, expert_logits, norm_expert_logits, route
-from pagerunner.ops.stored import Stored, first_read
+from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, Mixture, UnquantizedExperts, Weights
 from pagerunner.quant.sinks import CopySink
@@ -124,11 +124,6 @@ class Experts(Module):
     ) -> PairSums | RankSums | None:
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
         return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
-
-    @property
-    def first_read(self) -> torch.Tensor | None:
-        """What a product reads first, if it is one tensor: the weights of gates and ups."""
-        return first_read(self.method.matrix(self._weights_of("gate_up")))
 
     def _mixture(self) -> Mixture:
         weights = self._weights_of("gate_up"), self._weights_of("down")
@@ -269,17 +264,15 @@ class Router(Module):
         logits_TE = expert_logits(x_TD, self.weights["weight"], self._weight(self.bias))
         return self._routes(logits_TE, chosen_TA, None)._replace(most_tokens=most_tokens)
 
-    def of_stream(
-        self, stream: ResidualStream, norm: RMSNorm, ahead: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Routes]:
-        """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go. `ahead`: see KernelComm."""
+    def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
+        """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go."""
         own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
         if stream.x_TD.shape[0] == 1 and not stream.most_tokens:
             row_T = None  # kernels for one token read the experts that it has
         if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= MOST_TOKENS:
-            stream.add_sums(ahead)  # so few tokens' norm and logits are one kernel
+            stream.add_sums()  # so few tokens' norm and logits are one kernel
         if stream.sums is not None:
-            normed_TD = stream.normed(norm, ahead)
+            normed_TD = stream.normed(norm)
             routes = self._routes(expert_logits(normed_TD, *own), None, row_T)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
         pending_TD, stream.pending_TD = stream.pending_TD, None
@@ -337,7 +330,7 @@ class SparseMLP(FeedForward):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. The sum of each token's experts may be pending afterwards."""
-        normed_TD, routes = self.router.of_stream(stream, norm, self._first_read(stream.x_TD.shape[0]))
+        normed_TD, routes = self.router.of_stream(stream, norm)
         beside = self._beside_experts()
         if beside is None:
             self._add_shared(normed_TD, stream.x_TD)
@@ -346,11 +339,6 @@ class SparseMLP(FeedForward):
     def join(self, most_tokens: int) -> None:
         """See Module."""
         self.experts.run_for_others(self.router.routing.active, most_tokens)
-
-    def _first_read(self, tokens: int) -> torch.Tensor | None:
-        """The experts' weights, if so many tokens go to nearly all of them."""
-        pairs = tokens * self.router.routing.active
-        return self.experts.first_read if pairs >= 2 * self.experts.sizes.experts else None
 
     def _beside_experts(self) -> Shared | None:
         """The shared feed-forward as the experts' products take it; None if it takes more than two matrices and the experts' activation."""

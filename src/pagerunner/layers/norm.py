@@ -42,12 +42,10 @@ class RMSNorm(Module):
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
 
-    def add_sums(
-        self, sums: PairSums | RankSums, residual_TD: torch.Tensor, ahead: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add the sums to `residual` in place and return the norm of that. `ahead`: see KernelComm."""
+    def add_sums(self, sums: PairSums | RankSums, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add the sums to `residual` in place and return the norm of that."""
         if isinstance(sums, RankSums):
-            return sums.add_norm_(residual_TD, self.parameters, ahead)
+            return sums.add_norm_(residual_TD, self.parameters)
         return add_pairs_norm_(residual_TD, sums, self.parameters)
 
 

@@ -46,10 +46,10 @@ class ResidualStream:
         if self.sums is None:
             linear.add_(x_TI, self.x_TD)
 
-    def add_sums(self, ahead: torch.Tensor | None = None) -> None:
-        """Add the sums now. `ahead`: see KernelComm."""
+    def add_sums(self) -> None:
+        """Add the sums now."""
         if isinstance(self.sums, RankSums):
-            self.sums.add_(self.x_TD, ahead)
+            self.sums.add_(self.x_TD)
         elif self.sums is not None:
             add_pairs_(self.x_TD, self.sums)
         self.sums = None
@@ -57,13 +57,13 @@ class ResidualStream:
     def add_sums_before(self, linear: Linear) -> None:
         """Add ranks' sums now, if nothing is gained by adding them in the norm: because their kernel has none, or because the linear's has."""
         if isinstance(self.sums, RankSums) and (not self.sums.takes_norm() or linear.joins_norm(self.x_TD.shape[0])):
-            self.add_sums(linear.first_read)
+            self.add_sums()
 
-    def normed(self, norm: RMSNorm, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        """`norm(x)` with what was pending added to x, [T, D]. `ahead`: see KernelComm."""
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """`norm(x)` with what was pending added to x, [T, D]."""
         if self.sums is not None:
             sums, self.sums = self.sums, None
-            return norm.add_sums(sums, self.x_TD, ahead)
+            return norm.add_sums(sums, self.x_TD)
         pending_TD, self.pending_TD = self.pending_TD, None
         return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
 
@@ -75,7 +75,7 @@ class ResidualStream:
             return linear.of_sum(self.x_TD, pairs, norm)
         if self.is_whole:
             return linear.of_norm(self.x_TD, norm)
-        return linear(self.normed(norm, linear.first_read))
+        return linear(self.normed(norm))
 
     def whole(self) -> torch.Tensor:
         """The stream with what was pending added to it."""

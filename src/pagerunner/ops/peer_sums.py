@@ -10,12 +10,10 @@ import torch
 from pagerunner.ops.linear import Norm
 
 _PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
-_WORD_PROGRAMS, _SLOT_WORDS, _READERS = 128, 1024, 64
-AHEAD_BYTES = 24 * 2**20
-"""Bytes of the next product's weights that come into the cache during a sum: about half of what an H200's holds."""
-WORDS_BYTES = {2: 2**19, 4: 2**17}
+_WORD_PROGRAMS, _SLOT_WORDS = 128, 1024
+WORDS_BYTES = {2: 2**19, 4: 2**18}
 """Largest sums by number of ranks that go as words with the number of the round, which are twice as many bytes. Others: 64 KiB."""
-ONCE_BYTES = {4: 2**18}
+ONCE_BYTES = {4: 2**20}
 """Largest sums by number of ranks in which each rank sends all of its numbers to each other one; larger ones go in two rounds. Others always go in
 one: two ranks would send as much in two."""
 
@@ -61,23 +59,24 @@ class PeerSums:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
-        ahead: torch.Tensor | None = None,
         *,
         send: bool = True,
         relay: bool = True,
         take: bool = True,
     ) -> None:
-        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once. The first bytes of `ahead`, which the next kernel
-        reads, come into the device's cache meanwhile."""
+        """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
         out = x if residual is None else residual
         kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "SEND": send, "TAKE": take}
         part = max(512, 1 << (-(-x.numel() // (_PROGRAMS // 2 * self._size)) - 1).bit_length())
         if self._as_words(x, out):
-            self._run_words(x, out, ahead, kind)
+            aligned = out if out.data_ptr() % 4 == 0 else out.clone()
+            self._run_words(x if x.data_ptr() % 4 == 0 else x.clone(), aligned, kind)
+            if aligned is not out:
+                out.copy_(aligned)
         elif x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
             self._run_twice(x, out, part, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
         else:
-            self._run_units(Units(x, out, x, x, _unit(x)), ahead, {**kind, "NORM": 0})
+            self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
@@ -89,15 +88,11 @@ class PeerSums:
         x: torch.Tensor,
         residual: torch.Tensor,
         norm: Norm,
-        ahead: torch.Tensor | None = None,
         *,
         send: bool = True,
         take: bool = True,
     ) -> torch.Tensor:
-        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other.
-
-        `ahead`: see `add_`.
-        """
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other."""
         normed = torch.empty_like(residual)
         kind: dict[str, Any] = {
             "GATHER": False,
@@ -106,7 +101,7 @@ class PeerSums:
             "SEND": send,
             "TAKE": take,
         }
-        self._run_units(Units(x, residual, norm.weight_I, normed, x.shape[1], norm.eps), ahead, kind)
+        self._run_units(Units(x, residual, norm.weight_I, normed, x.shape[1], norm.eps), kind)
         return normed
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
@@ -115,52 +110,43 @@ class PeerSums:
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
         if words == torch.int32 and x.nbytes <= WORDS_BYTES.get(self._size, 2**16):
-            self._run_words(x, out, None, kind)
+            self._run_words(x, out, kind)
         else:
-            self._run_units(Units(x, out, x, x, _unit(x)), None, {**kind, "NORM": 0})
+            self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
 
     def _as_words(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether these go as words: not too large, in the same 16 bits, at addresses of words."""
+        """Whether these go as words: not too large, and in the same 16 bits. All ranks answer alike, so addresses don't count."""
         small = x.nbytes <= WORDS_BYTES.get(self._size, 2**16) and x.nbytes % 4 == 0
-        aligned = x.data_ptr() % 4 == 0 and out.data_ptr() % 4 == 0
-        return small and aligned and out.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
+        return small and out.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
-    def _run_words(self, x: torch.Tensor, out: torch.Tensor, ahead: torch.Tensor | None, kind: dict[str, Any]) -> None:
+    def _run_words(self, x: torch.Tensor, out: torch.Tensor, kind: dict[str, Any]) -> None:
         words, out_words = (one.view(-1).view(torch.int32) for one in (x, out))
         width = _few_words(words.numel())
         programs = min(_WORD_PROGRAMS, -(-words.numel() // width))
-        readers, next_bytes = self._readers(ahead)
-        self._kernels.peer_words[(programs + readers,)](
-            words, out_words, self._words_room, self._words_epochs, words if ahead is None else ahead, words.numel(), next_bytes, self._rank,
-            W=width, PROGRAMS=_WORD_PROGRAMS, READERS=readers, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
+        self._kernels.peer_words[(programs,)](
+            words, out_words, self._words_room, self._words_epochs, words.numel(), self._rank,
+            W=width, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
             num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
 
-    def _run_units(self, units: Units, ahead: torch.Tensor | None, kind: dict[str, Any]) -> None:
+    def _run_units(self, units: Units, kind: dict[str, Any]) -> None:
         x, out, weight, normed, width, eps = units
         num, block = x.numel(), 1 << (width - 1).bit_length()
         count = -(-num // width)
         programs = min(_PROGRAMS, count)
         each = 1 << (-(-count // programs) - 1).bit_length()
-        readers, next_bytes = self._readers(ahead)
-        self._kernels.peer_units[(programs + readers,)](
-            x, out, weight, normed, self._room, self._epochs, x if ahead is None else ahead, num, next_bytes, self._rank, eps,
+        self._kernels.peer_units[(programs,)](
+            x, out, weight, normed, self._room, self._epochs, num, self._rank, eps,
             PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
-            PROGRAMS=_PROGRAMS, READERS=readers, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
+            PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
         )  # fmt: skip
-
-    def _readers(self, ahead: torch.Tensor | None) -> tuple[int, int]:
-        """Programs that read ahead, and how many bytes."""
-        if ahead is None or not ahead.is_cuda or ahead.nbytes < 2048:
-            return 0, 0
-        return _READERS, min(ahead.nbytes, AHEAD_BYTES)
 
     def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
         num = x.numel()
         self._kernels.peer_sum_twice[(-(-num // (part * self._size)),)](
-            x, out, self._room, self._epochs, num, self._rank, N=self._size, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
-            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, WAIT=x.is_cuda, num_warps=max(4, part // 256), **kind,
+            x, out, self._room, self._epochs, num, self._rank, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
+            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, num_warps=max(4, min(16, part // 256)), **self._how, **kind,
         )  # fmt: skip
 
 

@@ -75,11 +75,6 @@ class Stored4(NamedTuple):
 Stored = Stored8 | Stored4
 
 
-def first_read(matrix: torch.Tensor | Stored | None) -> torch.Tensor | None:
-    """What most of a matrix's bytes are: itself, or its codes."""
-    return matrix if matrix is None or isinstance(matrix, torch.Tensor) else matrix.codes
-
-
 def pack4(codes: torch.Tensor) -> torch.Tensor:
     """Bytes [.., O, I / 2] of the codes [.., O, I], uint8 from 0 to 15."""
     if codes.shape[-1] % RUN:

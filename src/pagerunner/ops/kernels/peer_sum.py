@@ -36,17 +36,6 @@ def _tell(flags_ptr, epoch, mask, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _read_ahead(next_ptr, num_bytes, program, programs, BLOCK: tl.constexpr):
-    """Bring `num_bytes` of what the next kernel reads into the L2 cache. Programs share them, 2 KiB a thread at a time."""
-    for first in range(program * BLOCK * 2048, num_bytes, programs * BLOCK * 2048):
-        place = tl.minimum(first + tl.arange(0, BLOCK) * 2048, num_bytes - 2048)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;", "=r,l", [next_ptr.to(tl.int64) + place],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _arrived(place, mask, epoch, WAIT: tl.constexpr):
     """The words of a slot, once all of them are those of the epoch. Without WAIT they are known to be there."""
     got = tl.load(place, mask=mask, other=0, volatile=True)
@@ -82,25 +71,22 @@ def _scaled(x, scale, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
     return y.to(DTYPE).to(tl.float32) * weight
 
 
-@triton.jit(do_not_specialize=["rank", "next_bytes"])
+@triton.jit(do_not_specialize=["rank"])
 def peer_words(
-    x_ptr, out_ptr, peers_ptr, epochs_ptr, next_ptr, num, next_bytes, rank,
-    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, READERS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
+    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
     GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. `num` words of 32 bits in units of W; program p has units p, p + the number of programs, ... A unit is a round.
 
-    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word. The last READERS
-    programs read ahead and do nothing else.
+    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word.
     """
     start_next(PDL)
-    program, programs, at = tl.program_id(0), tl.num_programs(0) - READERS, tl.arange(0, W)
+    program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
     own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
-    if READERS > 0 and program >= programs:
-        _read_ahead(next_ptr, next_bytes, program - programs, READERS, W)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program, mask=program < programs, other=0)
-    unit = tl.where(program < programs, program, num)
+    epoch = tl.load(epochs_ptr + program)
+    unit = program
     while unit * W < num:
         epoch += 1
         place = unit * W + at
@@ -133,14 +119,14 @@ def peer_words(
                 tl.store(out_ptr + place, total, mask=mask)
         unit += programs
         tl.debug_barrier()  # no thread sends the next round's words before all have those of this one
-    if TAKE and program < programs:
+    if TAKE:
         tl.store(epochs_ptr + program, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "next_bytes", "eps"])
+@triton.jit(do_not_specialize=["rank", "eps"])
 def peer_units(
-    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, next_ptr, num, next_bytes, rank, eps,
-    N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr, READERS: tl.constexpr,
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
+    N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
     SLOT: tl.constexpr, FLAGS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
     TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -149,23 +135,21 @@ def peer_units(
     Each round of a program is of up to UNITS units and has a number, its epoch, which is counted on the device: it is the same on all ranks, in graphs
     and outside. A flag says that a rank's numbers of this epoch are there. Even and odd epochs have rooms of their own: whoever begins epoch e + 2 has
     seen the others' flags of e + 1, so they have read what came in e. NORM: 1 is a norm behind the sum, 2 one whose weight counts from 1; a unit is a
-    token then. READERS: see `peer_words`.
+    token then.
     """
     start_next(PDL)
-    program, programs = tl.program_id(0), tl.num_programs(0) - READERS
+    program, programs = tl.program_id(0), tl.num_programs(0)
     at, peers = tl.arange(0, BLOCK), tl.arange(0, PADDED)
     element = tl.pointer_type(x_ptr.dtype.element_ty)
     own = tl.load(peers_ptr + rank)
     flags_ptr = (tl.load(peers_ptr + peers, mask=peers < N) + FLAGS).to(tl.pointer_type(tl.int32))
     own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
     own_ptr = tl.multiple_of(own.to(element), 16)
-    if READERS > 0 and program >= programs:
-        _read_ahead(next_ptr, next_bytes, program - programs, READERS, 128)
     if NORM != 0:
         weight = tl.load(weight_ptr + at, mask=at < W, other=0.0).to(tl.float32)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program, mask=program < programs, other=0)
-    first = tl.where(program < programs, program, num).to(tl.int64)
+    epoch = tl.load(epochs_ptr + program)
+    first = program.to(tl.int64)
     while first * W < num:
         epoch += 1
         room = ((epoch & 1) * PROGRAMS + program).to(tl.int64) * N * SLOT
@@ -209,7 +193,7 @@ def peer_units(
                         y = _scaled(x, scale, weight, normed_ptr.dtype.element_ty, NORM == 2)
                         tl.store(normed_ptr + place, y.to(normed_ptr.dtype.element_ty), mask=mask)
         first += UNITS * programs
-    if TAKE and program < programs:
+    if TAKE:
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -217,15 +201,17 @@ def peer_units(
 def peer_sum_twice(
     x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
     N: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, FLAGS: tl.constexpr,
-    ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr,
+    ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of `peer_sum` in two rounds: each of N ranks, a power of two, adds up PART of a program's N * PART numbers, and sends that to all.
+    """The sum of `peer_units` in two rounds: each of N ranks, a power of two, adds up PART of a program's N * PART numbers, and sends that to all.
 
     So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many. The bits are the same.
     """
+    start_next(PDL)
     program = tl.program_id(0)
     at, peers = tl.arange(0, PART), tl.arange(0, N)
     element = tl.pointer_type(x_ptr.dtype.element_ty)
+    wait_turn(PDL)
     epoch = tl.load(epochs_ptr + program) + 1
     own = tl.load(peers_ptr + rank)
     flags_ptr = (tl.load(peers_ptr + peers) + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + rank
