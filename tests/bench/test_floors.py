@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pagerunner.bench.floors import Ceilings, DenseModel
+from pagerunner.bench.runner import ThroughputReport
 from pagerunner.bench.workloads import BenchRequest, workload, write_model
+from pagerunner.cli import bench
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.mixture import step_bytes
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
 
 CARD = Ceilings(4.35e12, 760e12)
@@ -73,3 +79,25 @@ def test_other_families_have_no_known_floor_and_ceilings_are_two_numbers() -> No
     for bad in ("4.3", "a,b", "1,2,3", "0,5"):
         with pytest.raises(ConfigError, match="--ceilings"):
             Ceilings.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("ways", "label"), [({"tensor_parallel_size": 2}, "tp 2"), ({"pipeline_parallel_size": 2}, "pp 2")]
+)
+def test_two_ranks_read_as_many_bytes_from_two_devices(ways: dict[str, int], label: str, tmp_path: Path) -> None:
+    model = write_model("qwen3-0.6b", tmp_path)
+    requests = [BenchRequest([1] * 10, 3)]
+    report = ThroughputReport(
+        label="", num_requests=1, prompt_tokens=10, output_tokens=3, cached_tokens=0, seconds=[1.0], elapsed=1.0, requests_per_second=1.0,
+        output_tokens_per_second=3.0, total_tokens_per_second=13.0, best=1.0, best_output_tokens_per_second=3.0, best_total_tokens_per_second=13.0,
+    )  # fmt: skip
+    floors = []
+    for asked in ({}, ways):
+        args = EngineArgs(model=str(model), **asked)
+        plan = resolve(args, 2**36, plan_only=True).plan
+        llm: Any = SimpleNamespace(device="cuda", dtype="bfloat16", memory_plan=plan)
+        floors.append(bench._with_limits(argparse.Namespace(ceilings=CARD), args, llm, report, requests).floor)
+    one, two = floors
+    assert one is not None and two is not None
+    assert (two.bytes, two.flops, two.bytes_seconds) == (one.bytes, one.flops, one.bytes_seconds / 2)
+    assert bench._held(llm, args) == f"cuda, {label}, bfloat16"

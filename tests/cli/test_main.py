@@ -6,8 +6,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 from pagerunner import limits
+from pagerunner.cli import collect_env
 from pagerunner.cli import main as cli
 from pagerunner.errors import ConfigError
 
@@ -141,6 +143,22 @@ def test_collect_env(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["msgspec"] != "not installed"
     assert report["system"]["cores"] >= 1
+
+
+def test_collect_env_tells_of_several_devices_whether_they_reach_each_other(monkeypatch):
+    properties = types.SimpleNamespace(name="NVIDIA X", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setenv("PAGERUNNER_RANKS_SHARE_DEVICES", "0")
+    monkeypatch.setenv("PAGERUNNER_API_KEY", "secret")
+    for reach, said in ((lambda a, b: True, "all pairs"), (lambda a, b: (a, b) != (2, 0), "all pairs but 0 and 2")):
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
+        report = collect_env.collect()
+        assert report["torch"]["gpu 2"] == "NVIDIA X, 80.0 GiB, sm_90" and report["torch"]["peer access"] == said
+    assert (
+        "PAGERUNNER_RANKS_SHARE_DEVICES" in report["environment"] and "PAGERUNNER_API_KEY" not in report["environment"]
+    )
 
 
 def test_collect_env_without_torch(monkeypatch, capsys):

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.effort import share_of_the_day
 from helpers.published import all_published
 from pagerunner.cli import plan
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_path
+from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
@@ -107,11 +110,27 @@ def test_ranks_halve_weights_and_pages_until_a_key_value_head_is_left(tmp_path, 
     said = refused(capsys, model, "--memory", "80GiB", "-tp", "1" + 14 * "0")
     assert "The model's 151,936 token ids can't be divided among 100,000,000,000,000 ranks." in said
     assert main(["plan", model, "--memory", "80GiB", "-tp", "2"]) == 0
-    assert "Divided among 2 ranks. The numbers are those of each rank." in capsys.readouterr().out
+    assert (
+        "Divided among 2 ranks, each with a device of its own. The numbers are those of each rank."
+        in capsys.readouterr().out
+    )
     assert main(["plan", model, "--memory", "80GiB", "-tp", "2", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "on a CPU with 80.00 GiB\nDivided among 2 ranks, which share that memory. The numbers" in said
     assert re.search(r"total +36\.\d\d GiB\n", said), "0.9 of 40 GiB"
+
+
+def test_a_plan_for_this_machine_says_how_many_devices_it_lacks(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(resolving, "resolve_device", lambda asked: "cuda")
+    monkeypatch.setattr(resolving, "device_memory", lambda **_: DeviceMemory(80 * 2**30, 79 * 2**30))
+    model = place(tmp_path, "Qwen/Qwen3-8B")
+    for count, missing in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert main(["plan", model, "-tp", "2"]) == 0
+        said = capsys.readouterr().out
+        assert "Divided among 2 ranks, each with a device of its own. The numbers" in said
+        sentence = "wouldn't start on this machine: tensor_parallel_size=2 takes 2 CUDA devices, and 1 can be seen"
+        assert (sentence in said) == missing
 
 
 def test_stages_have_pages_and_weights_of_the_largest_one(tmp_path, capsys) -> None:
@@ -140,7 +159,10 @@ def test_ranks_with_whole_experts_hold_as_much_as_with_parts_of_each(tmp_path, c
     parts, whole = (planned(capsys, model, "--memory", "80GiB", "-tp", "4", *flag) for flag in ((), ("-ep",)))
     assert weights(parts) == weights(whole) and not parts["enable_expert_parallel"] and whole["enable_expert_parallel"]
     assert main(["plan", model, "--memory", "80GiB", "-tp", "4", "-ep"]) == 0
-    assert "Divided among 4 ranks. Each has whole experts. The numbers" in capsys.readouterr().out
+    assert (
+        "Divided among 4 ranks, each with a device of its own. Each has whole experts. The numbers"
+        in capsys.readouterr().out
+    )
     teams, ranks = (
         planned(capsys, model, "--memory", "80GiB", *flags, "-ep") for flags in (("-dp", "4"), ("-tp", "4"))
     )
@@ -148,7 +170,10 @@ def test_ranks_with_whole_experts_hold_as_much_as_with_parts_of_each(tmp_path, c
     assert main(["plan", model, "--memory", "80GiB", "-dp", "2", "-tp", "2", "-ep"]) == 0
     said = capsys.readouterr().out
     assert "2 teams, each with requests and pages of its own. All of them together hold" in said
-    assert "Divided among 4 ranks. Each has whole experts. The numbers are those of each rank." in said
+    assert (
+        "Divided among 4 ranks, each with a device of its own. Each has whole experts. The numbers are those of each rank."
+        in said
+    )
     said = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "80GiB", "-tp", "2", "-ep")
     assert (
         "tensor_parallel_size=2: enable_expert_parallel divides whole experts among ranks, and the model has none."

@@ -169,8 +169,8 @@ class FakeEngine:
         return state._replace(steps=[LiveStep(len(self.calls), 0.0, 0.001, 1, 1, False)])
 
 
-def feed_of(engine: Any, closing: asyncio.Event | None = None, can_sleep: bool = True) -> LiveFeed:
-    return LiveFeed(engine, Latencies(), closing or asyncio.Event(), can_sleep=can_sleep)
+def feed_of(engine: Any, closing: asyncio.Event | None = None, can_sleep: bool = True, ranks: int = 1) -> LiveFeed:
+    return LiveFeed(engine, Latencies(), closing or asyncio.Event(), can_sleep=can_sleep, ranks=ranks)
 
 
 async def read(events: AsyncGenerator[bytes, None]) -> dict[str, Any]:
@@ -204,11 +204,14 @@ def test_nothing_is_asked_of_the_engine_while_nobody_looks(monkeypatch: pytest.M
     run(monkeypatch, main)
 
 
-@pytest.mark.parametrize("can_sleep", [False, True])
-def test_a_whole_frame_says_whether_the_engine_can_sleep(monkeypatch: pytest.MonkeyPatch, can_sleep: bool) -> None:
+@pytest.mark.parametrize(("can_sleep", "ranks"), [(False, 1), (True, 2)])
+def test_a_whole_frame_says_whether_the_engine_can_sleep_and_how_many_ranks_it_has(
+    monkeypatch: pytest.MonkeyPatch, can_sleep: bool, ranks: int
+) -> None:
     async def main() -> None:
-        events = feed_of(FakeEngine(), can_sleep=can_sleep).view()
-        assert (await read(events))["can_sleep"] is can_sleep
+        events = feed_of(FakeEngine(), can_sleep=can_sleep, ranks=ranks).view()
+        whole = await read(events)
+        assert (whole["can_sleep"], whole["ranks"]) == (can_sleep, ranks)
         assert "can_sleep" not in await read(events)
         await events.aclose()
 

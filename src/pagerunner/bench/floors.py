@@ -37,6 +37,10 @@ class Ceilings(msgspec.Struct, frozen=True):
             raise ConfigError(f"--ceilings must be positive, got {text!r}.")
         return cls(copy * 1e12, matmul * 1e12)
 
+    def times(self, devices: int) -> Ceilings:
+        """Of so many such cards together."""
+        return Ceilings(devices * self.bytes_per_second, devices * self.flops_per_second)
+
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes and operations that a workload can't do without, the seconds they take at the card's ceilings, and the share

@@ -100,9 +100,9 @@ def measure_sleep(llm: LLM, free_bytes: Callable[[], int], *, label: str) -> Sle
     return SleepReport(label=label, naps=naps)
 
 
-def device_free_bytes() -> int:
-    """Free bytes of the CUDA device in use, when all its work is done."""
+def device_free_bytes(devices: int) -> int:
+    """Free bytes of the first so many CUDA devices together, or of all there are, when all work of this process is done."""
     import torch
 
     torch.cuda.synchronize()
-    return int(torch.cuda.mem_get_info()[0])
+    return sum(int(torch.cuda.mem_get_info(device)[0]) for device in range(min(devices, torch.cuda.device_count())))

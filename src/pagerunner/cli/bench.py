@@ -130,7 +130,8 @@ def _startup(namespace: argparse.Namespace, args: EngineArgs) -> StartupReport:
 
 def _sleep(namespace: argparse.Namespace, args: EngineArgs) -> SleepReport:
     llm = _open(namespace, msgspec.structs.replace(args, enable_sleep_mode=True))
-    free = device_free_bytes if llm.device == "cuda" else _host_free_bytes
+    devices = functools.partial(device_free_bytes, args.num_ranks)
+    free = devices if llm.device == "cuda" else _host_free_bytes
     return measure_sleep(llm, free, label=_model_name(namespace))
 
 
@@ -156,7 +157,7 @@ def _measured(
     draws = _draws(namespace)
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
-    if measure is throughput:
+    if measure is throughput and args.num_ranks == 1:  # ranks are other processes
         from pagerunner.engine.startup.mixture import touched_so_far
 
         measure = functools.partial(throughput, touched=lambda: touched_so_far(llm.device))
@@ -198,20 +199,21 @@ def _with_limits(
     """
     from pagerunner.engine.startup.mixture import StepWeights, step_bytes
 
-    bounded = namespace.ceilings is not None or llm.device == "cuda"
+    bounded, ranks = namespace.ceilings is not None or llm.device == "cuda", args.num_ranks
     specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]
     touched, calls = report.touched
     mixture = StepWeights.read(args, llm.dtype, llm.device) if calls else None
     config: dict[str, Any] = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
     dense = None
     if bounded:
-        token_bytes = sum(spec.page_bytes(16) for spec in specs) // 16
+        token_bytes = args.tensor_parallel_size * sum(spec.page_bytes(16) for spec in specs) // 16
         dense = DenseModel.read(config, step_bytes(args, llm.dtype, llm.device), token_bytes)
     if mixture is None and dense is None:
         return report
     ceilings = None
     if bounded:
         ceilings = namespace.ceilings or measure_ceilings()
+        ceilings = ceilings.times(ranks) if llm.device == "cuda" else ceilings  # a device each; on a CPU they share it
     if mixture is not None:
         cached = report.cached_tokens
         experts = experts_read(mixture, touched, calls, ceilings, specs, requests, cached)
@@ -228,8 +230,10 @@ def _open(namespace: argparse.Namespace, args: EngineArgs) -> LLM:
 
 
 def _held(llm: LLM, args: EngineArgs) -> str:
-    """What the figures are of: the device, the dtype, and the format that was asked for."""
-    return ", ".join([llm.device, llm.dtype, *([args.quantization] if args.quantization else [])])
+    """What the figures are of: the device, or ranks on devices, the dtype, and the format that was asked for."""
+    sizes = {"tp": args.tensor_parallel_size, "pp": args.pipeline_parallel_size, "dp": args.teams}
+    divided = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([llm.device, *divided, llm.dtype, *([args.quantization] if args.quantization else [])])
 
 
 def _model_name(namespace: argparse.Namespace) -> str:

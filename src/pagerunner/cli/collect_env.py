@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -28,6 +29,11 @@ PACKAGES = (
     "uvicorn",
     "prometheus-client",
     "transformers",
+)
+
+_SETTINGS = (
+    *("OMP_", "MKL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_"),
+    *("PAGERUNNER_CPU_", "PAGERUNNER_PP_", "PAGERUNNER_RANKS_"),
 )
 
 
@@ -64,9 +70,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def _tells(name: str) -> bool:
-    return name.startswith(("OMP_", "MKL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_")) and not name.endswith(
-        ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-    )
+    return name.startswith(_SETTINGS) and not name.endswith(("_KEY", "_TOKEN", "_SECRET", "_PASSWORD"))
 
 
 def _system() -> dict[str, Any]:
@@ -119,11 +123,17 @@ def _torch() -> dict[str, Any]:
         "cuda": torch.version.cuda or "not built in",
     }
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
+        count = torch.cuda.device_count()
+        for index in range(count):
             props = torch.cuda.get_device_properties(index)
             report[f"gpu {index}"] = (
                 f"{props.name}, {props.total_memory / 2**30:.1f} GiB, sm_{props.major}{props.minor}"
             )
+        if count > 1:
+            pairs = list(itertools.combinations(range(count), 2))
+            reach = torch.cuda.can_device_access_peer
+            missing = [f"{a} and {b}" for a, b in pairs if not (reach(a, b) and reach(b, a))]
+            report["peer access"] = f"all pairs but {', '.join(missing)}" if missing else "all pairs"
     else:
         report["gpu"] = "none"
     return report

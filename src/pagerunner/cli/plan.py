@@ -111,7 +111,10 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
         lines.append(f"{what} All of them together hold {whole:,.2f} requests of full length.")
     if config.num_ranks > 1:
         experts = " Each has whole experts." if config.enable_expert_parallel else ""
-        lines.append(f"Divided among {config.num_ranks} ranks{shared}.{experts} The numbers are those of each rank.")
+        each = shared or ", each with a device of its own"
+        lines.append(f"Divided among {config.num_ranks} ranks{each}.{experts} The numbers are those of each rank.")
+        if config.device == "cuda" and namespace.memory is None:
+            lines += _missing_devices(resolved)
     if len(resolved.stages) > 1:
         layers = ", ".join(f"{own.start} to {own.stop - 1}" for own in resolved.stages)
         lines.append(f"Stages have the layers {layers}. Pages and weights are planned for the largest stage.")
@@ -123,6 +126,17 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
             f"here, which leaves less to pages: --max-num-batched-tokens {resolved.offline_tokens} plans for them."
         )
     return "\n".join([*lines, *([refusal] if refusal else []), ""])
+
+
+def _missing_devices(resolved: Resolved) -> list[str]:
+    """What the engine would say here, if this machine hasn't the devices."""
+    from pagerunner.engine.startup.machine import check_devices
+
+    try:
+        check_devices(resolved.args)
+    except ConfigError as error:
+        return [f"It wouldn't start on this machine: {error}"]
+    return []
 
 
 def _refusal(resolved: Resolved) -> str:

@@ -165,8 +165,9 @@ async def serve(
             add_process_metrics(
                 metrics.registry, [partial(_live_pid, one) for one in engine.replicas], alone=cores is None
             )
+            ranks, sleeps = args.num_ranks // args.teams, args.enable_sleep_mode
             feeds = [
-                LiveFeed(engine, own.latencies, closing=stop.asked, can_sleep=args.enable_sleep_mode, number=own.engine)
+                LiveFeed(engine, own.latencies, stop.asked, can_sleep=sleeps, number=own.engine, ranks=ranks)
                 for own in engines
             ]
             app = create_app(Service(engine, names, args.model, chat), metrics, feeds, keys, docs=docs)

@@ -99,16 +99,23 @@ def _crowded() -> HttpError:
 
 
 class LiveFeed:
-    """Samples an engine, of several that with this `number`, for its viewers.
+    """Samples an engine, of several that with this `number`, for its viewers. Each of its `ranks` has the same pages.
 
     `viewers` is how many there are. `closing` ends every stream: the server is about to stop. `can_sleep` says whether the engine was started with
     enable_sleep_mode; the page offers to put it to sleep only then.
     """
 
     def __init__(
-        self, engine: AsyncEngine, latencies: Latencies, closing: asyncio.Event, *, can_sleep: bool, number: int = 0
+        self,
+        engine: AsyncEngine,
+        latencies: Latencies,
+        closing: asyncio.Event,
+        *,
+        can_sleep: bool,
+        number: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self._engine = engine
+        self._engine, self._ranks = engine, ranks
         self._engine_number = number
         self._can_sleep = can_sleep
         self._latencies = latencies
@@ -194,7 +201,8 @@ class LiveFeed:
             whole = {**frame(state, None), **self._summary, "steps": list(self._steps)}
             engines = [len(self._engine.places), self._engine_number]
             plan = self._engine.places[self._engine_number][0].memory_plan
-            self._whole = sse({**whole, "plan": plan, "can_sleep": self._can_sleep, "engines": engines})
+            facts = {"plan": plan, "ranks": self._ranks, "can_sleep": self._can_sleep, "engines": engines}
+            self._whole = sse({**whole, **facts})
         return self._whole
 
     def _fail(self, reason: str) -> None:

@@ -135,7 +135,8 @@ function showMemory() {
   $("arena").hidden = nothing;
   if (nothing) say($("arena-empty"), one ? "The slab is free." : `All ${number(plan.num_slabs)} slabs are free.`);
   const size = one ? `1 slab of ${bytes(plan.slab_bytes)}` : `${number(plan.num_slabs)} slabs of ${bytes(plan.slab_bytes)}`;
-  say($("memory-summary"), `${size}, ${number(owned())} in use`);
+  const ranks = model.ranks > 1 ? `, the same on each of ${model.ranks} ranks` : "";
+  say($("memory-summary"), `${size}, ${number(owned())} in use${ranks}`);
   map.update();
 }
 

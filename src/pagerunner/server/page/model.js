@@ -47,6 +47,7 @@ export class Model {
     this.tokensPerSecond = 0;
     this.sleep = -1;
     this.canSleep = true;
+    this.ranks = 1;
   }
 
   /** Take a frame in. */
@@ -80,8 +81,9 @@ export class Model {
     return found;
   }
 
-  #start({ plan, can_sleep }) {
+  #start({ plan, can_sleep, ranks }) {
     this.plan = plan;
+    this.ranks = ranks;
     this.canSleep = can_sleep;
     const most = Math.max(...plan.groups.map((group) => group.pages_per_slab));
     this.slabs = Math.min(plan.num_slabs, Math.ceil(MOST_PAGES / most));
