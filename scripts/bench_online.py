@@ -67,12 +67,12 @@ def offline(options: argparse.Namespace) -> None:
     for salt in range(options.rounds + 1):
         batch = [{"prompt_token_ids": ids} for ids in prompts(options, salt)]
         batch = batch if salt else batch[: options.at_once]
-        began, computed = time.perf_counter(), time.process_time()
+        began, computed, steps = time.perf_counter(), time.process_time(), llm._core.stats().steps_total
         outputs = llm.generate(batch, params, use_tqdm=False)
         seconds, computed = time.perf_counter() - began, time.process_time() - computed
         assert all(len(output.outputs[0].token_ids) == OUT for output in outputs)
         if salt:
-            print(json.dumps([seconds, computed]), flush=True)
+            print(json.dumps([seconds, computed, llm._core.stats().steps_total - steps]), flush=True)
 
 
 def offline_rate(options: argparse.Namespace, directory: Path) -> float:
@@ -83,10 +83,11 @@ def offline_rate(options: argparse.Namespace, directory: Path) -> float:
     command = [sys.executable, __file__, *own, "--offline", str(directory)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
-    best, computed = min(rounds)
-    each = ", ".join(f"{options.requests / seconds:,.0f}" for seconds, _ in rounds)
+    best, computed, steps = min(rounds)
+    each = ", ".join(f"{options.requests / seconds:,.0f}" for seconds, *_ in rounds)
     print(
-        f"offline: {options.requests / best:,.0f} requests/s (of each round {each}); {1e3 * computed / options.requests:.3f} ms of processor time each",
+        f"offline: {options.requests / best:,.0f} requests/s (of each round {each}); {steps} steps of {1e3 * best / steps:.1f} ms; "
+        f"{1e3 * computed / options.requests:.3f} ms of processor time each",
         flush=True,
     )
     return float(options.requests / best)
@@ -95,6 +96,14 @@ def offline_rate(options: argparse.Namespace, directory: Path) -> float:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def steps_of(url: str) -> int:
+    """The engine's steps so far, as far as its figures have come (every 0.1 s)."""
+    time.sleep(0.3)
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return int(float(next(line for line in lines if line.startswith("pagerunner:steps_total")).split()[-1]))
 
 
 def processes(pid: int) -> tuple[int, list[int]]:
@@ -127,6 +136,7 @@ def online(options: argparse.Namespace, directory: Path, servers: int, alone: fl
                 whole = planned(options, target, 100 + salt)
                 whole = whole if salt else whole[: 2 * options.at_once]
                 share = Share(url=f"{url}/v1/completions", headers={}, requests=whole, max_concurrency=options.at_once)
+                steps = steps_of(url)
                 before = [cpu_seconds(core), sum(map(cpu_seconds, api))]
                 outcome = measure(share, options.clients, lambda: None)
                 spent = [cpu_seconds(core) - before[0], sum(map(cpu_seconds, api)) - before[1]]
@@ -136,9 +146,10 @@ def online(options: argparse.Namespace, directory: Path, servers: int, alone: fl
                     continue
                 assert all(one.output_len == OUT for one in outcome.samples)
                 rates.append(len(whole) / outcome.seconds)
+                steps = steps_of(url) - steps
                 core_ms, api_ms = (1e3 * one / len(whole) for one in spent)
                 print(
-                    f"{servers:2} API processes: {rates[-1]:7,.0f} requests/s, {rates[-1] / alone:.2f} of offline; ms of processor time for a request: core {core_ms:.3f} "
+                    f"{servers:2} API processes: {rates[-1]:7,.0f} requests/s, {rates[-1] / alone:.2f} of offline, {steps} steps of {1e3 * outcome.seconds / steps:.1f} ms; ms of processor time for a request: core {core_ms:.3f} "
                     f"(busy {spent[0] / outcome.seconds:.0%}), API {api_ms:.3f} (each {spent[1] / outcome.seconds / len(api):.0%}); client {outcome.busy:.0%}",
                     flush=True,
                 )
