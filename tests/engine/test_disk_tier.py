@@ -262,7 +262,7 @@ def test_a_directory_that_cannot_be_is_refused_at_the_start(checkpoint: Callable
 
 
 def test_of_more_prompts_than_have_room_in_host_memory_each_is_read_in_its_turn(
-    checkpoint: Callable[[str], str], tmp_path: Path
+    checkpoint: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [[(i * j) % 480 + 5 for j in range(130)] for i in range(1, 9)]
     path = checkpoint("qwen3")
@@ -276,6 +276,15 @@ def test_of_more_prompts_than_have_room_in_host_memory_each_is_read_in_its_turn(
     page_bytes = second._core.memory_plan.groups[0].page_bytes
     second._core._scheduler.tiers.host.num_bytes = int(2 * 3.2 * 8 * page_bytes)  # half of it has room for three
     assert run(second, prompts) == (wanted, [128] * 8)
+    assert second.stats().tier.disk.given_up == 0
+    second.reset_prefix_cache()
+    third = engine(path, tmp_path)
+    until(lambda: third._core._executor.host_ready >= third._core._scheduler.tiers.host.num_bytes)
+    below(third)._store._stats.read_rate = 1e12
+    third._core._scheduler.tiers.host.num_bytes = int(1.8 * 8 * page_bytes)  # half of it has no room even for one
+    assert run(third, prompts[:2]) == (wanted[:2], [0] * 2)
+    assert third.stats().tier.disk.given_up == 2
+    assert sum("have no room in host memory and are computed" in line for line in caplog.messages) == 1
 
 
 def test_an_idle_engine_says_that_what_was_written_is_used_no_more(

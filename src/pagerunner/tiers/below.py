@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from pagerunner.logs import SparingLog
 from pagerunner.memory.prefix import PageKey, PrefixChain
 from pagerunner.memory.rules import GroupRule
 from pagerunner.tiers.host import HostTier
@@ -251,12 +252,20 @@ class Below(Arrivals[Request]):
         self.skipped = self.hits = 0
         self._store: KeepingOf[Any] = store
         self._store_stats = store_stats
+        self._refusals = SparingLog(logger, seconds=60)
         self._numbers = itertools.count()
         self._writes: dict[int, _Moving[Request]] = {}
 
     def fetch(self, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]) -> bool:
         """`read` by a number of its own."""
         return self.read(next(self._numbers), request, keys, beside)
+
+    def give_up(self) -> None:
+        """A request's pages have no room in host memory, and won't."""
+        self.given_up += 1
+        self._refusals.warn(
+            "A prompt's pages of the disk have no room in host memory and are computed; raise kv_offloading_size."
+        )
 
     def keep(self, pages: Sequence[Sequence[int]]) -> None:
         """Begin to write those of these pages of host memory, by group in the order of tokens, that the store doesn't have. If not all fit, the first."""

@@ -404,7 +404,7 @@ class Tiering:
             return False
         if (self._line and not self._room_may_be()) or not below.fetch(request, keys, beside):
             if not self._frees() or self._bytes_of(keys) > MOST_READ * self.host.num_bytes:
-                below.given_up += 1
+                below.give_up()
                 return False
             self._line.add(request)
             self._no_room_at, self._refused = below.released, None
