@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection
+from typing import NoReturn
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
@@ -15,7 +16,12 @@ _MANY_IDS = 256
 def require(condition: bool, param: str, message: str) -> None:
     """Raise InvalidRequestError(f"{param} {message}") unless the condition holds."""
     if not condition:
-        raise InvalidRequestError(f"{param} {message}", param=param)
+        refuse(param, message)
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Raise InvalidRequestError(f"{param} {message}"). What is checked often makes its message only where it is needed."""
+    raise InvalidRequestError(f"{param} {message}", param=param)
 
 
 def check_rank(param: str, rank: int, count: int) -> int:

@@ -15,11 +15,13 @@ from pagerunner.types.checks import (
     is_finite,
     is_int,
     range_text,
+    refuse,
     require,
     show,
 )
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
+_KINDS = get_args(OutputKind)
 
 
 class StructuredOutputsParams(
@@ -133,78 +135,67 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         self._normalise()
 
     def _check_types(self) -> None:
+        # Sentences are made only where something is wrong: a request is checked by the frontend and by the core, between two steps.
         for name in ("n", "top_k", "min_tokens"):
-            value = getattr(self, name)
-            require(is_int(value), name, f"must be an integer of at most 64 bits, got {show(value)}.")
+            if not is_int(value := getattr(self, name)):
+                refuse(name, f"must be an integer of at most 64 bits, got {show(value)}.")
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(
-                value is None or is_int(value),
-                name,
-                f"must be an integer of at most 64 bits or None, got {show(value)}.",
-            )
+            if (value := getattr(self, name)) is not None and not is_int(value):
+                refuse(name, f"must be an integer of at most 64 bits or None, got {show(value)}.")
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            value = getattr(self, name)
-            require(is_finite(value), name, f"must be a finite number, got {show(value)}.")
+            if not is_finite(value := getattr(self, name)):
+                refuse(name, f"must be a finite number, got {show(value)}.")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, f"must be true or false, got {show(value)}.")
-        kinds = get_args(OutputKind)
-        require(
-            self.output_kind in kinds,
-            "output_kind",
-            f"must be one of {', '.join(kinds)}, got {show(self.output_kind)}.",
-        )
+            if not isinstance(value := getattr(self, name), bool):
+                refuse(name, f"must be true or false, got {show(value)}.")
+        if self.output_kind not in _KINDS:
+            refuse("output_kind", f"must be one of {', '.join(_KINDS)}, got {show(self.output_kind)}.")
         wanted = self.structured_outputs
-        require(
-            wanted is None or isinstance(wanted, StructuredOutputsParams),
-            "structured_outputs",
-            f"must be a StructuredOutputsParams, got {show(wanted)}.",
-        )
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            refuse("structured_outputs", f"must be a StructuredOutputsParams, got {show(wanted)}.")
 
     def _check_filters(self) -> None:
-        require(self.temperature >= 0, "temperature", f"must be at least 0, got {show(self.temperature)}.")
-        require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {show(self.top_p)}.")
-        require(self.top_k >= -1, "top_k", f"must be -1 or 0 (off) or at least 1, got {show(self.top_k)}.")
-        require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {show(self.min_p)}.")
+        if not self.temperature >= 0:
+            refuse("temperature", f"must be at least 0, got {show(self.temperature)}.")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", f"must be in (0, 1], got {show(self.top_p)}.")
+        if not self.top_k >= -1:
+            refuse("top_k", f"must be -1 or 0 (off) or at least 1, got {show(self.top_k)}.")
+        if not 0 <= self.min_p <= 1:
+            refuse("min_p", f"must be in [0, 1], got {show(self.min_p)}.")
         for name in ("presence_penalty", "frequency_penalty"):
-            require(-2 <= getattr(self, name) <= 2, name, f"must be in [-2, 2], got {show(getattr(self, name))}.")
-        require(
-            self.repetition_penalty > 0,
-            "repetition_penalty",
-            f"must be greater than 0, got {show(self.repetition_penalty)}.",
-        )
+            if not -2 <= (value := getattr(self, name)) <= 2:
+                refuse(name, f"must be in [-2, 2], got {show(value)}.")
+        if not self.repetition_penalty > 0:
+            refuse("repetition_penalty", f"must be greater than 0, got {show(self.repetition_penalty)}.")
 
     def _check_lengths(self) -> None:
-        require(1 <= self.n <= limits.MAX_N, "n", range_text(self.n, 1, "MAX_N"))
+        if not 1 <= self.n <= limits.MAX_N:
+            refuse("n", range_text(self.n, 1, "MAX_N"))
         for name in ("max_tokens", "min_tokens"):
-            at_most(getattr(self, name) or 0, "MAX_TOKENS", name, f"is {getattr(self, name)}")
-        require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "max_tokens",
-            f"must be at least 1, got {show(self.max_tokens)}.",
-        )
-        require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {show(self.min_tokens)}.")
-        require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            f"is {show(self.min_tokens)}, more than max_tokens={show(self.max_tokens)}.",
-        )
+            if (value := getattr(self, name) or 0) > limits.MAX_TOKENS:
+                at_most(value, "MAX_TOKENS", name, f"is {value}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            refuse("max_tokens", f"must be at least 1, got {show(self.max_tokens)}.")
+        if self.min_tokens < 0:
+            refuse("min_tokens", f"must be at least 0, got {show(self.min_tokens)}.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            refuse("min_tokens", f"is {show(self.min_tokens)}, more than max_tokens={show(self.max_tokens)}.")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(
-                value is None or 0 <= value <= limits.MAX_LOGPROBS,
-                name,
-                range_text(value, 0, "MAX_LOGPROBS"),
-            )
+            if value is not None and not 0 <= value <= limits.MAX_LOGPROBS:
+                refuse(name, range_text(value, 0, "MAX_LOGPROBS"))
 
     def _normalise(self) -> None:
         put = msgspec.structs.force_setattr
-        put(self, "stop", as_strings("stop", self.stop, "MAX_STOP_STRINGS"))
-        length = sum(map(len, self.stop or ()))
-        at_most(length, "MAX_STOP_CHARS", "stop", f"has {length} characters in all")
-        put(self, "bad_words", as_strings("bad_words", self.bad_words, "MAX_BAD_WORDS"))
-        put(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
+        if self.stop != ():
+            put(self, "stop", as_strings("stop", self.stop, "MAX_STOP_STRINGS"))
+            length = sum(map(len, self.stop or ()))
+            at_most(length, "MAX_STOP_CHARS", "stop", f"has {length} characters in all")
+        if self.bad_words != ():
+            put(self, "bad_words", as_strings("bad_words", self.bad_words, "MAX_BAD_WORDS"))
+        if self.stop_token_ids != ():
+            put(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
         put(self, "top_k", max(self.top_k, 0))
         if self.allowed_token_ids is not None:
             allowed = as_token_ids("allowed_token_ids", self.allowed_token_ids, "MAX_ALLOWED_TOKEN_IDS")

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pagerunner import limits
-from pagerunner.types.checks import at_most, extremes, is_int, require, show
+from pagerunner.types.checks import at_most, extremes, is_int, refuse, require, show
 from pagerunner.types.kv_transfer import KVTransferParams
 from pagerunner.types.params import SamplingParams
 
@@ -61,28 +61,27 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
         params, prompt = self.params, self.prompt_token_ids
-        require(is_int(self.seed), "seed", f"must be an integer of at most 64 bits, got {show(self.seed)}.")
-        require(is_int(self.priority), "priority", f"must be an integer of at most 64 bits, got {show(self.priority)}.")
-        require(math.isfinite(self.arrival_time), "arrival_time", f"must be finite, got {show(self.arrival_time)}.")
-        require(
-            is_int(self.max_tokens) and self.max_tokens >= 1,
-            "max_tokens",
-            f"is {show(self.max_tokens)}, not 1 or more.",
-        )
-        at_most(self.max_tokens, "MAX_TOKENS", "max_tokens", f"is {self.max_tokens}")
-        require(
-            params.min_tokens <= self.max_tokens,
-            "min_tokens",
-            f"is {params.min_tokens}, more than the {self.max_tokens} tokens that the request may generate (max_tokens).",
-        )
+        for name in ("seed", "priority"):
+            if not is_int(value := getattr(self, name)):
+                refuse(name, f"must be an integer of at most 64 bits, got {show(value)}.")
+        if not math.isfinite(self.arrival_time):
+            refuse("arrival_time", f"must be finite, got {show(self.arrival_time)}.")
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
+            refuse("max_tokens", f"is {show(self.max_tokens)}, not 1 or more.")
+        if self.max_tokens > limits.MAX_TOKENS:
+            at_most(self.max_tokens, "MAX_TOKENS", "max_tokens", f"is {self.max_tokens}")
+        if params.min_tokens > self.max_tokens:
+            said = f"the {self.max_tokens} tokens that the request may generate (max_tokens)"
+            refuse("min_tokens", f"is {params.min_tokens}, more than {said}.")
         require(extremes(prompt)[0] >= 0, "prompt", "holds a negative token id.")
-        at_most(len(self.cache_salt), "MAX_SALT_CHARS", "cache_salt", f"has {len(self.cache_salt)} characters")
-        words = self.bad_words_ids
-        total = sum(map(len, words))
-        require(not words or min(map(len, words)) > 0, "bad_words", "holds a word without tokens.")
-        at_most(total, "MAX_BAD_WORD_TOKENS", "bad_words", f"has {total} tokens in all")
-        longest = max(map(len, words), default=0)
-        at_most(longest, "MAX_BAD_WORD_LENGTH", "bad_words", f"holds a word of {longest} tokens")
+        if self.cache_salt:
+            at_most(len(self.cache_salt), "MAX_SALT_CHARS", "cache_salt", f"has {len(self.cache_salt)} characters")
+        if words := self.bad_words_ids:
+            total = sum(map(len, words))
+            require(min(map(len, words)) > 0, "bad_words", "holds a word without tokens.")
+            at_most(total, "MAX_BAD_WORD_TOKENS", "bad_words", f"has {total} tokens in all")
+            longest = max(map(len, words))
+            at_most(longest, "MAX_BAD_WORD_LENGTH", "bad_words", f"holds a word of {longest} tokens")
 
     def siblings(self, others: Sequence[tuple[str, int]]) -> list[EngineRequest]:
         """More sequences of the same request, by id and seed.
