@@ -407,3 +407,22 @@ def test_a_refusal_is_one_line_in_the_log(
         server.post("/v1/completions", {"prompt": "a", "nope": 1})
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 19 and lines[-1].endswith("(7 lines of this kind were left out before.)")
+
+
+def test_equal_times_between_tokens_count_as_if_each_came_alone() -> None:
+    several, single = Metrics("m"), Metrics("m")
+    for seconds, count in ((0.25, 3), (0.075, 1), (4096.0, 2), (0.0, 1)):
+        several.on_inter_token(seconds, count)
+        for _ in range(count):
+            single.on_inter_token(seconds)
+    name = "vllm:inter_token_latency_seconds"
+    found, expected = (
+        [
+            (sample.name, sample.labels, sample.value)
+            for one in text_string_to_metric_families(metrics.render().decode())
+            for sample in one.samples
+            if sample.name.startswith(name) and not sample.name.endswith("_created")
+        ]
+        for metrics in (several, single)
+    )
+    assert found == expected and (f"{name}_count", {"model_name": "m", "engine": "0"}, 7.0) in found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import msgspec
@@ -247,6 +248,15 @@ _GROUP_TOTALS = {
 }
 
 
+class EqualHistogram(Histogram):
+    """A histogram that takes equal values at once. In files that processes share, each value costs 5 us."""
+
+    def observe_equal(self, amount: float, count: int) -> None:
+        """As `observe(amount)`, so many times."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+
+
 class Latencies:
     """The latest latencies of an engine, kept while it is `open`."""
 
@@ -312,7 +322,7 @@ class Metrics(EngineObserver):
             name: shared.family(Counter, f"vllm:{name}", text).labels(**values) for name, text in _TOKENS.items()
         }
         self._histograms = {
-            name: shared.family(Histogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
+            name: shared.family(EqualHistogram, f"vllm:{name}", text, buckets=buckets).labels(**values)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         text = "Finished sequences by reason."
@@ -444,11 +454,11 @@ class Metrics(EngineObserver):
         if self.latencies.open:
             self.latencies.first_token.append(seconds)
 
-    def on_inter_token(self, seconds: float) -> None:
-        """Observe a time between two tokens."""
-        self._histograms["inter_token_latency_seconds"].observe(seconds)
+    def on_inter_token(self, seconds: float, count: int = 1) -> None:
+        """Observe a time between two tokens, of so many sequences."""
+        self._histograms["inter_token_latency_seconds"].observe_equal(seconds, count)
         if self.latencies.open:
-            self.latencies.inter_token.append(seconds)
+            self.latencies.inter_token.extend(repeat(seconds, count))
 
     def on_started(self, request: EngineRequest) -> None:
         """Tell the spans."""

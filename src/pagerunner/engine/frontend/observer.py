@@ -68,8 +68,8 @@ class EngineObserver:
     def on_first_token(self, seconds: float) -> None:
         """A sequence's first token, measured from its request's arrival."""
 
-    def on_inter_token(self, seconds: float) -> None:
-        """Time between two tokens of one sequence."""
+    def on_inter_token(self, seconds: float, count: int = 1) -> None:
+        """Time between two tokens of one sequence, or of each of `count` sequences: those that run side by side have the same times."""
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """A sequence has ended."""

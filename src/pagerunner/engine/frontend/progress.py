@@ -87,6 +87,7 @@ class ProgressMeter:
         self.touch()
         now = self._progress_at
         prompt = cached = external = generated = 0
+        gaps: dict[float, int] = {}
         for update in updates:
             sequence = self._sequences.get(update.request_id)
             if sequence is None:
@@ -104,13 +105,16 @@ class ProgressMeter:
                     external += update.num_external_computed_tokens
                     self._observer.on_first_token(now - sequence.arrival)
                 else:
-                    self._observer.on_inter_token((now - sequence.last_token) / count)
+                    gap = (now - sequence.last_token) / count
+                    gaps[gap] = gaps.get(gap, 0) + 1
                 generated += count
                 sequence.last_token = now
                 sequence.generation_tokens += count
             if update.finish_reason is not None:
                 del self._sequences[update.request_id]
                 self._finish(sequence, update.finish_reason, now)
+        for gap, times in gaps.items():
+            self._observer.on_inter_token(gap, times)
         if prompt or generated:
             self._observer.on_step(prompt, cached, generated, external)
 
