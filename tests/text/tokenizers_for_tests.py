@@ -24,6 +24,7 @@ class TestTokenizer:
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend
         self.num_decodes = 0
+        self.joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -22,6 +22,8 @@ class TokenTable:
         self._bytes: dict[int, bool] = {}
         self._silent: tuple[dict[int, bool], dict[int, bool]] = ({}, {})
         self._texts: dict[int, str] = {}
+        self.joins_bytes = decoder.joins_bytes
+        self._whole: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
 
     def is_byte(self, token: int) -> bool:
         """Whether the token stands for one byte of a character that the vocabulary lacks (byte fallback)."""
@@ -42,6 +44,16 @@ class TokenTable:
             # Twice, because a decoder may strip the only space of a text's first token.
             known = table[token] = self.decoder.decode([token, token], skip_special_tokens) == ""
         return known
+
+    def whole(self, token: int, skip_special_tokens: bool) -> str | None:
+        """What the token adds to any text of whole characters; None where that can't be said of a token alone."""
+        table = self._whole[skip_special_tokens]
+        try:
+            return table[token]
+        except KeyError:
+            text = self.decoder.decode([token], skip_special_tokens) if self.joins_bytes else _REPLACEMENT
+            table[token] = None if _REPLACEMENT in text else text
+            return table[token]
 
     def text(self, token: int) -> str:
         """The token's own text in the middle of a text (with the space that a word starts with)."""
@@ -72,6 +84,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
+        if not self._window and (whole := self._table.whole(token, self._skip)) is not None:
+            return whole
         if self._table.is_silent(token, self._skip):
             return ""
         self._window.append(token)
@@ -83,12 +97,16 @@ class Detokenizer:
             certain -= 1
         piece = text[self._emitted : certain]
         self._emitted = max(self._emitted, certain)
-        if len(self._window) >= _WINDOW:
+        if self._table.joins_bytes and certain == len(text):  # all characters are whole
+            self._window, self._emitted = [], 0
+        elif len(self._window) >= _WINDOW:
             self._shorten(text)
         return piece
 
     def flush(self) -> str:
         """The rest, when no token follows."""
+        if not self._window:
+            return ""
         text = self._table.decoder.decode(self._window, self._skip)
         piece = text[self._emitted :]
         self._emitted = max(self._emitted, len(text))

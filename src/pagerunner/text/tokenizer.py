@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagerunner.errors import CheckpointError, InvalidRequestError
@@ -143,6 +143,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not whole characters become U+FFFD, ids beyond the vocabulary nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    @property
+    def joins_bytes(self) -> bool:
+        """Whether a text is its tokens' bytes, one after another, whatever the tokens are."""
+        return isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def apply_chat_template(
         self,
