@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from pagerunner import __version__
 from pagerunner.errors import PagerunnerError
@@ -109,11 +111,24 @@ class _Routes:
         self._app.add_api_route(
             path, marked(guarded, access), methods=[method], openapi_extra=extra, response_class=Response
         )
+        self._call_directly(guarded)
 
     def hidden(self, path: str, handler: Handler, access: Access) -> None:
         """A page for people, which the document leaves out."""
         guarded = marked(_guarded(handler), access)
         self._app.add_api_route(path, guarded, include_in_schema=False, response_class=Response)
+        self._call_directly(guarded)
+
+    def _call_directly(self, handler: Handler) -> None:
+        """Have the latest route call its handler itself: there is nothing to read from the request for it, and every exception is handled there."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await handler(Request(scope, receive, send))
+            await response(scope, receive, send)
+
+        route = self._app.routes[-1]
+        assert isinstance(route, APIRoute)
+        route.app = app
 
     def _document(self) -> dict[str, Any]:
         document = FastAPI.openapi(self._app)
