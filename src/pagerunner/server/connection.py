@@ -16,7 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pagerunner import limits
 from pagerunner.logs import SparingLog
 from pagerunner.server.errors import HttpError, error_body, one_line
-from pagerunner.server.http import EVENT_STREAM
+from pagerunner.server.event_writer import EventWriter
+from pagerunner.server.http import EVENT_STREAM, EVENT_WRITER
 from pagerunner.server.lingering import LingeringTransport
 from pagerunner.server.strict_http import StrictConnection
 
@@ -103,6 +104,12 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         self._watch()
+
+    def handle_events(self) -> None:
+        """Begin requests that have come, whose streams write their events past h11."""
+        super().handle_events()
+        if self.cycle is not None and EVENT_WRITER not in self.cycle.scope:
+            self.cycle.scope[EVENT_WRITER] = EventWriter(self.cycle, self._lingering)  # type: ignore[literal-required]
 
     def on_response_complete(self) -> None:
         """An answer is given; the next request is due, or the rest of this one."""

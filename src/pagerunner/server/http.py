@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,6 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.errors import HttpError, short
+
+if TYPE_CHECKING:
+    from pagerunner.server.event_writer import EventWriter
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
@@ -180,31 +183,58 @@ async def _disconnected(receive: Receive) -> None:
 
 EVENT_STREAM = "pagerunner.event_stream"
 """In a request's scope: its answer is a stream of events, each written whole."""
+EVENT_WRITER = "pagerunner.event_writer"
+"""In a request's scope: the EventWriter of its connection."""
+
+
+class LastEvents(bytes):
+    """The events that end a stream. They and the answer's end are sent in one piece."""
 
 
 class EventStream(Response):
-    """A text/event-stream of ready-made events; the source is closed when the client leaves or the events end."""
+    """A text/event-stream of ready-made events; the source is closed when the client leaves or the events end.
+
+    If it has `begun`, the first event is there, and is sent in one piece with the answer's beginning.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close_source: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close_source: Callable[[], Awaitable[None]], *, begun: bool = False
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._close_source = close_source
+        self._close_source, self._begun = close_source, begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[EVENT_STREAM] = True
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(send, scope.get(EVENT_WRITER)))
         except (ClientGoneError, OSError):
             pass  # a client may leave at any time; the source is closed below
         finally:
             await self._events.aclose()
             await self._close_source()  # the events may never have been started
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_all(self, send: Send, writer: EventWriter | None) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        if writer is None or not writer.fits:
+            await send(start)
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            return await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            if self._begun:
+                writer.hold()
+            await send(start)
+            async for event in self._events:
+                if isinstance(event, LastEvents):
+                    writer.hold()
+                    await writer.write(event)
+                else:
+                    await writer.write(event)
+                    writer.release()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            writer.release()

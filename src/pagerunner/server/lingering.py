@@ -21,9 +21,27 @@ class LingeringTransport:
         self._transport = transport
         self._is_sending = is_sending
         self._end: asyncio.TimerHandle | None = None
+        self._held: list[bytes] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep it while the transport holds what is written."""
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    def hold(self) -> None:
+        """Keep what is written until `release` or the end."""
+        self._held = self._held or []
+
+    def release(self) -> None:
+        """Send what was kept in one piece."""
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
 
     def is_closing(self) -> bool:
         """Whether nothing more is to be read or written."""
@@ -31,6 +49,7 @@ class LingeringTransport:
 
     def close(self) -> None:
         """Send what is written and close: now, or once the client has stopped sending."""
+        self.release()
         if self.is_closing():
             return
         if not (self._is_sending() and self._transport.can_write_eof()):

@@ -22,7 +22,7 @@ from pagerunner.errors import InvalidRequestError, PagerunnerError
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.errors import HttpError, error_body, short
 from pagerunner.server.fanout import Indexed, TokenCounter, merged
-from pagerunner.server.http import EventStream
+from pagerunner.server.http import EventStream, LastEvents
 from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
@@ -249,7 +249,7 @@ async def collected(outputs: AsyncGenerator[Indexed, None]) -> list[RequestOutpu
     return [last[index] for index in sorted(last)]
 
 
-async def streamed(outputs: AsyncGenerator[Indexed, None], writer: StreamWriter) -> Response:
+async def streamed(outputs: AsyncGenerator[Indexed, None], writer: StreamWriter, prompts: int = 1) -> Response:
     """The call as server-sent events.
 
     Waits for the first output, so that a call that is refused gets an HTTP status.
@@ -259,28 +259,36 @@ async def streamed(outputs: AsyncGenerator[Indexed, None], writer: StreamWriter)
     except BaseException:
         await outputs.aclose()
         raise
-    return EventStream(_events(first, outputs, writer), outputs.aclose)
+    return EventStream(_events(first, outputs, writer, prompts), outputs.aclose, begun=True)
 
 
 async def _events(
-    first: Indexed, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter
+    first: Indexed, outputs: AsyncGenerator[Indexed, None], writer: StreamWriter, prompts: int
 ) -> AsyncGenerator[bytes, None]:
+    """What each output gives, as one piece of bytes; the last one with all that ends the stream."""
+    encode, data = writer.encode, b""
     try:
         for chunk in writer.first(first[1]):
-            yield writer.encode(chunk)
+            data += encode(chunk)
         for chunk in writer.chunks(*first):
-            yield writer.encode(chunk)
+            data += encode(chunk)
+        if prompts := prompts - first[1].finished:
+            yield data
+            data = b""
         async for index, output in outputs:
             for chunk in writer.chunks(index, output):
-                yield writer.encode(chunk)
+                data += encode(chunk)
+            prompts -= output.finished
+            if data and prompts:
+                yield data
+                data = b""
         for chunk in writer.last():
-            yield writer.encode(chunk)
+            data += encode(chunk)
     except Exception as error:  # the headers are sent, so the error can only go into the stream
         if not isinstance(error, PagerunnerError):
             logger.exception("A stream failed.")
-        yield writer.encode(writer.failed(error))
-    if writer.end:
-        yield writer.end
+        data += encode(writer.failed(error))
+    yield LastEvents(data + writer.end)
 
 
 class UsageReporter(TokenCounter):

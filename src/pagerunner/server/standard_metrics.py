@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagerunner.server.gate import ROUTE
+from pagerunner.server.http import EVENT_WRITER
 from pagerunner.server.metrics import bounds
 
 UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version", "/ui/live"))
@@ -138,4 +139,6 @@ class CountedRequests:
         finally:
             metrics.running -= calls
             metrics.serving.dec(calls)
+            if (writer := scope.get(EVENT_WRITER)) is not None:
+                size += writer.size
             metrics.count(scope, status, size, time.perf_counter() - started)

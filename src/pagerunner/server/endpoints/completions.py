@@ -42,7 +42,7 @@ class CompletionsEndpoint(Endpoint):
             outputs = _without_answers(outputs)
         shape = _Shape(request, params, echoes)
         if request.stream:
-            return await streamed(outputs, _Writer(call, shape, UsageReporter(options)))
+            return await streamed(outputs, _Writer(call, shape, UsageReporter(options)), len(prompts))
         return json_response(_answer(call, shape, await collected(outputs)))
 
     async def _prompts(self, request: CompletionRequest, params: SamplingParams) -> list[dict[str, Any]]:
