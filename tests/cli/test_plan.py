@@ -200,7 +200,7 @@ def test_weights_that_do_not_fit_alone_get_advice_that_helps(tmp_path, capsys) -
     assert "131.42 GiB in bfloat16" in said and "59.42 GiB more than" in said
     assert "a device with at least" in said
     assert "whose weights are in fp8 (67.69 GiB) or int4 (36.79 GiB)" in said
-    assert "So many ranks with such a device each would hold them: 2." in said
+    assert "So many ranks with such a device each would hold them (tensor_parallel_size): 2." in said
     for useless in ("max_num_seqs", "max_model_len", "larger gpu_memory_utilization", 'bfloat16", which'):
         assert useless not in said
 
@@ -208,7 +208,10 @@ def test_weights_that_do_not_fit_alone_get_advice_that_helps(tmp_path, capsys) -
 def test_weights_that_fit_in_no_form_hear_how_many_devices_would_hold_them(tmp_path, capsys) -> None:
     said = refused(capsys, place(tmp_path, "meta-llama/Llama-3.1-405B"), "--memory", "141GiB")
     assert "whose weights are in" not in said
-    assert "So many ranks with such a device each would hold them: 8, or 4 in fp8, or 2 in int4." in said
+    assert (
+        "So many ranks with such a device each would hold them (tensor_parallel_size): 8, or 4 in fp8, or 2 in int4."
+        in said
+    )
 
 
 def test_weights_of_several_ranks_are_said_to_be_those_of_each(tmp_path, capsys) -> None:
@@ -216,10 +219,10 @@ def test_weights_of_several_ranks_are_said_to_be_those_of_each(tmp_path, capsys)
     said = refused(capsys, model, "--memory", "40GiB", "-tp", "2")
     assert "The weights of each of 2 ranks alone take 65.71 GiB in bfloat16." in said
     assert "whose weights are in fp8 (33.85 GiB) or int4 (18.40 GiB)" in said
-    assert "would hold them: 4. A plan" in said
+    assert "would hold them (tensor_parallel_size): 4." in said
     assert weights(planned(capsys, model, "--memory", "40GiB", "-tp", "4", "--max-model-len", "4096")) < 36 * 2**30
     said = refused(capsys, model, "--memory", "40GiB", "-pp", "2")
-    assert "The weights of each of 2 ranks alone" in said and "would hold them: 4." in said
+    assert "The weights of each of 2 ranks alone" in said and "would hold them (tensor_parallel_size): 4." in said
     planned(capsys, model, "--memory", "40GiB", "-pp", "2", "-tp", "2", "--max-model-len", "4096")
     said = refused(capsys, model, "--memory", "256MiB", "-tp", "2")
     assert "Divided among 64 ranks, the most that work, they are still too large for each." in said
@@ -232,7 +235,7 @@ def test_weights_in_few_bits_are_told_of_still_fewer_if_there_are(tmp_path, caps
         "The weights (fp8, as stored) alone take 31.97 GiB" in said and "in int4 (" in said and "in fp8 (" not in said
     )
     said = refused(capsys, place(tmp_path, "openai/gpt-oss-120b"), "--memory", "48GiB")
-    assert "whose weights are in" not in said and "would hold them: 2." in said
+    assert "whose weights are in" not in said and "would hold them (tensor_parallel_size): 2." in said
     on_cpu = refused(capsys, place(tmp_path, "Qwen/Qwen3-8B"), "--memory", "24GiB", "--device", "cpu")
     assert "whose weights are in" not in on_cpu and 'dtype="bfloat16"' in on_cpu
 

@@ -130,6 +130,52 @@ def test_processes_compile_what_this_one_then_finds_in_the_cache(tmp_path, progr
     assert program != GIVEN_UP or not said.stderr
 
 
+TOGETHER = """
+import os, sys, time
+from pathlib import Path
+from triton import knobs
+from pagerunner.ops.kernels import compilers, pages
+
+def build(kernel):
+    Path(knobs.cache.dir, f"begun by {first}").touch()
+    found = Path(knobs.cache.dir, kernel.specialization)
+    if first and kernel.specialization == sys.argv[1]:
+        os._exit(1)
+    if not found.exists():
+        wait_for(not first)
+        found.touch()
+        os.write(1, f"{first} {kernel.specialization}\\n".encode())
+
+def wait_for(other):
+    while not Path(knobs.cache.dir, f"begun by {other}").exists():
+        time.sleep(0.01)
+
+compilers.build = build
+kernels = [compilers.Kernel(pages.__name__, "_fill_pages", str(number)) for number in range(8)]
+first = os.fork() > 0
+if first:
+    compilers.build_all(kernels, 3)
+    os.wait()
+else:
+    wait_for(True)
+    compilers.build_all(kernels, 3)
+    assert all(Path(knobs.cache.dir, kernel.specialization).exists() for kernel in kernels)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("fails", ["nothing", "0"])
+def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_there(tmp_path, fails):
+    """One that is killed while it compiles leaves its kernel to the other ones."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", TOGETHER, fails], env=env, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0 and not said.stderr, said.stderr
+    built = [line.split() for line in said.stdout.splitlines()]
+    assert sorted(number for _, number in built) == [*"01234567"]
+    assert ["False", "0"] in built if fails == "0" else {who for who, _ in built} == {"True", "False"}
+
+
 @pytest.mark.parametrize(
     "begun", ["import time; time.sleep(60)", "import sys, time; sys.stdin.readline(); time.sleep(60)"]
 )

@@ -210,6 +210,5 @@ def too_large(
     if not found:
         return f"{said} Divided among {most} ranks, the most that work, they are still too large for each."
     return (
-        f"{said} So many ranks with such a device each would hold them: {', or '.join(found)}. A plan divides a model among GPUs, a start "
-        "doesn't yet."
+        f"{said} So many ranks with such a device each would hold them (tensor_parallel_size): {', or '.join(found)}."
     )

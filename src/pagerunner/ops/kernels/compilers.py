@@ -3,11 +3,15 @@
 Triton's front end is Python, so threads of one process take turns in it. This process imports Triton and the kernels while its parent
 loads weights, and starts no thread and no device. So it may fork: a child for each core, which compiles one kernel after another into Triton's
 cache. What goes wrong here is left to the parent, which compiles what it doesn't find.
+
+Processes that share a cache divide the kernels, as those of an engine's ranks do: who compiles one has a lock, and the others turn to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import importlib
 import os
 import select
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -24,6 +29,7 @@ from pagerunner.threads import usable_cores
 
 _PATIENCE_SECONDS = 300.0  # for a parent that has not come to its kernels
 _INDEX = struct.Struct("H")
+_LOCKS = "pagerunner.lock"  # a file in Triton's cache; each kernel has a byte of it, which needn't be there
 
 
 class Kernel(msgspec.Struct):
@@ -79,6 +85,32 @@ def _code_length(kernel: Kernel) -> int:
         return 0
 
 
+def _build_in_turn(kernel: Kernel, locks: int | None, *, wait: bool) -> bool:
+    """Build a kernel, unless another process does. That is waited for, or else False."""
+    name = f"{_function(kernel).cache_key} {kernel.specialization}"
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+    if locks is not None:
+        try:
+            fcntl.lockf(locks, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, place)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:
+            locks = None  # the file system has no locks
+    try:
+        build(kernel)  # or find it in the cache
+    finally:
+        if locks is not None:
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, place)
+    return True
+
+
+def _open_locks() -> int | None:
+    with contextlib.suppress(OSError):
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+        return os.open(os.path.join(knobs.cache.dir, _LOCKS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return None
+
+
 def build_all(kernels: list[Kernel], workers: int) -> None:
     """Build kernels in as many forked processes; returns when all have ended. Those with most code come first."""
     lengths = [_code_length(kernel) for kernel in kernels]
@@ -90,10 +122,16 @@ def build_all(kernels: list[Kernel], workers: int) -> None:
     for _ in range(min(workers, len(kernels))):
         if (child := os.fork()) == 0:
             os.close(add)
+            put_off, locks = [], _open_locks()
             try:
                 while index := os.read(todo, _INDEX.size):
+                    kernel = kernels[_INDEX.unpack(index)[0]]
                     with contextlib.suppress(Exception):
-                        build(kernels[_INDEX.unpack(index)[0]])
+                        if not _build_in_turn(kernel, locks, wait=False):
+                            put_off.append(kernel)
+                for kernel in put_off:
+                    with contextlib.suppress(Exception):
+                        _build_in_turn(kernel, locks, wait=True)
             finally:
                 os._exit(0)
         started.append(child)
