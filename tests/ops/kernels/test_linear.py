@@ -12,6 +12,9 @@ from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_l
 TOKENS = [1, 2, 3, 4, 7]
 
 
+usual_config = kernels.rows_config
+
+
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
@@ -83,3 +86,10 @@ def test_what_these_kernels_do_not_read_goes_to_the_library(monkeypatch):
     linear_add_.kernel(x, weight, residual)
     torch.testing.assert_close(residual, x @ weight.t())
     torch.testing.assert_close(linear.kernel(x[:1], weight.t().contiguous().t()), x[:1] @ weight.t())
+
+
+def test_blocks_of_one_token_are_filled() -> None:
+    """Two ranks divide 12,288 inputs into 6,144, of which two blocks of 4,096 would leave a quarter of the threads without work."""
+    found = {inputs: usual_config(inputs, False).inputs for inputs in (4096, 5120, 6144, 9728, 12288, 14336)}
+    assert found == {4096: 4096, 5120: 2048, 6144: 2048, 9728: 2048, 12288: 4096, 14336: 4096}
+    assert usual_config(6144, False) == (4, 2048, 4) and usual_config(6144, True).inputs == 4096
