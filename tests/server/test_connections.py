@@ -236,16 +236,16 @@ def test_a_client_that_only_reads_any_more_gets_its_answers(server: RunningServe
 
 
 def test_a_client_that_leaves_a_stream_ends_its_request_though_no_token_comes(server: RunningServer) -> None:
-    with connected(server) as client:
-        client.sendall(request({**STREAM, "max_tokens": 1500}))
-        assert client.recv(65536).startswith(b"HTTP/1.1 200")
-        assert server.post("/pause?mode=keep").status_code == 200
-        client.settimeout(0.3)
-        with contextlib.suppress(TimeoutError):  # a system answers a close at once where something is unread
-            while client.recv(65536):
-                pass
-        assert server.engine.num_unfinished == 1
     try:
+        with connected(server) as client:
+            client.sendall(request({**STREAM, "max_tokens": 1500, "n": 8}))  # which take longer than to pause
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+            assert server.post("/pause?mode=keep").status_code == 200
+            client.settimeout(0.3)
+            with contextlib.suppress(TimeoutError):  # a system answers a close at once where something is unread
+                while client.recv(65536):
+                    pass
+            assert server.engine.num_unfinished == 8
         until(lambda: not server.engine.num_unfinished, 5)
     finally:
         assert server.post("/resume").status_code == 200
