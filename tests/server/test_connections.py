@@ -548,3 +548,35 @@ def test_bodies_of_ten_megabytes(server: RunningServer) -> None:
     assert server.post("/v1/completions", content=b"x" * (limits.MAX_BODY_BYTES + 1)).status_code == 413
     answer_ = server.openai().completions.create(model=MODEL, prompt="abc", max_tokens=1)
     assert answer_.choices
+
+
+def test_a_stream_is_the_same_with_and_without_chunks(server: RunningServer) -> None:
+    def counted() -> float:
+        lines = server.get("/metrics").text.splitlines()
+        name = 'http_response_size_bytes_sum{handler="/v1/completions"}'
+        return float(next((line.split()[-1] for line in lines if line.startswith(name)), 0))
+
+    def stream(version: bytes) -> tuple[bytes, bytes, float]:
+        before = counted()
+        with connected(server) as client:
+            client.sendall(
+                request(STREAM).replace(b"HTTP/1.1", version).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+            )
+            head, _, body = read_to_end(client).partition(b"\r\n\r\n")
+        until(lambda: counted() > before, 5)
+        return head.lower(), body, counted() - before
+
+    (old, plain, plain_size), (new, chunked, chunked_size) = map(stream, (b"HTTP/1.0", b"HTTP/1.1"))
+    assert b"chunked" in new and b"chunked" not in old and chunked.endswith(b"\r\n0\r\n\r\n")
+    events, rest = b"", chunked
+    while rest != b"0\r\n\r\n":
+        size, _, rest = rest.partition(b"\r\n")
+        piece, end, rest = rest[: int(size, 16)], rest[int(size, 16) :][:2], rest[int(size, 16) + 2 :]
+        assert end == b"\r\n" and piece.endswith(b"\n\n")  # whole events
+        events += piece
+    assert (plain_size, chunked_size) == (len(plain), len(events))
+    texts = [
+        "".join(json.loads(line[6:])["choices"][0]["text"] for line in body.split(b"\n\n") if line[6:7] == b"{")
+        for body in (plain, events)
+    ]
+    assert texts[0] == texts[1] != "" and plain.endswith(b"data: [DONE]\n\n") and events.endswith(b"data: [DONE]\n\n")

@@ -27,9 +27,9 @@ from pagerunner.server.endpoints.invocations import InvocationRequest, Invocatio
 from pagerunner.server.endpoints.messages import MessagesEndpoint
 from pagerunner.server.endpoints.responses import ResponsesEndpoint
 from pagerunner.server.endpoints.tokens import DetokenizeRequest, TokenizeAnswer, TokenizeRequest, Tokens
-from pagerunner.server.errors import HttpError, error_response, one_line, short
+from pagerunner.server.errors import ClientGoneError, HttpError, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
-from pagerunner.server.http import ClientGoneError, read_body, unless_gone
+from pagerunner.server.http import CLIENT_LINK, read_body, unless_gone
 from pagerunner.server.live import LiveFeed
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.openapi import operation, schemas_of
@@ -188,7 +188,7 @@ def _while_there(handler: Handler) -> Handler:
 
     async def watched(request: Request) -> Response:
         request.state.body = await read_body(request)
-        return await unless_gone(request.receive, handler(request))
+        return await unless_gone(request.receive, handler(request), request.scope.get(CLIENT_LINK))
 
     return watched
 

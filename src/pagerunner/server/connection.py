@@ -15,9 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagerunner import limits
 from pagerunner.logs import SparingLog
+from pagerunner.server.client_link import ClientLink
 from pagerunner.server.errors import HttpError, error_body, one_line
-from pagerunner.server.event_writer import EventWriter
-from pagerunner.server.http import EVENT_STREAM, EVENT_WRITER
+from pagerunner.server.http import CLIENT_LINK, EVENT_STREAM
 from pagerunner.server.lingering import LingeringTransport
 from pagerunner.server.strict_http import StrictConnection
 
@@ -108,8 +108,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Begin requests that have come, whose streams write their events past h11."""
         super().handle_events()
-        if self.cycle is not None and EVENT_WRITER not in self.cycle.scope:
-            self.cycle.scope[EVENT_WRITER] = EventWriter(self.cycle, self._lingering)  # type: ignore[literal-required]
+        if self.cycle is not None and CLIENT_LINK not in self.cycle.scope:
+            self.cycle.scope[CLIENT_LINK] = ClientLink(self.cycle, self._lingering)  # type: ignore[literal-required]
 
     def on_response_complete(self) -> None:
         """An answer is given; the next request is due, or the rest of this one."""
@@ -157,6 +157,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         super().connection_lost(exc)
+        if self.cycle is not None and self.cycle.disconnected:
+            self.cycle.scope[CLIENT_LINK].tell_gone()  # type: ignore[literal-required]
         self._lingering.close_now()
         if self._deadline is not None:
             self._deadline.cancel()

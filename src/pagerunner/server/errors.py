@@ -49,6 +49,10 @@ _PARAM_CHARS = 200
 _RETRY_SECONDS = "2"
 
 
+class ClientGoneError(Exception):
+    """The client has closed the connection; nobody reads an answer."""
+
+
 class HttpError(Exception):
     """An answer other than 200 that is decided at the door."""
 

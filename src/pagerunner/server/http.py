@@ -16,10 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.server.errors import HttpError, short
+from pagerunner.server.errors import ClientGoneError, HttpError, short
 
 if TYPE_CHECKING:
-    from pagerunner.server.event_writer import EventWriter
+    from pagerunner.server.client_link import ClientLink
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
@@ -35,10 +35,6 @@ _HALVES = re.compile(
 _LONG_NAME = re.compile(r"`([^`]{97})[^`]{4,}`")
 _decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 """By the type of a body: making one takes as long as using it."""
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection; nobody reads an answer."""
 
 
 class _BodiesInFlight:
@@ -161,8 +157,13 @@ def _why(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Run `work`; cancel it and raise ClientGoneError when the client disconnects. The body must have been read."""
+async def unless_gone(receive: Receive, work: Awaitable[Result], link: ClientLink | None = None) -> Result:
+    """Run `work`; cancel it and raise ClientGoneError when the client disconnects. The body must have been read.
+
+    `link` is the request's, if the work may run in this task.
+    """
+    if link is not None:
+        return await link.unless_gone(work)
     running = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -183,8 +184,8 @@ async def _disconnected(receive: Receive) -> None:
 
 EVENT_STREAM = "pagerunner.event_stream"
 """In a request's scope: its answer is a stream of events, each written whole."""
-EVENT_WRITER = "pagerunner.event_writer"
-"""In a request's scope: the EventWriter of its connection."""
+CLIENT_LINK = "pagerunner.client_link"
+"""In a request's scope: the ClientLink of its connection."""
 
 
 class LastEvents(bytes):
@@ -210,31 +211,32 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[EVENT_STREAM] = True
         try:
-            await unless_gone(receive, self._send_all(send, scope.get(EVENT_WRITER)))
+            link = scope.get(CLIENT_LINK)
+            await unless_gone(receive, self._send_all(send, link), link)
         except (ClientGoneError, OSError):
             pass  # a client may leave at any time; the source is closed below
         finally:
             await self._events.aclose()
             await self._close_source()  # the events may never have been started
 
-    async def _send_all(self, send: Send, writer: EventWriter | None) -> None:
+    async def _send_all(self, send: Send, link: ClientLink | None) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        if writer is None or not writer.fits:
+        if link is None or not link.fits:
             await send(start)
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             return await send({"type": "http.response.body", "body": b"", "more_body": False})
         try:
             if self._begun:
-                writer.hold()
+                link.hold()
             await send(start)
             async for event in self._events:
                 if isinstance(event, LastEvents):
-                    writer.hold()
-                    await writer.write(event)
+                    link.hold()
+                    await link.write(event)
                 else:
-                    await writer.write(event)
-                    writer.release()
+                    await link.write(event)
+                    link.release()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            writer.release()
+            link.release()

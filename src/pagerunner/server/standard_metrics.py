@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagerunner.server.gate import ROUTE
-from pagerunner.server.http import EVENT_WRITER
+from pagerunner.server.http import CLIENT_LINK
 from pagerunner.server.metrics import bounds
 
 UNCOUNTED = frozenset(("/metrics", "/health", "/load", "/ping", "/version", "/ui/live"))
@@ -139,6 +139,6 @@ class CountedRequests:
         finally:
             metrics.running -= calls
             metrics.serving.dec(calls)
-            if (writer := scope.get(EVENT_WRITER)) is not None:
-                size += writer.size
+            if (link := scope.get(CLIENT_LINK)) is not None:
+                size += link.size
             metrics.count(scope, status, size, time.perf_counter() - started)

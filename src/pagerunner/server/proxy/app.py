@@ -21,9 +21,9 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.logs import SparingLog
 from pagerunner.memory.prefix import RecentPrompts
-from pagerunner.server.errors import HttpError, error_body, error_response, one_line, short
+from pagerunner.server.errors import ClientGoneError, HttpError, error_body, error_response, one_line, short
 from pagerunner.server.gate import Access, Gate, Keys, marked
-from pagerunner.server.http import ClientGoneError, read_body, unless_gone
+from pagerunner.server.http import read_body, unless_gone
 from pagerunner.server.lingering import LINGER_SECONDS
 from pagerunner.server.proxy import bodies
 from pagerunner.server.proxy.connection import CUT
