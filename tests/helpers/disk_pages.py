@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -74,6 +75,12 @@ def found(store: PageStore, numbers: Sequence[int], group: int = 0) -> list[int]
 def files(root: Path, ending: str = "") -> list[Path]:
     """The tier's files below a root, in the order of their age."""
     return sorted(path for path in (root / "pagerunner-pages").iterdir() if path.name.endswith(ending or ".pages"))
+
+
+def crashed(root: Path, to: Path) -> Path:
+    """What is left if the engine ends now: its files, without whatever it would do at its end."""
+    shutil.copytree(root, to)
+    return to
 
 
 def main(root: str, first: str, last: str, max_bytes: str, limit: str = "") -> None:

@@ -12,18 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.disk_pages import OF, SIZES, files, found, key_of, opened, outcomes, page_of, read, write
+from helpers.disk_pages import OF, SIZES, crashed, files, found, key_of, opened, outcomes, page_of, read, write
 from helpers.effort import effort
-from helpers.patience import patient, until
+from helpers.patience import until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
-from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
-from pagerunner.tiers.segments import Record, Segment
+from pagerunner.tiers.segments import Segment
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB: three pages of 12 KiB of disk do not fit, two do
 
@@ -38,12 +36,6 @@ def store(root: Path) -> Iterator[DiskStore]:
     made = opened(root)
     yield made
     made.close()
-
-
-def crashed(root: Path, to: Path) -> Path:
-    """What is left if the engine ends now: its files, without whatever it would do at its end."""
-    shutil.copytree(root, to)
-    return to
 
 
 def test_pages_are_there_after_a_restart(root: Path, store: DiskStore) -> None:
@@ -266,136 +258,6 @@ def test_whatever_is_done_to_the_files_a_page_is_right_or_a_miss(tmp_path: Path)
         read(store, range(30))
         read(store, range(30), 1)
         store.close()
-
-
-def test_what_is_forgotten_stays_so_after_a_restart_and_a_crash(root: Path, store: DiskStore, tmp_path: Path) -> None:
-    write(store, range(6))
-    store.forget(0, [key_of(1), key_of(77)])
-    store.forget(1, [key_of(2)])
-    assert found(store, range(6)) == [0, 2, 3, 4, 5]
-    write(store, range(6, 10))  # by both threads, behind what is forgotten
-    again = opened(crashed(root, tmp_path / "left"))
-    assert found(again, range(10)) == [0, *range(2, 10)]
-    assert read(again, range(10)) == [number != 1 for number in range(10)]
-    again.close()
-    store.forget(0, [key_of(3)])
-    store.close()
-    last = opened(root)
-    assert read(last, range(10)) == [number not in (1, 3) for number in range(10)]
-    last.close()
-
-
-def test_what_is_forgotten_is_not_found_while_its_strike_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, held, strike = opened(root, max_bytes=SMALL), threading.Event(), Segment.strike
-    monkeypatch.setattr(Segment, "strike", lambda *of: held.wait(patient(10)) and strike(*of))
-    assert all(write(store, range(5)))  # by two threads, in segments of two pages: all but the last ones are sealed
-    store.forget(0, [key_of(number) for number in range(5)])
-    store._scan()
-    assert found(store, range(5)) == []
-    held.set()
-    assert all(write(store, range(5))) and found(store, range(5)) == [*range(5)]
-    store.close()
-
-
-def test_what_is_cleared_is_found_at_the_next_start(
-    root: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.05)
-    write(store, range(4))
-    store.clear()
-    write(store, range(3, 6))
-    store._look.set()
-    time.sleep(0.2)
-    assert found(store, range(6)) == [3, 4, 5]
-    store.forget(0, [key_of(1), key_of(3)])  # both records of 3
-    store.close()
-    again = opened(root)
-    assert read(again, range(6)) == [number not in (1, 3) for number in range(6)]
-    again.close()
-
-
-def test_what_is_forgotten_is_struck_before_what_waits_to_be_written(
-    root: Path, tmp_path: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert write(store, [1]) == [True]
-    usual, may, done = Segment.append, threading.Semaphore(0), threading.Semaphore(0)
-
-    def slow(*given: Any) -> Record:
-        done.release()
-        may.acquire(timeout=60)
-        return usual(*given)
-
-    monkeypatch.setattr(Segment, "append", slow)
-    store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(2, 60)])
-    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # each thread is within a page
-    store.forget(0, [key_of(1)])
-    may.release(2)
-    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # within the next ones
-    left = opened(crashed(root, tmp_path / "killed"))
-    assert read(left, [1]) == [False]
-    left.close()
-    may.release(100)
-    assert outcomes(store) == [True] * 58
-
-
-def test_what_is_on_its_way_when_all_is_cleared_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(root)
-    usual, begun, go_on = Segment.append, threading.Semaphore(0), threading.Event()
-
-    def slow(*given: Any) -> Record:
-        begun.release()
-        go_on.wait(60)
-        return usual(*given)
-
-    monkeypatch.setattr(Segment, "append", slow)
-    store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(8)])
-    assert begun.acquire(timeout=60) and begun.acquire(timeout=60)  # both threads are within a page
-    store.clear()
-    go_on.set()
-    assert outcomes(store) == [False] * 8
-    assert found(store, range(8)) == []
-    assert write(store, range(2, 4)) == [True] * 2
-    assert found(store, range(8)) == [2, 3]
-    store.close()
-    again = opened(root)
-    assert read(again, range(8)) == [
-        number in (2, 3) for number in range(8)
-    ]  # nor later: nobody could have forgotten it
-    again.close()
-
-
-@pytest.mark.parametrize("moment", ["before", "within", "after"])
-def test_what_is_cleared_is_not_found_by_a_look_at_the_directory(
-    root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    first = opened(root)
-    write(first, range(4))
-    first.close()
-    usual, begun, go_on = Directory.adopt, threading.Event(), threading.Event()
-
-    def slow(*given: Any) -> tuple[list[Record], bool]:
-        done = usual(*given) if moment == "after" else None
-        begun.set()
-        go_on.wait(60)
-        return done or usual(*given)
-
-    monkeypatch.setattr(Directory, "adopt", slow)
-    if moment == "before":
-        monkeypatch.setattr(Directory, "segments", lambda _: begun.set() or go_on.wait(60) and [])
-    store = DiskStore(root, OF, max_bytes=4 << 20, largest_page=6000, rate=1e9)
-    assert begun.wait(60)
-    store.clear()
-    monkeypatch.undo()
-    go_on.set()
-    assert write(store, [9]) == [True]  # goes on with one of the segments
-    until(lambda: store._hidden == 1 and not store._look.is_set())
-    store._look.set()
-    until(lambda: not store._look.is_set())
-    assert found(store, range(10)) == [9]
-    store.close()
-    again = opened(root)
-    assert read(again, [*range(4), 9]) == [True] * 5
-    again.close()
 
 
 def test_what_waits_to_be_written_is_written_at_the_end(root: Path) -> None:

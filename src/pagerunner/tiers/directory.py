@@ -185,3 +185,40 @@ class Directory:
                 os.ftruncate(fd, end)
             if not segment.index.exists():
                 segment.seal(self.fingerprint, records)
+
+
+class Writer:
+    """The segment that a thread appends to."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.segment: Segment | None = None
+        self._directory, self._fd, self._records = directory, -1, list[Record]()
+
+    @property
+    def _end(self) -> int:
+        return self._records[-1].end if self._records else BLOCK
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a page fits in."""
+        return self.segment is not None and self._end + record_bytes(nbytes) <= self._directory.segment_bytes
+
+    def begin(self, segment: Segment, fd: int, records: list[Record]) -> None:
+        """Append to this one, behind its records."""
+        self.segment, self._fd, self._records = segment, fd, records
+
+    def append(self, group: int, key: bytes, page: memoryview) -> Record:
+        """Write a page. After an OSError the segment must be sealed."""
+        assert self.segment is not None
+        record = self.segment.append(self._fd, self._end, group, key, page)
+        self._records.append(record)
+        return record
+
+    def seal(self) -> None:
+        """The segment is finished, and others may use it. What can't be written of its index is walked at the next start."""
+        if self.segment is None:
+            return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, self._end)
+            self.segment.seal(self._directory.fingerprint, self._records)
+        os.close(self._fd)
+        self.segment = None

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from pagerunner.tiers.directory import Directory, NoRoomError
+from pagerunner.tiers.directory import Directory, NoRoomError, Writer
 from pagerunner.tiers.probe import read_rate
-from pagerunner.tiers.segments import BLOCK, LONGEST_KEY, Direct, Record, Segment, record_bytes
+from pagerunner.tiers.segments import LONGEST_KEY, Direct, Record, Segment, record_bytes
 from pagerunner.tiers.stats import StoreStats
 from pagerunner.tiers.stores import Page
 
@@ -118,6 +118,7 @@ class DiskStore:
         self._index = _Index()
         self._cleared: dict[Name, tuple[Segment, int]] = {}
         self._hot: set[Name] = set()
+        self._copying: set[Name] = set()  # of segments that are given up; `forget` takes them out
         self._known: dict[bytes, tuple[Segment, bool]] = {}
         self._ended: list[tuple[int, list[bool]]] = []
         self._stats = StoreStats(read_rate=rate or 0.0)
@@ -217,6 +218,7 @@ class DiskStore:
         for key in keys:
             for index in (self._index, self._cleared):
                 with self._lock:
+                    self._copying.discard((group, key))
                     found = index.get((group, key))
                     if found is not None:
                         del index[group, key]
@@ -350,14 +352,10 @@ class DiskStore:
     # -- writing
 
     def _write_pieces(self) -> None:
-        writer = _Writer(self.directory)
+        writer = Writer(self.directory)
         while (piece := self._to_write.get()) is not None:
             begun, pages = piece
-            with self._striking:
-                while self._to_strike:
-                    with contextlib.suppress(OSError):
-                        segment, offset = self._to_strike.popleft()
-                        segment.strike(offset)
+            self._strike_all()
             for at, (group, key, place), *_ in pages:
                 well = False
                 try:
@@ -368,7 +366,27 @@ class DiskStore:
                 self._settle(begun, [at], well=well)
         writer.seal()
 
-    def _write_page(self, writer: _Writer, group: int, key: bytes, place: memoryview, clears: int) -> bool:
+    def _strike_all(self) -> None:
+        with self._striking:
+            while self._to_strike:
+                try:
+                    self._strike(*self._to_strike[0])
+                except TimeoutError:  # somebody has the directory: again before the next page
+                    return
+                except OSError:
+                    pass
+                self._to_strike.popleft()
+
+    def _strike(self, segment: Segment, offset: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            segment.strike(offset)
+            return
+        with self.directory.locked():  # an engine goes on with it, under another name, or has given it up
+            for there, _ in self.directory.segments():
+                if there.identity == segment.identity:
+                    there.strike(offset)
+
+    def _write_page(self, writer: Writer, group: int, key: bytes, place: memoryview, clears: int) -> bool:
         if self.find(group, [key])[0]:
             return True
         try:
@@ -402,7 +420,7 @@ class DiskStore:
                 error,
             )
 
-    def _next_segment(self, writer: _Writer, nbytes: int) -> None:
+    def _next_segment(self, writer: Writer, nbytes: int) -> None:
         """Make room, and begin a segment that takes such a page, or go on with one. Then copy what was hot in those that were given up."""
         writer.seal()
         clears = self._clears
@@ -421,15 +439,20 @@ class DiskStore:
             for victim, source, record in hot:
                 place = memoryview(bytearray(record.nbytes))
                 if writer.takes(record_bytes(record.nbytes) + nbytes) and victim.read(source, record, place):
-                    self._written(writer, writer.append(record.group, record.key, place), clears, copied=True)
+                    copy = writer.append(record.group, record.key, place)
+                    if not self._written(writer, copy, clears, copied=True):
+                        segment.strike(copy.offset)
+                self._copying.discard((record.group, record.key))
 
-    def _written(self, writer: _Writer, record: Record, clears: int, *, copied: bool = False) -> bool:
-        """A page is on the disk. False if it isn't found there, as the store was cleared meanwhile."""
+    def _written(self, writer: Writer, record: Record, clears: int, *, copied: bool = False) -> bool:
+        """A page is on the disk. False if it isn't found there: the store was cleared meanwhile, or a copied page forgotten or written elsewhere."""
         assert writer.segment is not None
+        name = record.group, record.key
         with self._lock:
-            if clears != self._clears:
+            if clears != self._clears or (copied and (name not in self._copying or name in self._index)):
+                self._wrong.add((writer.segment.identity, record.offset))
                 return False
-            self._index[record.group, record.key] = writer.segment, record.offset
+            self._index[name] = writer.segment, record.offset
             self._wrong.discard((writer.segment.identity, record.offset))
             self._stats.pages_copied += copied
             self._stats.writes += not copied
@@ -453,6 +476,7 @@ class DiskStore:
                     if name in self._hot and record_bytes(record.nbytes) <= room:
                         room -= record_bytes(record.nbytes)
                         kept.append(record)
+                        self._copying.add(name)
                     self._hot.discard(name)
         return kept
 
@@ -542,40 +566,3 @@ class DiskStore:
                 if name not in self._index or self._index[name][0].gone:
                     self._index[name] = known, record.offset
         return known
-
-
-class _Writer:
-    """The segment that a thread appends to."""
-
-    def __init__(self, directory: Directory) -> None:
-        self.segment: Segment | None = None
-        self._directory, self._fd, self._records = directory, -1, list[Record]()
-
-    @property
-    def _end(self) -> int:
-        return self._records[-1].end if self._records else BLOCK
-
-    def takes(self, nbytes: int) -> bool:
-        """Whether a page fits in."""
-        return self.segment is not None and self._end + record_bytes(nbytes) <= self._directory.segment_bytes
-
-    def begin(self, segment: Segment, fd: int, records: list[Record]) -> None:
-        """Append to this one, behind its records."""
-        self.segment, self._fd, self._records = segment, fd, records
-
-    def append(self, group: int, key: bytes, page: memoryview) -> Record:
-        """Write a page. After an OSError the segment must be sealed."""
-        assert self.segment is not None
-        record = self.segment.append(self._fd, self._end, group, key, page)
-        self._records.append(record)
-        return record
-
-    def seal(self) -> None:
-        """The segment is finished, and others may use it. What can't be written of its index is walked at the next start."""
-        if self.segment is None:
-            return
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, self._end)
-            self.segment.seal(self._directory.fingerprint, self._records)
-        os.close(self._fd)
-        self.segment = None
