@@ -163,7 +163,8 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
     ]  # fmt: skip
 
 
-def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
+def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peer.MOST_BYTES, 2, 2**20)
     made: dict[str, Any] = {}
 
     class Memory:
@@ -203,17 +204,50 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
         (torch.empty(4, 4), torch.empty(4, 4)),
     ):
         comm.all_reduce_(x, residual)
-    names = ["peers", "nccl", "nccl", "nccl", "nccl", "nccl", "peers"]
+    names = ["peers", "nccl", "peers", "peers", "nccl", "nccl", "peers"]
     assert [name for name, _ in done] == names and host.calls == names.count("peers")
     assert comm.all_gather(torch.empty(4, 4).T).shape == (2, 4, 4) and done.pop() == ("peers", 128)
     comm.all_gather(torch.empty(most + 1, dtype=torch.uint8))
-    comm.all_to_all(torch.empty(2, 1, dtype=torch.uint8))
-    assert done.pop() == ("nccl", 2)
+    comm.all_to_all(torch.empty(2, most, dtype=torch.uint8))
+    assert done.pop() == ("nccl", 2 * most)
     assert done.pop() == ("nccl", most + 1) and host.calls == names.count("peers") + 1
     looking[0] = True
     host.calls = names.count("peers")
     comm.all_reduce_(torch.empty(4, 4))
     assert len(done) == len(names) + 1 and host.calls == names.count("peers"), "another rank may have nothing to compile"
+
+
+class OneProcess:
+    """Sums of two ranks: what the other one has is known."""
+
+    def __init__(self, theirs: torch.Tensor) -> None:
+        self.theirs = theirs
+
+    def add_(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        assert x.is_contiguous()
+        total = x + self.theirs
+        x.copy_(total) if residual is None else residual.add_(total)
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out[0], out[1] = x, self.theirs
+
+
+def test_two_ranks_need_nobody_else() -> None:
+    """Numbers that aren't dense, and what each rank has for each."""
+    theirs = torch.arange(6.0).view(2, 3)
+    host: Any = SimpleNamespace(rank=0, size=2, calls=0, broadcast_bytes=lambda data, root: data or b"")
+    memory: Any = SimpleNamespace(share=lambda size: (8, b"own"), open_shared=lambda handle: 16)
+    nobody: Any = SimpleNamespace(rank=0, size=2, rehearsing=lambda: False)
+    host.broadcast_bytes = lambda data, root, told=iter([b"theirs", b""]): data if root == 0 else next(told)
+    comm = peer.PeerComm(host, nobody, memory, lambda ranks: 64, lambda rooms, rank: OneProcess(theirs))
+    x = torch.ones(3, 2).T
+    comm.all_reduce_(x)
+    assert torch.equal(x, theirs + 1)
+    residual = torch.zeros(3, 2).T
+    comm.all_reduce_(torch.ones(2, 3), residual)
+    assert torch.equal(residual, theirs + 1)
+    given = torch.full((2, 3), 7.0)
+    assert torch.equal(comm.all_to_all(given), torch.stack([given[0], theirs[0]])), "what the other one has for rank 0"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

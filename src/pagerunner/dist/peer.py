@@ -1,4 +1,4 @@
-"""PeerComm: small sums and gathers of ranks by a kernel of our own, over memory that all devices of a machine can write; the rest by NCCL.
+"""PeerComm: sums and gathers of ranks by kernels of our own, over memory that all devices of a machine can write; large ones of more than two ranks by NCCL.
 
 The memory is one room of fixed size for each rank, taken once before the warm-up, outside the arena. So it stays through sleep, and graphs never
 refer to memory of another rank that moves.
@@ -15,8 +15,8 @@ from pagerunner.dist.base import Comm, Norm, gathered_bytes
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.errors import PagerunnerError
 
-MOST_BYTES = {2: 2**28, 3: 2**19, 4: 2**23}
-"""Largest sums by number of ranks that the kernel makes. Others are NCCL's."""
+MOST_BYTES = {2: 2**31, 3: 2**19, 4: 2**23}
+"""Largest sums by number of ranks that the kernel makes. Others are NCCL's. Two ranks have no others, and so need no NCCL, which takes 1.5 GiB of each device."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -122,15 +122,21 @@ class PeerComm:
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
-        if not self._serves(x) or not (residual is None or residual.is_contiguous()):
+        if not self._serves(x):
             self._large.all_reduce_(x, residual)
             return
+        dense = x.contiguous()
+        direct = residual is not None and residual.is_contiguous()
         self._count()
-        self._sums.add_(x, residual)
+        self._sums.add_(dense, residual if direct else None)
+        if residual is not None and not direct:
+            residual.add_(dense)
+        elif residual is None and dense is not x:
+            x.copy_(dense)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """See KernelComm."""
-        return self._serves(x) and self._sums.takes_norm(x)
+        return self._serves(x) and x.is_contiguous() and self._sums.takes_norm(x)
 
     def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See KernelComm."""
@@ -141,7 +147,7 @@ class PeerComm:
 
     def _serves(self, x: torch.Tensor) -> bool:
         """Whether the kernel makes a sum of such numbers."""
-        return 0 < x.nbytes <= self._most and x.dtype in _DTYPES and x.is_contiguous()
+        return 0 < x.nbytes <= self._most and x.dtype in _DTYPES
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
@@ -153,8 +159,10 @@ class PeerComm:
         return found
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
-        return self._large.all_to_all(x)
+        """See Comm. Of two ranks each gets all of the other's numbers, which are twice as many bytes, and no more calls than one."""
+        if self.size != 2 or not 0 < x.nbytes <= self._most:
+            return self._large.all_to_all(x)
+        return self.all_gather(x)[:, self.rank].contiguous()
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""

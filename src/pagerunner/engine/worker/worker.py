@@ -220,15 +220,16 @@ def _joined(host: GlooComm, device: torch.device, *, by_kernel: bool) -> Comm:
     if ranks_share_devices():  # graphs can't record what goes through the host, so the kernel makes all sums
         staged = StagedComm(host, rehearsing)
         return PeerComm(host, staged, CudaDriver(device.index), room_bytes, sums, most_bytes=2**31)
-    nccl = NcclComm(host, device, rehearsing)
-    if not by_kernel:
+    needs_nccl = host.size > 2 or not by_kernel  # of two ranks the kernel makes sums of any size, and large ones sooner
+    nccl = NcclComm(host, device, rehearsing) if needs_nccl else None
+    if nccl is not None and not by_kernel:
         return nccl
     try:
-        return PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums)
+        return PeerComm(host, nccl or StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums)
     except NoRoomsError as error:
         if host.rank == 0:
             logger.warning("NCCL makes all sums of ranks, as with disable_custom_all_reduce=True: %s", error)
-        return nccl
+        return nccl or NcclComm(host, device, rehearsing)
 
 
 def load_worker(
