@@ -14,7 +14,15 @@ from pagerunner.memory.admission import Admission
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched import state as state_module
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from pagerunner.types import (
+    NO_TOKEN_ALLOWED,
+    EngineRequest,
+    RequestUpdate,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 
 def request(name: str, prompt: list[int] | int, max_tokens: int = 8, **fields: Any) -> EngineRequest:
@@ -462,6 +470,22 @@ def test_an_error_ends_only_its_row_and_nobody_finds_what_it_computed() -> None:
     bench.manager.check_integrity()
     bench.add(request("c", prompt))
     assert [row.start for row in bench.plan_step().rows] == [40, 0]
+
+
+@pytest.mark.parametrize(("error", "found"), [("logits are not finite", 0), (NO_TOKEN_ALLOWED, 32)])
+def test_after_an_error_no_page_is_found_that_the_row_has_read_unless_the_request_is_to_blame(
+    error: str, found: int
+) -> None:
+    bench = Bench()
+    prompt = list(range(40))
+    bench.add(request("a", prompt, 9))
+    bench.commit(bench.plan_step())
+    plan = bench.plan_step()
+    assert [row.start for row in plan.rows] == [40], "a row of one token, which reads what was computed before"
+    [update] = bench.commit(plan, StepResult(step_id=plan.step_id, token_ids=[[]], errors={0: error}))
+    assert (update.error, update.param) == (error, "structured_outputs" if found else None)
+    bench.add(request("b", prompt))
+    assert [row.start for row in bench.plan_step().rows] == [found]
 
 
 def test_aborting_a_waiting_and_a_running_request_frees_their_pages() -> None:

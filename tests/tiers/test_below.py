@@ -67,3 +67,20 @@ def test_of_a_prompt_that_is_longer_than_may_be_written_the_front_is_and_the_res
     assert len(store.pages) == PAGES + STATES
     host.release(pages)
     assert not any(host.pool.used)
+
+
+def test_a_page_that_turns_out_wrong_while_it_is_written_is_not_there_afterwards(host: HostTier) -> None:
+    store = MemoryStore()
+    store.held = True
+    below: Below[Any] = Below(store, host, memoryview(bytearray(host.num_bytes)), [2_048, 10_240])
+    pages = host.take([3, 0])
+    assert pages is not None
+    for number, page in enumerate(pages[0]):
+        host.index.publish(0, bytes([0, number]), page)
+    below.keep(pages)
+    below.distrust(0, bytes([0, 1]))  # nothing is there that could be forgotten
+    store.go()
+    below.settle()
+    assert set(store.pages) == {(0, bytes([0, 0])), (0, bytes([0, 2]))}
+    host.release(pages)
+    assert not any(host.pool.used)

@@ -46,10 +46,11 @@ def _end_row(
     Returns an update if it ends the sequence.
     """
     if number in result.errors:
-        state.distrust(sequence, row.start)
         error = result.errors[number]
-        param = "structured_outputs" if error == NO_TOKEN_ALLOWED else None
-        return state.update(sequence, "error", error=error, param=param)
+        if error == NO_TOKEN_ALLOWED:  # the request's own doing
+            return state.update(sequence, "error", error=error, param="structured_outputs")
+        state.distrust(sequence, 0)  # any page that the row has read may be the wrong one
+        return state.update(sequence, "error", error=error)
     if number in result.prompt_logprobs:
         sequence.add_prompt_logprobs(row, result.prompt_logprobs[number])
     if number in result.pooled:
