@@ -55,7 +55,10 @@ def test_from_the_projection_on(rows: tuple, kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("reach", [None, Reach(128), Reach(64, chunked=True)], ids=["full", "window", "chunk"])
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (4, 8, 128), (8, 8, 64), (2, 1, 80), (1, 16, 256)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim"),
+    [(8, 4, 128), (4, 8, 128), (2, 16, 128), (8, 8, 64), (2, 1, 80), (1, 16, 256), (1, 12, 80)],
+)
 @pytest.mark.parametrize("rows", [1, 3, 15])
 def test_few_rows(rows: int, kv_heads: int, group: int, dim: int, reach: Reach | None) -> None:
     """Contexts from nothing to more than all programs hold at once, with sinks or without."""

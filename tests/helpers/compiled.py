@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 import tempfile
 import traceback
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, overwritten
 from pagerunner.ops.kernels.activation import rounded
+from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
 from pagerunner.ops.kernels.moe_gluon import many_kernel
 from pagerunner.ops.kernels.moe_lanes import TILE, _wide
@@ -35,20 +37,25 @@ from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
 from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
 from pagerunner.ops.kernels.moe_streams import streams_config
 from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
+from pagerunner.ops.kernels.paged_attention import FEW_ROWS, few_tiles, merged_at_once
+from pagerunner.ops.kernels.paged_few import few_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 
 
 def gluon(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], **options: Any
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: list[str],
+    kind: Any = GluonASTSource,
+    **options: Any,
 ) -> dict[str, Any]:
     """Compile a kernel; names in neither dictionary are 32-bit integers, `aligned` ones are divisible by 16."""
     names = kernel.arg_names
     all_types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(
-        kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
+    source = kind(kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -200,6 +207,40 @@ def streams(features: int, inner: int, each: int, kind: int, gated: bool) -> dic
     }
     aligned = [name for name, type in types.items() if type[0] == "*"]
     return gluon(streams_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
+
+
+def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
+    """Decode attention of few rows, `ops/kernels/paged_few.py`, as it is launched for bfloat16."""
+    tiles, half, columns = few_tiles(2 * padded(dim), group, 1), max(16, padded(dim // 2)), padded(group)
+    constants = {
+        "LEAST": 1,
+        "UNITS": FEW_ROWS,
+        "ONE_TILE": False,
+        "K": 2,
+        "G": group,
+        "M": tiles.rows,
+        "D": dim,
+        "HP": half,
+        "PAGE": 16,
+        "BN": tiles.keys,
+        "RING": False,
+        "NORM": norm,
+        "SINKS": False,
+        "SOFTCAP": False,
+        "TO": tl.bfloat16,
+        "GP": columns,
+        "AT_ONCE": merged_at_once(columns, 2 * half),
+        "PDL": True,
+        "EARLY": early,
+    }
+    pointers = [name for name in few_kernel.arg_names if name.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("eps", "scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("entry_ptr", "offset_ptr", "table_ptr"), "*i64")
+    types |= dict.fromkeys(("begin_ptr", "unit_ptr", "counter_ptr"), "*i32")
+    types |= dict.fromkeys(("part_ptr", "sums_ptr"), "*fp32")
+    strides = [name for name in few_kernel.arg_names if re.search("_s[tehs]$", name)]
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
+    return gluon(few_kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
 @triton.jit

@@ -71,7 +71,13 @@ def wide_cases() -> list[tuple[Any, ...]]:
     return turns(cases, 2)
 
 
-CASES = [*turns(PRODUCTS, 1), *lanes_cases(), *streams_cases(), *wide_cases()]
+def few_cases() -> list[tuple[Any, ...]]:
+    """Query heads of a head of keys, and a head's size; whether the schedule is read early; norms."""
+    shapes = (16, 128), (12, 80), (16, 64), (16, 256), (8, 128)
+    return turns([("few", *shape, early, not early) for shape, early in itertools.product(shapes, (False, True))], 0)
+
+
+CASES = [*turns(PRODUCTS, 1), *lanes_cases(), *streams_cases(), *wide_cases(), *few_cases()]
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +101,14 @@ def spilled(said: str) -> int:
 def test_kernels_stay_on_their_way(case, compiled):
     """ptxas says so (C75xx) when it runs products one by one; nothing else would show it.
 
-    Some keep up to 64 bytes for want of registers: 192 tokens with zero points, and streams with 128 pairs a tile.
+    Some keep bytes for want of registers, up to 64: 192 tokens with zero points, and streams with 128 pairs a tile. Few rows with more
+    than 8 heads of 256 numbers keep up to 700.
     """
     found = compiled[case]
     assert "error" not in found, found["error"]
     assert not re.search("C75[0-9][0-9]", found["said"]), found["said"]
-    assert spilled(found["said"]) <= (64 if case[0] in ("wide", "streams") else 0), found["said"]
+    most = 700 if case[0] == "few" and case[1] > 8 and case[2] == 256 else 64 if case[0] in ("wide", "streams") else 0
+    assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
     assert case[0] != "lanes" or found["copies"], "a copy brings 16 bytes for each lane"
 

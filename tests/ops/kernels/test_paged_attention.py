@@ -200,6 +200,15 @@ def test_few_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) ->
     check_projected(case, "cpu")
 
 
+@pytest.mark.parametrize(("group", "unused"), [(16, "run_decode"), (17, "run_few")])
+def test_few_rows_of_many_heads(monkeypatch: pytest.MonkeyPatch, group: int, unused: str) -> None:
+    """Two warps have registers for 16 query heads of a head of keys."""
+    monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(16, 16, 2, 3, 4))
+    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(32, 16, 4, 5, 4))
+    monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
+    check_projected(Case((plain(150, 1), plain(0, 1)), 16, 2, group, 8, padding=1), "cpu")
+
+
 WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), plain(15, 1), plain(200, 1))
 
 

@@ -30,6 +30,7 @@ SHORT_WINDOW = 256  # keys
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
 MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
+MOST_FEW_HEADS = 16  # for a head of keys; two warps haven't registers for more
 SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
 
@@ -46,6 +47,11 @@ class Tiles(NamedTuple):
     stages: int
     programs: int = 1
     entry: int = 0
+
+    @property
+    def registers(self) -> int:
+        """The most that a thread may have, so that all programs fit."""
+        return min(255, 65536 // (32 * self.warps * self.programs)) // 8 * 8
 
 
 def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
@@ -67,9 +73,13 @@ def decode_tiles(row_bytes: int, group: int, fp8: bool, few: bool) -> Tiles:
 def few_tiles(row_bytes: int, group: int, tokens: int) -> Tiles:
     """Tiles of decode in steps of few rows, or of rows that see few keys. A row of at most `keys` tokens needs no merging.
 
-    Many rows are done in turns, which are fewer with more programs.
+    Many rows are done in turns, which are fewer with more programs. More than 8 heads have two warps: too few for the tensor core
+    instructions whose addresses ptxas 12.8 gets wrong where an operand has fewer than 64 columns.
     """
-    return Tiles(max(8, padded(group)), min(max(16384 // row_bytes, 16), 128), 4, 3, 2 if tokens < FEW_ROWS else 4)
+    keys = min(max(16384 // row_bytes, 16), 128)
+    if group > 8:
+        return Tiles(padded(group), max(keys // 2, 16), 2, 3, 4)
+    return Tiles(8, keys, 4, 3, 2 if tokens < FEW_ROWS else 4)
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
@@ -93,6 +103,11 @@ def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool, window:
     if row_bytes == 128:
         return Tiles(64, 32, 4, 3) if 0 < window <= SHORT_WINDOW else Tiles(128, 64, 8, 3)
     return Tiles(128, 128 if row_bytes == 256 else 32, 8, 3)
+
+
+def merged_at_once(group: int, dim: int) -> int:
+    """How many parts of a row and a head of keys are loaded together to be merged."""
+    return min(max(8192 // (group * dim), 2), 16)
 
 
 @dataclass(slots=True)
@@ -228,7 +243,8 @@ class _Call:
         self.prefill_parts = self._prefill_parts()
         few = few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
-        self.few = prep is not None and self.fp8 is None and (self.tokens < FEW_ROWS or self.one_tile)
+        short = self.tokens < FEW_ROWS or self.one_tile
+        self.few = short and prep is not None and self.fp8 is None and self.group <= MOST_FEW_HEADS
         if self.few:
             self.entry_tiles = 0
         self.tiles = few if self.few else self.decode
@@ -306,7 +322,7 @@ class _Call:
             self.page, tiles.keys, self.reach, self.own, self.prep is not None,
             self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"],
+            maxnreg=tiles.registers, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
             PAGE_P=padded(self.page), **launch,
         )  # fmt: skip
@@ -326,8 +342,8 @@ class _Call:
             LEAST=1, UNITS=FEW_ROWS, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
             BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
-            AT_ONCE=min(max(8192 // (group * half * 2), 2), 16), num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8,
+            AT_ONCE=merged_at_once(group, 2 * half), num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=tiles.registers,
             EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
@@ -362,7 +378,7 @@ class _Call:
             merge_kernel[(self.tokens * self.kv_heads,)](
                 self.out, *self.out.stride()[:2], rows.row_T, rows.query_start_R1, schedule.parts, values, sums, sinks,
                 self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim_v, self.padded[1], self.sinks is not None,
-                min(max(8192 // (self.group_padded * self.padded[1]), 2), 16), num_warps=4, **dependent(self.q.device),
+                merged_at_once(self.group_padded, self.padded[1]), num_warps=4, **dependent(self.q.device),
             )  # fmt: skip
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:
