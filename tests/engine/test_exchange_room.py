@@ -61,6 +61,23 @@ def test_pages_that_do_not_come_end_the_request_if_that_is_asked_for(
     second.close()
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_bad_request_beside_good_ones_fails_alone(checkpoint: Callable[[str], str], policy: str) -> None:
+    """It names a loan whose prompt is longer than its own, as no engine would have told it to."""
+    first = Engine(checkpoint("qwen3"), "kv_producer")
+    second = Engine(checkpoint("qwen3"), "kv_consumer", kv_load_failure_policy=policy)
+    bad, *good = [[(i * j) % 480 + 5 for j in range(150)] for i in range(1, 7)]
+    lent = [first.lend(prompt) for prompt in (bad, *good)]
+    names = [second.add(prompt, one) for prompt, one in zip((bad[:2], *good), lent, strict=True)]
+    lasts = [second.last(name) for name in names]
+    assert [second.found(name) for name in names] == [0, *[144] * 5]
+    assert [last.finish_reason for last in lasts] == ["error" if policy == "fail" else "length", *["length"] * 5]
+    stats = second.core.stats().exchange
+    assert stats is not None and (stats.pulled_total, stats.failed_total) == (5, 1)
+    first.close()
+    second.close()
+
+
 def test_a_loan_that_is_not_needed_is_given_back(checkpoint: Callable[[str], str]) -> None:
     first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
     lent = first.lend(PROMPT)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.page_owner import FIELDS, SECRET, key
-from helpers.page_pulls import LENT, PAGES, SIZE, check, news, pull
+from helpers.page_pulls import LENT, PAGES, SIZE, check, news, pull, read
 from helpers.patience import patient, until
 from pagerunner.tiers import wire
 
@@ -79,6 +79,18 @@ def test_a_peer_that_lists_more_pages_than_can_be_needed_is_not_listened_to(make
         assert len(asked) == (1 if says == "more" else 3)
         store.close()
         thread.join()
+
+
+def test_a_loan_that_lists_more_pages_than_its_visit_can_need_fails_no_other_visit(owner, make) -> None:
+    store = make()
+    store.visit(1, owner.server.address, owner.loans.lend(LENT, 30), owner.server.boot, PAGES)
+    assert news(store, 1) == ""
+    store.visit(2, owner.server.address, owner.loans.lend(LENT, 30), owner.server.boot, 3)
+    store.visit(3, owner.server.address, owner.loans.lend(LENT, 30), owner.server.boot, PAGES)
+    said: dict[int, str] = {}
+    until(lambda: said.update(store.visited()) or {2, 3} <= said.keys())
+    assert said == {2: f"lists {PAGES} pages, of at most 3 that can be needed", 3: ""}
+    assert [check(read(store, number, list(LENT))) for number in (1, 3)] == [PAGES, PAGES]
 
 
 def test_what_a_peer_refuses_with_is_one_line_of_the_log(make, caplog) -> None:

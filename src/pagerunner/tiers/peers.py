@@ -301,9 +301,8 @@ class _Peer:
             listed = line.receive(wire.Listed, deadline)
             count += len(listed.pages)
             if max(count, listed.total) > visit.most:
-                raise WireError(
-                    f"lists {max(count, listed.total):,} pages, of at most {visit.most:,} that can be needed"
-                )
+                many = f"{max(count, listed.total):,} pages, of at most {visit.most:,} that can be needed"
+                return self.fail(f"lists {many}", visit)  # the request may be to blame, and the line is in step
             for group, key in listed.pages:
                 lent.setdefault(group, {})[key] = 0
             if count >= listed.total or not listed.pages:
@@ -328,7 +327,7 @@ class _Caller:
     """A thread with one connection to an engine. Both are made when there is something to do."""
 
     def __init__(self, peer: _Peer, renew: Callable[[Line | None], float] | None = None) -> None:
-        """Who doesn't answer where loans are renewed isn't there, for all visits. Another connection's fault is of one."""
+        """A fault of the connection where loans are asked for and renewed is of all visits. Another connection's is of one."""
         self._peer, self._renew, self._asks = peer, renew or (lambda line: math.inf), renew is not None
         self._jobs: deque[tuple[Visit | None, Callable[[Line], object] | None, Callable[[], None]]] = deque()
         self._wake = threading.Condition()
