@@ -17,9 +17,10 @@ import pytest
 
 from helpers.disk_pages import OF, SIZES, crashed, files, found, key_of, opened, outcomes, page_of, read, write
 from helpers.effort import effort
-from helpers.patience import until
+from helpers.patience import patient, until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
+from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.tiers.segments import Segment
 
@@ -121,6 +122,47 @@ def test_a_segment_that_is_gone_or_renamed_is_a_miss_or_found_again(root: Path, 
     until(lambda: found(first, range(6)) == [])
     first.close()
     other.close()
+
+
+def test_the_engine_waits_for_no_look_at_the_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, passes = opened(root, max_bytes=SMALL), list[int]()
+    write(store, range(6))
+    usual = disk._Index.items
+    monkeypatch.setattr(disk._Index, "items", lambda index: passes.append(len(index)) or usual(index))
+    monkeypatch.setattr(disk._Index, "__iter__", lambda index: passes.append(len(index)) or iter(list(index.keys())))
+    store._scan()
+    files(root)[0].unlink()
+    store._scan()
+    assert not passes, "goes over all pages of a disk, of which there may be a million"
+    assert store.stats().pages == len(found(store, range(6))) == 4
+    with store._lock:
+        thread = threading.Thread(target=store.ended, daemon=True)
+        thread.start()
+        thread.join(patient(5))
+        assert not thread.is_alive(), "each step asks what has ended"
+    store.close()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_file_that_cannot_be_read_when_it_is_given_up_takes_its_pages_along(
+    root: Path, monkeypatch: pytest.MonkeyPatch, cleared: bool
+) -> None:
+    store = opened(root, max_bytes=SMALL)
+    write(store, range(10))
+    if cleared:
+        store.clear()
+        until(lambda: store._hidden == 1)
+
+    def broken(*_: object) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Segment, "is_of", broken)
+    monkeypatch.setattr(Directory, "unfinished", lambda *_: None)
+    assert all(write(store, range(20, 60)))
+    there = found(store, range(60))
+    assert store.stats().pages == len(there) < 16 and not set(there) & set(range(10))
+    assert not store._cleared
+    store.close()
 
 
 def test_another_fingerprint_reads_nothing_and_both_share_the_bound(root: Path) -> None:

@@ -60,12 +60,20 @@ Name = tuple[int, bytes]
 
 
 class _Index(dict[Name, tuple[Segment, int]]):
-    """Where pages are. With `touched` it notes the names whose pages come and go."""
+    """Where pages are. With `touched` it notes the names whose pages come and go.
+
+    There may be a million pages, so it knows what each segment has, and `lose` needn't go over all of them.
+    """
 
     touched: set[Name] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[Segment, set[Name]] = {}  # some of these may be elsewhere by now
+
     def __setitem__(self, name: Name, entry: tuple[Segment, int]) -> None:
         super().__setitem__(name, entry)
+        self._of.setdefault(entry[0], set()).add(name)
         self._touch([name])
 
     def __delitem__(self, name: Name) -> None:
@@ -76,6 +84,21 @@ class _Index(dict[Name, tuple[Segment, int]]):
         """Have no pages."""
         self._touch(self)
         super().clear()
+        self._of = {}
+
+    def lose(self, segment: Segment) -> list[Name]:
+        """A segment is gone. Returns which pages go with it."""
+        lost = [name for name in self._of.pop(segment, ()) if self.get(name, (None,))[0] is segment]
+        for name in lost:
+            del self[name]
+        return lost
+
+    def take(self, other: _Index) -> None:
+        """Have what another one has, which has nothing then."""
+        self.update(other)
+        for segment, names in other._of.items():
+            self._of[segment] = names | self._of.get(segment, set())
+        other.clear()
 
     def _touch(self, names: Iterable[Name]) -> None:
         if self.touched is not None:
@@ -116,11 +139,11 @@ class DiskStore:
         self._on_end, self._seconds, self._direct = on_end, seconds, direct
         self._lock = threading.Lock()
         self._index = _Index()
-        self._cleared: dict[Name, tuple[Segment, int]] = {}
+        self._cleared = _Index()
         self._hot: set[Name] = set()
         self._copying: set[Name] = set()  # of segments that are given up; `forget` takes them out
         self._known: dict[bytes, tuple[Segment, bool]] = {}
-        self._ended: list[tuple[int, list[bool]]] = []
+        self._ended: deque[tuple[int, list[bool]]] = deque()
         self._stats = StoreStats(read_rate=rate or 0.0)
         self._queued = 0  # bytes to read
         self._busy_since, self._busy_bytes = 0.0, 0
@@ -190,8 +213,9 @@ class DiskStore:
 
     def ended(self) -> list[tuple[int, list[bool]]]:
         """See PageStore."""
-        with self._lock:
-            ended, self._ended = self._ended, []
+        ended = list[tuple[int, list[bool]]]()
+        while self._ended:
+            ended.append(self._ended.popleft())
         return ended
 
     def seconds(self, nbytes: int) -> float:
@@ -232,8 +256,7 @@ class DiskStore:
         with self._lock:
             self._clears += 1
             self._passed_over.update(self._known)
-            self._cleared.update(self._index)  # which may turn out to be wrong
-            self._index.clear()
+            self._cleared.take(self._index)  # which may turn out to be wrong
             self._hot = set()
         self._look.set()
 
@@ -468,17 +491,21 @@ class DiskStore:
         with self._lock:
             self._stats.segments_dropped += 1
             known, _ = self._known.pop(victim.identity, (victim, True))
-            known.gone = True
             for record in records:
                 name = record.group, record.key
-                if self._index.get(name) == (known, record.offset):
-                    del self._index[name]
-                    if name in self._hot and record_bytes(record.nbytes) <= room:
-                        room -= record_bytes(record.nbytes)
-                        kept.append(record)
-                        self._copying.add(name)
-                    self._hot.discard(name)
+                fits = record_bytes(record.nbytes) <= room
+                if name in self._hot and fits and self._index.get(name) == (known, record.offset):
+                    room -= record_bytes(record.nbytes)
+                    kept.append(record)
+                    self._copying.add(name)
+            self._lose(known)
         return kept
+
+    def _lose(self, segment: Segment) -> None:
+        """A segment is gone."""
+        segment.gone = True
+        self._cleared.lose(segment)
+        self._hot.difference_update(self._index.lose(segment))
 
     # -- looking after the directory
 
@@ -541,12 +568,7 @@ class DiskStore:
                     self._found(segment, records, clears, whole=whole)
         with self._lock:
             for identity in self._known.keys() - there.keys():
-                self._known.pop(identity)[0].gone = True
-            self._cleared = {name: entry for name, entry in self._cleared.items() if not entry[0].gone}
-            lost = [name for name, (segment, _) in self._index.items() if segment.gone]
-            for name in lost:
-                del self._index[name]
-            self._hot.difference_update(lost)
+                self._lose(self._known.pop(identity)[0])
 
     def _found(self, segment: Segment, records: Sequence[Record], clears: int, *, whole: bool) -> Segment:
         """A segment has these records, and if it is `whole` never others. Returns the object that stands for it.
