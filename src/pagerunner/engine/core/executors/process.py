@@ -56,7 +56,7 @@ class RankSockets:
     """The ways to the ranks, and the one by which results come."""
 
     def __init__(self, doors: Doors, ranks: int, teams: int) -> None:
-        self._team_ranks, self._teams = ranks // teams, teams
+        self.ranks, self._team_ranks, self._teams = ranks, ranks // teams, teams
         self._came: dict[int, dict[int, orders.Stepped]] = {}  # results by step and team
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -137,10 +137,10 @@ class Ranks:
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors, together)
             undo.callback(self.watch.close)
             self.watch.team_ranks = self.of_team
-            if resolved.config.disk_tier is not None:
-                teams = range(resolved.config.teams)
-                self.watch.page_stores = [RanksStore(self.of_team, partial(self.send, team=team)) for team in teams]
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
+            if resolved.config.disk_tier is not None:  # the stores outlive this object: they must not hold it
+                ways, teams = partial(_send, self._sockets, self.watch), range(resolved.config.teams)
+                self.watch.page_stores = [RanksStore(self.of_team, partial(ways, team=team)) for team in teams]
             undo.pop_all()
         self._calls = itertools.count()
         self._began = time.monotonic()
@@ -206,8 +206,7 @@ class Ranks:
 
     def send(self, *orders_: orders.Order, team: int | None = None) -> None:
         """Send an order to all, or to those of a `team`, or each team's to its ranks. Raises why the ranks are gone, if one of them is."""
-        if not self._sockets.send(*orders_, team=team):
-            raise self.watch.cause() or self.watch.fail(f"A rank of {self.size} can't be sent orders any more.")
+        _send(self._sockets, self.watch, *orders_, team=team)
 
     def load(self, progress: Progress | None) -> list[MemoryFacts]:
         """Wait until all ranks have loaded; rank 0's `progress` is told."""
@@ -250,6 +249,11 @@ class Ranks:
     def close(self) -> None:
         """End the processes."""
         self._end()
+
+
+def _send(sockets: RankSockets, watch: RankWatch, *orders_: orders.Order, team: int | None = None) -> None:
+    if not sockets.send(*orders_, team=team):
+        raise watch.cause() or watch.fail(f"A rank of {sockets.ranks} can't be sent orders any more.")
 
 
 def _end(process: int, watch: RankWatch, sockets: RankSockets, places: LocalPlaces | RayPlaces, doors: Doors) -> None:
