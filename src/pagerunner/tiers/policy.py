@@ -79,6 +79,9 @@ class Tiering:
         self._has_state = any(rule.snapshots for rule in self._rules)
         self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
         self._pieces = Pieces(manager.plan)
+        self._coming: list[dict[PageKey, int]] = [
+            {} for _ in self._rules
+        ]  # pages -> the store that brings them to the host
         self._bringing: dict[bytes, set[int]] = {}  # the last hash of a prompt -> numbers of the stores that bring it
         self._wishes: dict[bytes, Wish] = {}
         self._put_by: dict[bytes, Wish] = {}
@@ -206,7 +209,7 @@ class Tiering:
         """
         host, there = self.host, self._manager.index.pages
         known = list(map(within, wanted, host.index.pages))
-        elsewhere = map(without, map(without, wanted, host.index.pages), self._coming(last, wanted))
+        elsewhere = map(without, map(without, wanted, host.index.pages), self._brought(last, wanted))
         if not any(missing := list(map(within, elsewhere, there))):
             pages = host.held(known)
             if self.below is not None:
@@ -267,14 +270,12 @@ class Tiering:
             limit -= 1
         return found
 
-    def _coming(self, last: bytes, keys: list[list[PageKey]]) -> list[set[PageKey]]:
+    def _brought(self, last: bytes, keys: list[list[PageKey]]) -> list[set[PageKey]]:
         """Which of these keys of a prompt stores under way bring to the host."""
-        coming: list[set[PageKey]] = [set() for _ in keys]
-        for number, transfer in self._under_way.items():
-            brought = [fresh.keys() & some for fresh, some in zip(transfer.fresh, keys, strict=False)]
-            if any(brought):
-                self._bringing.setdefault(last, set()).add(number)
-                coming = [one | more for one, more in zip(coming, brought, strict=True)]
+        coming = [brought.keys() & some for brought, some in zip(self._coming, keys, strict=True)]
+        for brought, some in zip(self._coming, coming, strict=True):
+            if some:
+                self._bringing.setdefault(last, set()).update(map(brought.__getitem__, some))
         return coming
 
     # -- loads
@@ -456,6 +457,8 @@ class Tiering:
         front: Wish | None = None,
     ) -> int:
         num_bytes = self._bytes_of(lease.keys)
+        for coming, new in zip(self._coming, fresh, strict=False):  # a load has none
+            coming.update(dict.fromkeys(new, lease.number))
         patience = max(LEAST_PATIENCE, PATIENCE * self.rates.seconds(num_bytes + before))
         until = self._clock() + patience
         self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request, front)
@@ -511,6 +514,8 @@ class Tiering:
             if not doubtful:
                 self._fail(transfer)
         for group, fresh in enumerate(transfer.fresh):
+            for key in fresh:
+                del self._coming[group][key]
             for key in stood[group]:
                 host.index.publish(group, key, fresh[key])
         if self.below is not None and not transfer.loads and end.well:
