@@ -73,6 +73,21 @@ def test_a_page_is_written_once(store: DiskStore) -> None:
     assert store.stats().writes == 3
 
 
+def test_stores_that_are_given_the_same_pages_have_the_same_segments(tmp_path: Path) -> None:
+    """Those of two ranks: each gives up whole segments, and a page counts that both have."""
+    kept: list[set[frozenset[int]]] = []
+    for rank in range(2):
+        store = opened(tmp_path / str(rank), max_bytes=2 * SMALL)
+        assert all(write(store, range(20)))
+        store.close()
+        of_names = {(0, key_of(number)): number for number in range(20)}
+        in_files: dict[bytes, set[int]] = {}
+        for name, (segment, _) in store._index.items():
+            in_files.setdefault(segment.identity, set()).add(of_names[name])
+        kept.append({frozenset(numbers) for numbers in in_files.values()})
+    assert kept[0] == kept[1] and len(kept[0]) > 3
+
+
 def test_the_directory_is_closed_to_others_and_bounded(root: Path) -> None:
     store = opened(root, max_bytes=SMALL)
     for number in range(60):

@@ -213,6 +213,11 @@ class Writer:
         self._records.append(record)
         return record
 
+    def take_back(self) -> None:
+        """Strike the last page out. The next one takes its place, so the index doesn't list it, which may have the same key."""
+        assert self.segment is not None
+        self.segment.strike(self._records.pop().offset)
+
     def seal(self) -> None:
         """The segment is finished, and others may use it. What can't be written of its index is walked at the next start."""
         if self.segment is None:

@@ -1,7 +1,9 @@
 """The disk tier: a KeepingStore over segments in a directory (`segments.py`, `directory.py`), with threads of its own.
 
-Each writing thread appends to a segment of its own, so that a file has no holes. Reading threads take the pages of one number in the order
-in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss.
+Each writing thread appends to a segment of its own, so that a file has no holes. A page's key decides which thread writes it: stores of several
+ranks, which are given the same keys, have segments with the same pages, and so give up the same ones.
+
+Reading threads take the pages of one number in the order in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss.
 
 The oldest segment goes when room is needed. Of its pages, those that were read since they were written are copied to the new segment,
 up to half of it.
@@ -18,7 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
@@ -159,13 +163,14 @@ class DiskStore:
         self._first_rate, self._measured = rate or 0.0, time.monotonic()
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._to_write: list[queue.SimpleQueue[Piece | None]] = [queue.SimpleQueue() for _ in range(write_threads)]
         self._to_strike: deque[tuple[Segment, int]] = deque()  # before any page is written: a crash would bring it back
         self._striking = threading.Lock()  # a thread that finds the line empty waits for who is at it
-        work = [("keep", self._keep)]
-        work += [("read", self._read_pieces)] * read_threads + [("write", self._write_pieces)] * write_threads
+        work: list[tuple[str, Callable[[], None]]] = [("keep", self._keep)]
+        work += [("read", self._read_pieces)] * read_threads
+        work += [("write", partial(self._write_pieces, line)) for line in self._to_write]
         self._threads = [threading.Thread(target=run, name=f"disk-{name}", daemon=True) for name, run in work]
-        self._counts = read_threads, write_threads
+        self._readers = read_threads
         for thread in self._threads:
             thread.start()
 
@@ -208,7 +213,7 @@ class DiskStore:
         begun.clears = self._clears
         closed = self._closing.is_set()
         for at, page in enumerate(pages if not closed else ()):
-            self._to_write.put((begun, [(at, page, None, 0)]))
+            self._to_write[crc32(page[1]) % len(self._to_write)].put((begun, [(at, page, None, 0)]))
         self._settle(begun, range(len(pages)) if closed else [], well=False)
 
     def ended(self) -> list[tuple[int, list[bool]]]:
@@ -229,9 +234,8 @@ class DiskStore:
         self._end = time.monotonic() + _FINISH_SECONDS
         self._closing.set()
         self._look.set()
-        for line, count in zip((self._to_read, self._to_write), self._counts, strict=True):
-            for _ in range(count):
-                line.put(None)
+        for line in [self._to_read] * self._readers + self._to_write:
+            line.put(None)
         for thread in self._threads:
             thread.join(max(self._end + 1 - time.monotonic(), 0))
 
@@ -249,7 +253,8 @@ class DiskStore:
                         self._wrong.add((found[0].identity, found[1]))  # a look may list it until it is struck
                 if found is not None:
                     self._to_strike.append(found)
-                    self._to_write.put((_Begun(0, [], 0.0, reads=False), []))  # for a thread that waits
+                    for line in self._to_write:
+                        line.put((_Begun(0, [], 0.0, reads=False), []))  # for a thread that waits
 
     def clear(self) -> None:
         """See KeepingStore. What is on its way isn't kept, and what the next look lists was there before."""
@@ -374,9 +379,9 @@ class DiskStore:
 
     # -- writing
 
-    def _write_pieces(self) -> None:
+    def _write_pieces(self, line: queue.SimpleQueue[Piece | None]) -> None:
         writer = Writer(self.directory)
-        while (piece := self._to_write.get()) is not None:
+        while (piece := line.get()) is not None:
             begun, pages = piece
             self._strike_all()
             for at, (group, key, place), *_ in pages:
@@ -419,8 +424,7 @@ class DiskStore:
                 self._next_segment(writer, len(place))
             record = writer.append(group, key, place)
             if not self._written(writer, record, clears):
-                assert writer.segment is not None
-                writer.segment.strike(record.offset)  # nobody could forget it, as it isn't in the index
+                writer.take_back()  # nobody could forget it, as it isn't in the index
                 raise NoRoomError
         except (NoRoomError, TimeoutError):
             with self._lock:
@@ -464,7 +468,7 @@ class DiskStore:
                 if writer.takes(record_bytes(record.nbytes) + nbytes) and victim.read(source, record, place):
                     copy = writer.append(record.group, record.key, place)
                     if not self._written(writer, copy, clears, copied=True):
-                        segment.strike(copy.offset)
+                        writer.take_back()
                 self._copying.discard((record.group, record.key))
 
     def _written(self, writer: Writer, record: Record, clears: int, *, copied: bool = False) -> bool:
@@ -533,7 +537,7 @@ class DiskStore:
         with self._lock:
             there = [segment.path for segment, whole in self._known.values() if whole]
         try:
-            self._stats.read_rate = rate = read_rate(self.directory.path, self._probe_bytes, self._counts[0], there)
+            self._stats.read_rate = rate = read_rate(self.directory.path, self._probe_bytes, self._readers, there)
             self._first_rate = self._first_rate or rate
         except OSError as error:
             first, self._unmeasured = not (self._unmeasured or known), True
