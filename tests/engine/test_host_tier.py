@@ -101,10 +101,12 @@ class LateTransfers(Transfers):
         super().__init__(*args)
         self.looks = 0
         self.late: list[tuple[int, PageTransfer]] = []
+        self.loads: list[int] = []
         self.made.append(self)
 
     def _begin(self, transfer: PageTransfer) -> None:
         self.late.append((self.looks + self.lag, transfer))
+        self.loads += [transfer.number] if transfer.loads else []
         self._scribble(transfer)
 
     def _scribble(self, transfer: PageTransfer) -> None:
@@ -174,17 +176,34 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_late_bytes_reach_nobody(
     nothing_held(llm)
 
 
-def test_a_request_may_end_instead_of_being_computed(
-    checkpoint: Callable[[str], str], late: type[LateTransfers], wanted: list[list[list[int]]]
+@pytest.mark.parametrize("how", ["bad", "late"])
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_request_whose_load_goes_wrong_ends_if_that_is_asked_for(
+    checkpoint: Callable[[str], str],
+    late: type[LateTransfers],
+    wanted: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    at_once: int,
 ) -> None:
+    """One at a time there is always room to compute it instead."""
     llm = engine(checkpoint("qwen3"), **TIER, kv_transfer_config={"kv_load_failure_policy": "fail"})
     assert run(llm, PROMPTS)[0] == wanted[0]
     nothing_held(llm)
-    late.bad = 1
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
-    errors = [output.error for output in outputs if output.error is not None]
-    assert errors and all('kv_load_failure_policy is "fail"' in error for error in errors)
-    late.bad = 0
+    loads = late.made[-1].loads
+    with monkeypatch.context() as faults:
+        if how == "bad":
+            faults.setattr(late, "bad", 1)
+        else:
+            faults.setattr(policy, "LEAST_PATIENCE", 0.0)
+            faults.setattr(policy, "PATIENCE", 0.0)
+        for begin in range(0, len(PROMPTS), at_once):
+            before, some = len(loads), PROMPTS[begin : begin + at_once]
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in some], PARAMS, use_tqdm=False)
+            errors = [output.error for output in outputs if output.error is not None]
+            assert len(errors) == len(loads) - before
+            assert all('kv_load_failure_policy is "fail"' in error for error in errors)
+    assert len(loads) >= len(PROMPTS) // 2
     nothing_held(llm)
     assert run(llm, LONGER)[0] == wanted[1]
 

@@ -73,8 +73,9 @@ class HostTraffic(Traffic):
         late = [number for number, began in self.begun.items() if self.now - began >= self.lag + number % 3]
         for number in late:
             self.end(number)
-        super().step(fault)
         self.note(failed := self.scheduler.take_failed())
+        super().step(fault)
+        self.note(more := self.scheduler.take_failed())
         self.seen["admission waits"] += any(one.awaits_transfer for one in self.scheduler._state.waiting)
         self.seen["quarantined"] += self.tiers.stats().given_up_total > 0
         self.seen["loaded"] += self.tiers.counts.load_bytes > 0
@@ -82,7 +83,7 @@ class HostTraffic(Traffic):
         moved = self.scheduler.stats().steps_total != steps
         self.idle = self.idle + 1 if quiet and not moved else 0
         if self.idle and self.scheduler.has_work:
-            under_way = self.tiers.num_transfers or failed
+            under_way = self.tiers.num_transfers or failed or more
             assert under_way, "nothing runs and nothing is under way"  # the engine's core would end here
         if self.idle > 2 and self.scheduler.has_work:
             if self.checker.transfers:  # else what is read from a disk ends with the next step

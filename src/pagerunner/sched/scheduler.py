@@ -265,14 +265,16 @@ class Scheduler:
         return commit(self._state, plan, result)
 
     def take_failed(self) -> list[RequestUpdate]:
-        """The last updates of requests that failed while steps were planned, or whose pages didn't come from another memory."""
+        """The last updates of requests that failed while steps were planned, or whose pages didn't come from another memory. So call it before and
+        after `schedule`, which computes those that wait for no pages any more.
+        """
         failed, self._state.failed = self._state.failed, []
         return failed + self._without_pages() if self.tiers is not None else failed
 
     def _without_pages(self) -> list[RequestUpdate]:
         """Requests whose pages didn't come: unless they are to be computed, they end."""
         assert self.tiers is not None
-        lost, self.tiers.failed = self.tiers.failed, []
+        lost = self.tiers.take_failed()
         if self._load_failure == "recompute":
             return []
         sequences = [one for one in lost if isinstance(one, Sequence) and one.grant is None and not one.finished]

@@ -51,7 +51,7 @@ LEAST_PATIENCE = 2.0
 
 
 class Tiering:
-    """Decides and books the transfers between a manager's pages and a host tier. `failed` has requests whose load went wrong.
+    """Decides and books the transfers between a manager's pages and a host tier.
 
     `fetching` are those that wait for pages from `below`, a store below host memory, with their tokens. `prompts_only`: what requests have generated is stored only when they are preempted.
     """
@@ -67,7 +67,7 @@ class Tiering:
     ) -> None:
         self.host, self.prompts_only = host, prompts_only
         self.rates, self.counts = Rates(), TierCounts()
-        self.failed: list[Waiting] = []
+        self._failed: list[Waiting] = []
         self.below, self.fetching = below, dict[Waiting, int]()
         self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
         self._no_room_at = -1
@@ -140,7 +140,6 @@ class Tiering:
 
         `idle`: no request is there, so what is wished and can't be stored now never can.
         """
-        self._give_up(self._clock())
         self._look_after()
         if self.below is not None:
             self.below.arrivals(self._arrived)
@@ -464,19 +463,22 @@ class Tiering:
         self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request, front)
         return num_bytes
 
-    def _give_up(self, now: float) -> None:
-        """Nobody waits any more for loads that take too long."""
+    def take_failed(self) -> list[Waiting]:
+        """Requests whose loads have failed since the last call, or take too long: nobody waits for those any more. A plan computes what isn't loaded."""
+        now = self._clock()
         for number, transfer in self._under_way.items():
             if transfer.loads and transfer.lease.state == "arriving" and now > transfer.until:
                 self._manager.quarantine(number)
                 self.counts.given_up += 1
                 self._fail(transfer)
+        failed, self._failed = self._failed, []
+        return failed
 
     def _fail(self, transfer: Transfer) -> None:
         request = transfer.request
         if request in self._ahead:
             self.let_go(request)
-            self.failed.append(request)
+            self._failed.append(request)
 
     def let_go(self, request: Waiting) -> None:
         """Set nothing aside for a request: it runs, is gone, or comes after others."""
@@ -560,13 +562,9 @@ class Tiering:
         stats, pool = self.stats(), self.host.pool
         return HostState(
             disk=None if stats.disk is None else stats.disk.state(),
-            num_bytes=stats.num_bytes,
-            ready_bytes=stats.ready_bytes,
-            used_bytes=stats.used_bytes,
-            loads=stats.loads,
-            stores=stats.stores,
-            queries_total=stats.queries_total,
-            hits_total=stats.hits_total,
+            num_bytes=stats.num_bytes, ready_bytes=stats.ready_bytes, used_bytes=stats.used_bytes,
+            loads=stats.loads, stores=stats.stores,
+            queries_total=stats.queries_total, hits_total=stats.hits_total,
             groups=[
                 HostPagesState(
                     name=group.name,
@@ -577,7 +575,7 @@ class Tiering:
                 )
                 for number, group in enumerate(self._manager.plan.groups)
             ],
-        )
+        )  # fmt: skip
 
     def stats(self) -> TierStats:
         """Counts for the log and the metrics."""

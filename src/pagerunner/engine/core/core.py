@@ -206,8 +206,8 @@ class EngineCore:
         return updates
 
     def _run_step(self) -> list[RequestUpdate]:
-        updates: list[RequestUpdate] = []
         self._end_transfers(0.0)
+        updates = self._scheduler.take_failed()
         while len(self._in_flight) < self._max_in_flight:
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
