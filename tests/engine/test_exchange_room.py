@@ -9,6 +9,7 @@ import pytest
 
 from engine.test_exchange import OTHER, PROMPT, Engine, checkpoint, own_secret
 from helpers.patience import until
+from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import ExchangeState
 from pagerunner.tiers.policy import LOAD_FAILED
 from pagerunner.types import EngineRequest, SamplingParams
@@ -18,18 +19,21 @@ __all__ = ["checkpoint", "own_secret"]  # fixtures
 
 
 def test_of_more_prompts_than_have_room_in_host_memory_each_is_pulled_in_its_turn(
-    checkpoint: Callable[[str], str],
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
     prompts = [[(i * j) % 480 + 5 for j in range(150)] for i in range(1, 9)]
     host: Any = second.core._scheduler.tiers.host
     page_bytes = second.core.memory_plan.groups[0].page_bytes
     host.num_bytes = int(2 * 3.2 * (144 // 16) * page_bytes)  # half of it has room for three
-    lent = [first.lend(prompt) for prompt in prompts]
+    lent, made = [first.lend(prompt) for prompt in prompts], list[int]()
+    usual = KVManager.chain
+    monkeypatch.setattr(KVManager, "chain", lambda *given, **named: made.append(1) or usual(*given, **named))
     names = [second.add(prompt, one) for prompt, one in zip(prompts, lent, strict=True)]
     for name in names:
         second.last(name)
     assert [second.found(name) for name in names] == [144] * 8
+    assert len(made) == 2 * 8, "a long prompt's hashes take milliseconds: once here, and once in the scheduler"
     stats = second.core.stats().exchange
     assert stats is not None and (stats.pulled_total, stats.failed_total) == (8, 0)
     until(lambda: not first.core._exchange.stats().loans)

@@ -63,13 +63,16 @@ class _Answer:
 class _Pull:
     """A visit to a loan that some requests wait for. `until`: how long to wait for news of it; then reading has its own patience.
 
-    What is `known` and isn't `reading` waits for room in host memory. `could`: so many tokens are found when all pages have come.
+    What is `known` and isn't `reading` waits for room in host memory. `could`: so many tokens of the `prompt` are found when all pages have come. Its
+    `chain` is kept, as it takes milliseconds for a long one.
     """
 
     number: int
     token: bytes
     requests: list[EngineRequest]
     until: float
+    prompt: list[int]
+    chain: PrefixChain
     known: bool = False
     reading: bool = False
     could: int = 0
@@ -183,7 +186,8 @@ class Exchange:
         if request.params.prompt_logprobs is not None:  # all of the prompt is computed, and the loan given back
             self._peers.leave(self._made)
             return False
-        self._pulls[self._made] = _Pull(self._made, token, [request], time.monotonic() + STORE_SECONDS)
+        prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt)
+        self._pulls[self._made] = _Pull(self._made, token, [request], time.monotonic() + STORE_SECONDS, prompt, chain)
         return True
 
     def queued(self, request: EngineRequest) -> None:
@@ -202,8 +206,8 @@ class Exchange:
             if request is None or update.finish_reason not in ("stop", "length"):
                 passed.append(update)
                 continue
-            prompt = request.prompt_token_ids
-            chain = self._chain(request)
+            prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt)
+            chain.cover(prompt, len(prompt))
             self._answers.append(_Answer(update, chain, len(prompt), time.monotonic() + STORE_SECONDS))
         return passed
 
@@ -342,12 +346,10 @@ class Exchange:
 
     def _begin(self, pull: _Pull) -> bool | None:
         """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, None if there is no room."""
-        request, held = pull.requests[0], self._tiers.host.index.pages
-        chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
-        lent, near = (
-            self._peers.lent(pull.number),
-            self._near(),
-        )  # the first rank's parts; another that is lacking costs a computation
+        chain, limit, held = pull.chain, len(pull.prompt) - 1, self._tiers.host.index.pages
+        chain.cover(pull.prompt, len(pull.prompt))
+        # what the first rank has: a page that another lacks is computed
+        lent, near = self._peers.lent(pull.number), self._near()
         far = [ChainMap(*some.maps, lent.get(group, {})) for group, some in enumerate(near)]
         have, pull.could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
         if pull.could <= have:
@@ -372,9 +374,7 @@ class Exchange:
 
     def _has(self, pull: _Pull) -> bool:
         """Whether all that was pulled is here."""
-        request = pull.requests[0]
-        chain, limit = self._chain(request), len(request.prompt_token_ids) - 1
-        return joint_hit(self._rules, self._near(), chain, limit) >= pull.could
+        return joint_hit(self._rules, self._near(), pull.chain, len(pull.prompt) - 1) >= pull.could
 
     def _leave(self, pull: _Pull) -> list[EngineRequest]:
         """Let a loan go. Returns the requests that have waited for it. A read that is under way ends soon."""
@@ -382,11 +382,6 @@ class Exchange:
         self._arrivals.leave(pull)
         self._peers.leave(pull.number)
         return pull.requests
-
-    def _chain(self, request: EngineRequest) -> PrefixChain:
-        chain = self._manager.chain(request.cache_salt)
-        chain.cover(request.prompt_token_ids, len(request.prompt_token_ids))
-        return chain
 
 
 def _lent_pages(
