@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +120,19 @@ def test_a_request_that_comes_as_an_idle_connection_ends_is_answered(
         client.sendall(ask)
         sent.set()
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_resets_its_idle_connection_leaves_nothing_behind(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "KEEP_ALIVE_SECONDS", 0.3)
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.5)  # its idle time is over
+    answer(server)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 NOT_WAITED_FOR = {

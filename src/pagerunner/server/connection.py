@@ -157,6 +157,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn doesn't after an error
         if self.cycle is not None and self.cycle.disconnected:
             self.cycle.scope[CLIENT_LINK].tell_gone()  # type: ignore[literal-required]
         self._lingering.close_now()
