@@ -387,10 +387,12 @@ class DiskStore:
             for at, (group, key, place), *_ in pages:
                 well = False
                 try:
-                    well = not self._late(begun) and self._write_page(writer, group, key, place, begun.clears)
+                    late = self._late(begun)
+                    well = self._skip() if late else self._write_page(writer, group, key, place, begun.clears)
                 except Exception:  # the thread goes on, with another segment
                     logger.exception("The disk tier couldn't write a page")
                     writer.seal()
+                    self._skip()
                 self._settle(begun, [at], well=well)
         writer.seal()
 
@@ -414,6 +416,11 @@ class DiskStore:
                 if there.identity == segment.identity:
                     there.strike(offset)
 
+    def _skip(self) -> bool:
+        with self._lock:
+            self._stats.skipped += 1
+        return False
+
     def _write_page(self, writer: Writer, group: int, key: bytes, place: memoryview, clears: int) -> bool:
         if self.find(group, [key])[0]:
             return True
@@ -427,9 +434,7 @@ class DiskStore:
                 writer.take_back()  # nobody could forget it, as it isn't in the index
                 raise NoRoomError
         except (NoRoomError, TimeoutError):
-            with self._lock:
-                self._stats.skipped += 1
-            return False
+            return self._skip()
         except OSError as error:
             writer.seal()
             self._stop_writing(error)
