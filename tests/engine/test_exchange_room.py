@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from engine.test_exchange import OTHER, PROMPT, Engine, checkpoint, own_secret
+from engine.test_host_tier import LateTransfers
 from helpers.patience import until
+from pagerunner.engine.worker import build
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import ExchangeState
+from pagerunner.tiers import policy
 from pagerunner.tiers.policy import LOAD_FAILED
 from pagerunner.types import EngineRequest, SamplingParams
 
@@ -18,12 +21,16 @@ pytest.importorskip("transformers")
 __all__ = ["checkpoint", "own_secret"]  # fixtures
 
 
+def host_of(engine: Engine) -> Any:
+    return engine.core._scheduler.tiers.host
+
+
 def test_of_more_prompts_than_have_room_in_host_memory_each_is_pulled_in_its_turn(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Engine(checkpoint("qwen3"), "kv_producer"), Engine(checkpoint("qwen3"), "kv_consumer")
     prompts = [[(i * j) % 480 + 5 for j in range(150)] for i in range(1, 9)]
-    host: Any = second.core._scheduler.tiers.host
+    host = host_of(second)
     page_bytes = second.core.memory_plan.groups[0].page_bytes
     host.num_bytes = int(2 * 3.2 * (144 // 16) * page_bytes)  # half of it has room for three
     lent, made = [first.lend(prompt) for prompt in prompts], list[int]()
@@ -42,6 +49,40 @@ def test_of_more_prompts_than_have_room_in_host_memory_each_is_pulled_in_its_tur
     name = second.add(OTHER, first.lend(OTHER))
     second.last(name)
     assert second.found(name) == 0, "it has no room even alone"
+    first.close()
+    second.close()
+
+
+def test_a_prompt_waits_for_room_that_loads_to_the_device_hold(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of twelve have room. When they have come nothing is pulled, and loads use their pages."""
+    first = Engine(checkpoint("qwen3"), "kv_producer")
+    late = type("Late", (LateTransfers,), {"made": [], "lag": 60})
+    monkeypatch.setattr(build, "Transfers", late)
+    second = Engine(checkpoint("qwen3"), "kv_consumer", max_num_seqs=16, kv_cache_memory_bytes=8_000_000)
+    prompts = [[(i * j) % 480 + 5 for j in range(150)] for i in range(1, 14)]
+    until(lambda: second.core._end_transfers(0.0) or second.core._executor.host_ready >= host_of(second).num_bytes)
+    host, room = host_of(second), 6 * (144 // 16)
+    others = host.take([host.pool.per_slab[0] * host.pool.num_slabs - room])
+    assert others is not None
+    lent = [first.lend(prompt) for prompt in prompts]
+    names = [second.add(prompt, one) for prompt, one in zip(prompts[:12], lent, strict=False)]
+    for name in names:
+        second.last(name)
+    assert [second.found(name) for name in names] == [144] * 12
+    stats = second.core.stats().exchange
+    assert stats is not None and (stats.pulled_total, stats.failed_total) == (12, 0)
+
+    host.num_bytes = second.core.memory_plan.groups[0].page_bytes
+    second.core._scheduler.manager.reset_prefix_cache()
+    monkeypatch.setattr(policy, "LEAST_PATIENCE", 600.0)
+    transfers, late.lag = late.made[-1], 10**9
+    again, large = second.add(prompts[11]), second.add(prompts[12], lent[12])
+    assert second.found(large) == 0 and not second.ended(again), "it has no room even alone, and waits for no load"
+    transfers.late = [(0, transfer) for _, transfer in transfers.late]
+    assert second.found(again) == 144
+    host.release(others)
     first.close()
     second.close()
 

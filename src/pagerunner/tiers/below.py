@@ -135,13 +135,17 @@ class Arrivals(Generic[Request]):
 
     def seconds(self, keys: Sequence[Sequence[PageKey]]) -> float:
         """How long reading these pages, by group, would take now."""
-        return self._store.seconds(sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True)))
+        return self._store.seconds(self._bytes_of(keys))
+
+    def too_large(self, keys: Sequence[Sequence[PageKey]]) -> bool:
+        """Whether these pages, by group, have no room even if no others are read."""
+        return self._bytes_of(keys) > MOST_READ * self._host.num_bytes
 
     def read(
         self, number: int, request: Request, keys: Sequence[Sequence[PageKey]], beside: Sequence[Sequence[PageKey]]
     ) -> bool:
         """Begin to read pages, by group, for a request. Those of host memory that it needs `beside` are kept. False if there is no room."""
-        num_bytes = sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True))
+        num_bytes = self._bytes_of(keys)
         taken = sum(moving.num_bytes for moving in (*self._reads.values(), *self._arrived))
         if taken + num_bytes > MOST_READ * self._host.num_bytes:
             return False
@@ -204,6 +208,9 @@ class Arrivals(Generic[Request]):
             starts = self._host.places(group, [page for *_, page in named])
             views += [(*name, self._memory[at : at + size]) for (*name, _), at in zip(named, starts, strict=True)]
         return views
+
+    def _bytes_of(self, keys: Sequence[Sequence[PageKey]]) -> int:
+        return sum(size * len(some) for size, some in zip(self._page_bytes, keys, strict=True))
 
     def _end(self, number: int, outcomes: list[bool]) -> None:
         if number in self._reads:

@@ -115,7 +115,7 @@ class Exchange:
         self._lent: dict[bytes, list[list[int]]] = {}
         self._pulls: dict[int, _Pull] = {}
         self._made = self._failed = 0
-        self._no_room_at = -1
+        self._no_room_at = (-1, -1)
         assert scheduler.tiers is not None
         self._parts = Parts(self._peers, host_bytes, len(sizes))
         self._arrivals = Arrivals[_Pull](self._parts, scheduler.tiers.host, range(len(host_bytes[0])), sizes)
@@ -326,26 +326,24 @@ class Exchange:
     def _begin_in_turn(self) -> list[EngineRequest]:
         """Begin to read what is known and has room, in the order of requests. Returns those that needn't wait: nothing is to be read for them.
 
-        Who has no room waits until pages of others have gone to the device. A prompt that has none although nobody else's are there is computed.
+        Who has no room waits until pages of others have gone to the device. A prompt is computed that has none although nobody else's are on their way,
+        or that is too large.
         """
         ready: list[EngineRequest] = []
+        room = self._arrivals.released, self._tiers.ended
         for pull in [one for one in self._pulls.values() if one.known and not one.reading]:
-            if self._arrivals.busy and self._no_room_at == self._arrivals.released:
+            may_wait = self._arrivals.busy or self._tiers.loads
+            if may_wait and self._no_room_at == room:
                 break
-            if (begun := self._begin(pull)) is None and self._arrivals.busy:
-                self._no_room_at = self._arrivals.released
+            if (begun := self._begin(pull, may_wait)) is None:
+                self._no_room_at = room
                 break
-            if begun is None:
-                self._failed += 1
-                self._refusals.warn(
-                    "A prompt's pages have no room in host memory and are computed; raise kv_offloading_size."
-                )
             if not begun:
                 ready += self._leave(pull)
         return ready
 
-    def _begin(self, pull: _Pull) -> bool | None:
-        """Begin to read what the loan has and this engine hasn't. False if there is nothing to read, None if there is no room."""
+    def _begin(self, pull: _Pull, may_wait: bool) -> bool | None:
+        """Begin to read what the loan has and this engine hasn't. None if it is to wait for room, False if nothing is to be read."""
         chain, limit, held = pull.chain, len(pull.prompt) - 1, self._tiers.host.index.pages
         chain.cover(pull.prompt, len(pull.prompt))
         # what the first rank has: a page that another lacks is computed
@@ -354,8 +352,16 @@ class Exchange:
         have, pull.could = joint_hit(self._rules, near, chain, limit), joint_hit(self._rules, far, chain, limit)
         if pull.could <= have:
             return False
-        pull.reading = self._arrivals.read(pull.number, pull, *lacking(self._rules, chain, pull.could, near, held))
-        return pull.reading or None
+        keys, beside = lacking(self._rules, chain, pull.could, near, held)
+        pull.reading = self._arrivals.read(pull.number, pull, keys, beside)
+        if not pull.reading and may_wait and not self._arrivals.too_large(keys):
+            return None
+        if not pull.reading:
+            self._failed += 1
+            self._refusals.warn(
+                "A prompt's pages have no room in host memory and are computed; raise kv_offloading_size."
+            )
+        return pull.reading
 
     def _near(self) -> list[ChainMap[PageKey, int]]:
         """The pages of this engine, by group."""

@@ -23,7 +23,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
-from pagerunner.tiers.below import MOST_READ, Below, lacking
+from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.lookup import found, hit_keys, prompt_keys, within, without
@@ -67,6 +67,7 @@ class Tiering:
     ) -> None:
         self.host, self.prompts_only = host, prompts_only
         self.rates, self.counts = Rates(), TierCounts()
+        self.ended = 0  # transfers
         self._failed: list[Waiting] = []
         self.below, self.fetching = below, dict[Waiting, int]()
         self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
@@ -103,6 +104,11 @@ class Tiering:
     def num_transfers(self) -> int:
         """Transfers that haven't ended, and reads that requests wait for."""
         return len(self._under_way) + (0 if self.below is None else self.below.num_reads)
+
+    @property
+    def loads(self) -> bool:
+        """Whether loads are under way that nobody has given up: room in host memory comes back from them."""
+        return any(one.loads and one.lease.state == "arriving" for one in self._under_way.values())
 
     def settle(self) -> None:
         """Take what has come from below."""
@@ -403,7 +409,7 @@ class Tiering:
         if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
             return False
         if (self._line and not self._room_may_be()) or not below.fetch(request, keys, beside):
-            if not self._frees() or self._bytes_of(keys) > MOST_READ * self.host.num_bytes:
+            if not self._frees() or below.too_large(keys):
                 below.give_up()
                 return False
             self._line.add(request)
@@ -413,8 +419,7 @@ class Tiering:
 
     def _frees(self) -> bool:
         """Whether room in host memory is sure to come back: from reads, or from loads, all of which are given up in time."""
-        loads = (one for one in self._under_way.values() if one.loads and one.lease.state == "arriving")
-        return self.below is not None and (self.below.frees or any(loads))
+        return self.below is not None and (self.below.frees or self.loads)
 
     def _room_may_be(self) -> bool:
         """Whether those that wait for room in host memory may be tried again: some has come back, or none will."""
@@ -503,6 +508,7 @@ class Tiering:
         keep = ahead is not None and transfer.lease in ahead.leases  # not one that it was let go of before
         stood = self._manager.end_transfer(end.number, well=end.well, keep=keep)
         self._refused_at = self._no_room_at = -1
+        self.ended += 1
         host, counts = self.host, self.counts
         if end.well:
             self.rates.moved(transfer.num_bytes, end.seconds)
@@ -581,15 +587,12 @@ class Tiering:
         """Counts for the log and the metrics."""
         states = [transfer.lease.state for transfer in self._under_way.values()]
         return self.counts.stats(
-            num_bytes=self.host.num_bytes,
-            ready_bytes=self.host.ready_bytes,
-            used_bytes=self.host.used_bytes,
-            loads=states.count("arriving"),
-            stores=states.count("held"),
+            num_bytes=self.host.num_bytes, ready_bytes=self.host.ready_bytes, used_bytes=self.host.used_bytes,
+            loads=states.count("arriving"), stores=states.count("held"),
             quarantined_bytes=sum(
                 self._bytes_of(one.lease.pages) for one in self._under_way.values() if one.lease.state == "quarantined"
             ),
             bytes_per_second=self.rates.bytes_per_second,
             seconds_per_token=self.rates.seconds_per_token,
             disk=None if self.below is None else self.below.stats(),
-        )
+        )  # fmt: skip
