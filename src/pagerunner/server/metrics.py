@@ -95,9 +95,12 @@ _EXCHANGE_MOMENTS = {
 }
 _EXCHANGE_TOTALS = {
     "lent_total": ("pagerunner:kv_peer_lent", "Prompts whose pages were lent to other engines."),
-    "expired_total": ("vllm:nixl_num_kv_expired_reqs", "Prompts whose pages no other engine has asked for in time."),
+    "expired_total": ("vllm:nixl_num_kv_expired_reqs", "Prompts whose pages were lent and not given back in time."),
     "pulled_total": ("pagerunner:kv_peer_pulled", "Prompts whose pages have come from other engines."),
-    "failed_total": ("vllm:nixl_num_failed_transfers", "Prompts whose pages have not come, or not all of them."),
+    "failed_total": (
+        "vllm:nixl_num_failed_transfers",
+        "Prompts whose pages have not come, or not all of them, or had no room.",
+    ),
     "pulled_bytes_total": ("pagerunner:kv_peer_pulled_bytes", "Bytes of pages that have come from other engines."),
 }
 _TIER_TOTALS = {
