@@ -118,12 +118,12 @@ class Directory:
             raise NoRoomError(errno.ENOSPC, f"{self.path}: max_bytes={self.max_bytes:,} leaves no room for a segment")
         return found
 
-    def create(self) -> tuple[Segment, int]:
-        """A new segment with its header, and its locked descriptor. To be called with the lock.
+    def create(self, age: int) -> tuple[Segment, int]:
+        """A new segment of this age with its header, and its locked descriptor. To be called with the lock.
 
         The file has its full size from the start, so that a disk is full here, and not within a page. Sealing gives back what isn't used.
         """
-        segment = Segment.new(self.path, self.fingerprint)
+        segment = Segment.new(self.path, self.fingerprint, age=age)
         os.close(os.open(segment.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         fd = segment.open(lock=True)
         try:
@@ -135,7 +135,7 @@ class Directory:
             raise
         return segment, fd
 
-    def unfinished(self, nbytes: int) -> tuple[Segment, int] | None:
+    def unfinished(self, nbytes: int, age: int) -> tuple[Segment, int] | None:
         """The youngest segment of this fingerprint that is less than half full and takes such a page, to go on with, and its locked descriptor.
 
         It is renamed, as its age is that of its pages to come. To be called with the lock. Without this, each start would leave a small file.
@@ -148,7 +148,7 @@ class Directory:
                     try:
                         if segment.is_of(fd, self.fingerprint):
                             os.posix_fallocate(fd, 0, self.segment_bytes)
-                            segment.rename(Segment.new(self.path, self.fingerprint, segment.identity).path)
+                            segment.rename(Segment.new(self.path, self.fingerprint, segment.identity, age).path)
                             return segment, fd
                     except OSError:
                         os.close(fd)
@@ -192,6 +192,8 @@ class Writer:
 
     def __init__(self, directory: Directory) -> None:
         self.segment: Segment | None = None
+        self.age = 0
+        """Of the next segment that it begins, in nanoseconds since 1970."""
         self._directory, self._fd, self._records = directory, -1, list[Record]()
 
     @property

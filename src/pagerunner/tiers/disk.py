@@ -48,15 +48,18 @@ _STEADY = 0.7  # how much of the measured rate stays when a number of some size 
 
 
 class _Begun:
-    """A number, how many of its pages are left, and the outcomes. `clears`: how often the store had been cleared when it began."""
+    """A number, how many of its pages are left, and the outcomes. `clears`: how often the store had been cleared when it began.
 
-    __slots__ = ("clears", "deadline", "left", "nbytes", "number", "outcomes", "reads", "started")
+    A segment that is begun for one of its pages has the `age` of the write, whichever thread comes first: so ranks give up segments in one order.
+    """
+
+    __slots__ = ("age", "clears", "deadline", "left", "nbytes", "number", "outcomes", "reads", "started")
 
     def __init__(self, number: int, pages: Sequence[Page], seconds: float, *, reads: bool) -> None:
         self.number, self.left, self.outcomes, self.reads = number, len(pages), [False] * len(pages), reads
         self.nbytes = sum(len(place) for *_, place in pages)
         self.started = time.monotonic()
-        self.deadline, self.clears = self.started + seconds, 0
+        self.deadline, self.clears, self.age = self.started + seconds, 0, time.time_ns()
 
 
 Name = tuple[int, bytes]
@@ -385,7 +388,7 @@ class DiskStore:
             begun, pages = piece
             self._strike_all()
             for at, (group, key, place), *_ in pages:
-                well = False
+                well, writer.age = False, begun.age + at
                 try:
                     late = self._late(begun)
                     well = self._skip() if late else self._write_page(writer, group, key, place, begun.clears)
@@ -465,7 +468,7 @@ class DiskStore:
                 for victim, source in victims:
                     hot += [(victim, source, record) for record in self._drop(victim, source)]
                     victim.unlink()
-                segment, fd = self.directory.unfinished(nbytes) or self.directory.create()
+                segment, fd = self.directory.unfinished(nbytes, writer.age) or self.directory.create(writer.age)
             records = segment.records(fd, self.directory.fingerprint, walk=True)
             writer.begin(self._found(segment, records, clears, whole=False), fd, records)
             for victim, source, record in hot:

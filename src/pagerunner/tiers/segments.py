@@ -78,10 +78,10 @@ class Segment:
         return None
 
     @classmethod
-    def new(cls, directory: Path, fingerprint: bytes, identity: bytes | None = None) -> Self:
-        """A name for a segment that begins now. Names sort by age."""
+    def new(cls, directory: Path, fingerprint: bytes, identity: bytes | None = None, age: int | None = None) -> Self:
+        """A name for a segment that begins now, or is of another age. Names sort by age."""
         identity = identity or os.urandom(16)
-        name = f"{time.time_ns():020d}-{fingerprint[:8].hex()}-{identity.hex()}.pages"
+        name = f"{time.time_ns() if age is None else age:020d}-{fingerprint[:8].hex()}-{identity.hex()}.pages"
         return cls(directory / name, identity)
 
     @property
