@@ -24,6 +24,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
 from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
+from pagerunner.tiers.index import Index
 from pagerunner.tiers.segments import Record, Segment
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB: three pages of 12 KiB of disk do not fit, two do
@@ -153,9 +154,9 @@ def test_a_segment_that_is_gone_or_renamed_is_a_miss_or_found_again(root: Path, 
 def test_the_engine_waits_for_no_look_at_the_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, passes = opened(root, max_bytes=SMALL), list[int]()
     write(store, range(6))
-    usual = disk._Index.items
-    monkeypatch.setattr(disk._Index, "items", lambda index: passes.append(len(index)) or usual(index))
-    monkeypatch.setattr(disk._Index, "__iter__", lambda index: passes.append(len(index)) or iter(list(index.keys())))
+    usual = Index.items
+    monkeypatch.setattr(Index, "items", lambda index: passes.append(len(index)) or usual(index))
+    monkeypatch.setattr(Index, "__iter__", lambda index: passes.append(len(index)) or iter(list(index.keys())))
     store._scan()
     files(root)[0].unlink()
     store._scan()

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -27,6 +27,7 @@ from zlib import crc32
 import msgspec
 
 from pagerunner.tiers.directory import Directory, NoRoomError, Writer
+from pagerunner.tiers.index import Index, Name
 from pagerunner.tiers.probe import read_rate
 from pagerunner.tiers.segments import LONGEST_KEY, Direct, Record, Segment, record_bytes
 from pagerunner.tiers.stats import StoreStats
@@ -62,56 +63,6 @@ class _Begun:
         self.deadline, self.clears, self.age = self.started + seconds, 0, time.time_ns()
 
 
-Name = tuple[int, bytes]
-"""A group and a key."""
-
-
-class _Index(dict[Name, tuple[Segment, int]]):
-    """Where pages are. With `touched` it notes the names whose pages come and go.
-
-    There may be a million pages, so it knows what each segment has, and `lose` needn't go over all of them.
-    """
-
-    touched: set[Name] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._of: dict[Segment, set[Name]] = {}  # some of these may be elsewhere by now
-
-    def __setitem__(self, name: Name, entry: tuple[Segment, int]) -> None:
-        super().__setitem__(name, entry)
-        self._of.setdefault(entry[0], set()).add(name)
-        self._touch([name])
-
-    def __delitem__(self, name: Name) -> None:
-        super().__delitem__(name)
-        self._touch([name])
-
-    def clear(self) -> None:
-        """Have no pages."""
-        self._touch(self)
-        super().clear()
-        self._of = {}
-
-    def lose(self, segment: Segment) -> list[Name]:
-        """A segment is gone. Returns which pages go with it."""
-        lost = [name for name in self._of.pop(segment, ()) if self.get(name, (None,))[0] is segment]
-        for name in lost:
-            del self[name]
-        return lost
-
-    def take(self, other: _Index) -> None:
-        """Have what another one has, which has nothing then."""
-        self.update(other)
-        for segment, names in other._of.items():
-            self._of[segment] = names | self._of.get(segment, set())
-        other.clear()
-
-    def _touch(self, names: Iterable[Name]) -> None:
-        if self.touched is not None:
-            self.touched.update(names)
-
-
 Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
 """Pages of a number, each with its place in it; of a read also its segment and the record's offset."""
 
@@ -145,8 +96,8 @@ class DiskStore:
         self.ready = threading.Event()
         self._on_end, self._seconds, self._direct = on_end, seconds, direct
         self._lock = threading.Lock()
-        self._index = _Index()
-        self._cleared = _Index()
+        self._index = Index()
+        self._cleared = Index()
         self._hot: set[Name] = set()
         self._copying: set[Name] = set()  # of segments that are given up; `forget` takes them out
         self._known: dict[bytes, tuple[Segment, bool]] = {}

@@ -14,7 +14,7 @@ from pagerunner.engine.core.messages import StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
-from pagerunner.tiers.disk import Name
+from pagerunner.tiers.index import Name
 from pagerunner.tiers.stats import StoreStats
 from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange

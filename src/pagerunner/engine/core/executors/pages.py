@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from pagerunner.engine.worker import orders
-from pagerunner.tiers.disk import Name
+from pagerunner.tiers.index import Name
 from pagerunner.tiers.stats import StoreStats
 
 _PAUSE_SECONDS = 30.0
