@@ -70,8 +70,8 @@ class Engine:
         updates = self.scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=tokens))
         return {one.request_id: one.num_cached_tokens for one in updates if one.num_cached_tokens is not None}
 
-    def add(self, name: str, number: int, max_tokens: int = 1) -> None:
-        prompt = [1_000 * number + place for place in range(TOKENS)]
+    def add(self, name: str, number: int, max_tokens: int = 1, tokens: int = TOKENS) -> None:
+        prompt = [1_000 * number + place for place in range(tokens)]
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.scheduler.add(
             EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, seed=0, max_tokens=max_tokens)
@@ -181,6 +181,19 @@ def test_what_is_pushed_out_between_pieces_costs_the_rest_of_the_prompt_and_hold
     engine.run()
     assert not engine.tiers.storing(*wished(engine, 1)) and not engine.tiers.busy
     assert engine.tiers.counts.stores_skipped == 1 and not any(engine.host.pool.used)
+
+
+def test_a_prompt_that_is_longer_than_host_memory_pushes_nothing_out_of_it() -> None:
+    engine = Engine("full", lag=1, batched=512)
+    engine.tiers.host = host = HostTier(engine.manager.plan, 16 * engine.manager.plan.groups[0].page_bytes)
+    engine.tiers.grow(host.num_bytes)
+    engine.tiers._pieces.most = 8
+    engine.add("short", 1, tokens=96)
+    engine.run()
+    before = dict(host.index.pages[0])
+    engine.add("long", 2)
+    engine.run()
+    assert len(before) == 6 and host.index.pages[0] == before and engine.tiers.counts.stores_skipped == 1
 
 
 def test_two_prompts_with_one_front_wait_for_the_same_store() -> None:

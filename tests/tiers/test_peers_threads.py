@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from helpers.page_owner import FIELDS, SECRET, key
 from helpers.page_pulls import LENT, PAGES, SIZE, check, news, pull, read
 from helpers.patience import patient, until
-from pagerunner.tiers import wire
+from pagerunner.tiers import peers, wire
 
 
 @pytest.mark.parametrize("accepts", [True, False])
@@ -110,6 +111,29 @@ def test_what_a_peer_refuses_with_is_one_line_of_the_log(make, caplog) -> None:
         thread.join()
     [said] = [record.getMessage() for record in caplog.records]
     assert said.isprintable() and len(said) < 400
+
+
+def test_the_rate_is_that_of_a_read_over_all_connections(make, monkeypatch) -> None:
+    """From the first batch that is asked for until the last has come."""
+    store, now = make(), [0.0]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def read(nbytes: int, begins: float, ends: float) -> None:
+        reading = peers._Read(1, 2)
+        store.begin(reading, [nbytes, nbytes])
+        store.batch_ended(reading, 0)  # divided
+        for began in (begins + 0.5, begins):
+            now[0] = ends
+            store.batch_ended(reading, nbytes, nbytes, began)
+
+    assert store.seconds(10**9) == 1.0, "until one is measured"
+    read(4 << 20, 10.0, 12.0)
+    assert store.bytes_per_second == 4 << 20 and store.seconds(8 << 20) == 2.0
+    read(8 << 20, 20.0, 22.0)
+    assert store.bytes_per_second == 5 << 20, "a quarter of what is new"
+    read(1 << 18, 30.0, 39.0)
+    assert store.bytes_per_second == 5 << 20, "so little measures the way back and forth"
+    assert store.bytes_read == (24 << 20) + (1 << 19) and store._waiting_bytes == 0
 
 
 def test_pages_of_a_read_are_made_and_divided_by_a_thread_of_the_peer(owner, make) -> None:

@@ -254,8 +254,7 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.let_all_go()
             for sequence in self._state.sequences.values():  # those that wait too: what they had found is gone
-                if sequence not in self.tiers.fetching:
-                    sequence.looked_up = sequence.fetched = False
+                sequence.looked_up = sequence.fetched = False
         self.manager.reset_prefix_cache()
 
     # -- results
