@@ -255,6 +255,53 @@ def test_a_full_disk_ends_writing_with_one_warning(
     again.close()
 
 
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_fault_that_passes_ends_writing_for_a_while(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    store = opened(root)
+    usual, asked = os.posix_fallocate, list[int]()
+
+    def failing(*given: Any) -> None:
+        asked.append(1)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "posix_fallocate", failing)
+    with caplog.at_level(logging.WARNING):
+        assert write(store, [0]) == [False]
+        monkeypatch.setattr(os, "posix_fallocate", usual)
+        assert write(store, [0]) == [False], "not yet"
+    assert [record.message for record in caplog.records] == [
+        f"The disk tier writes nothing for 30 seconds: [Errno {error}] {os.strerror(error)}. Then it tries again; pages that are there are still read."
+    ]
+    stats = store.stats()
+    assert (len(asked), stats.skipped, stats.read_only) == (1, 2, "")
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 30)
+    assert write(store, [0]) == [True]
+    store.close()
+
+
+def test_what_is_to_be_struck_waits_for_a_fault_that_passes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(root)
+    write(store, [0, 1])
+    usual, asked = Segment.strike, list[int]()
+
+    def failing(*given: Any) -> None:
+        asked.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Segment, "strike", failing)
+    store.forget(0, [key_of(0)])
+    until(lambda: asked)
+    monkeypatch.setattr(Segment, "strike", usual)
+    assert write(store, [2]) == [True]
+    store.close()
+    again = opened(root)
+    assert read(again, range(3)) == [False, True, True]
+    again.close()
+
+
 def test_a_directory_without_room_is_no_full_disk(root: Path) -> None:
     stores = [opened(root, max_bytes=SMALL) for _ in range(5)]  # ten threads that write, and room for six segments
     for number, store in enumerate(stores * 4):

@@ -12,6 +12,7 @@ up to half of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from zlib import crc32
 
 import msgspec
 
+from pagerunner.logs import SparingLog
 from pagerunner.tiers.directory import Directory, NoRoomError, Writer
 from pagerunner.tiers.index import Index, Name
 from pagerunner.tiers.probe import read_rate
@@ -45,6 +47,8 @@ _FINISH_SECONDS = 5.0  # so long a store that is closed writes what it was given
 CLOSE_SECONDS = _FINISH_SECONDS + 3.0
 """So long `close` takes at most, on a busy machine."""
 _WRITE_SECONDS = 60.0  # nobody waits for a page to be written, but for its place
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)  # a full disk doesn't pass so soon
+_PAUSE_SECONDS = 30.0
 _STEADY = 0.7  # how much of the measured rate stays when a number of some size has been read
 
 
@@ -114,6 +118,7 @@ class DiskStore:
         # how often clear() was called, and for how many of these `_passed_over` is complete
         self._clears = self._hidden = 0
         self._unmeasured = False
+        self._pause_until, self._pauses = 0.0, SparingLog(logger, seconds=600)
         self._first_rate, self._measured = rate or 0.0, time.monotonic()
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
@@ -355,10 +360,9 @@ class DiskStore:
             while self._to_strike:
                 try:
                     self._strike(*self._to_strike[0])
-                except TimeoutError:  # somebody has the directory: again before the next page
-                    return
-                except OSError:
-                    pass
+                except OSError as error:
+                    if isinstance(error, TimeoutError) or error.errno in _PASSING:  # again before the next page
+                        return
                 self._to_strike.popleft()
 
     def _strike(self, segment: Segment, offset: int) -> None:
@@ -379,7 +383,12 @@ class DiskStore:
         if self.find(group, [key])[0]:
             return True
         try:
-            if self._stats.read_only or len(key) > LONGEST_KEY or clears != self._clears:
+            if (
+                self._stats.read_only
+                or time.monotonic() < self._pause_until
+                or len(key) > LONGEST_KEY
+                or clears != self._clears
+            ):
                 raise NoRoomError
             if not writer.takes(len(place)):
                 self._next_segment(writer, len(place))
@@ -396,10 +405,18 @@ class DiskStore:
         return True
 
     def _stop_writing(self, error: OSError) -> None:
+        self._skip()
+        if error.errno in _PASSING:
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            self._pauses.warn(
+                "The disk tier writes nothing for %g seconds: %s. Then it tries again; pages that are there are still read.",
+                _PAUSE_SECONDS,
+                error,
+            )
+            return
         with self._lock:
             first = not self._stats.read_only
             self._stats.read_only = str(error)
-            self._stats.skipped += 1
         if first:
             logger.warning(
                 "The disk tier writes no more until the engine starts again: %s. Pages that are there are still read.",
