@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.disk_pages import OF, crashed, found, key_of, opened, outcomes, page_of, read, write
+from helpers.disk_pages import OF, SIZES, crashed, found, key_of, opened, outcomes, page_of, read, write
+from helpers.effort import effort
 from helpers.patience import patient, until
 from pagerunner.tiers import directory, disk
 from pagerunner.tiers.directory import Directory
@@ -127,6 +130,55 @@ def test_what_is_forgotten_while_another_engine_goes_on_with_its_file_is_struck(
     again = opened(root)
     assert read(again, [*range(4), 8, 9]) == [False] * 4 + [True] * 2
     again.close()
+
+
+def have_ended(store: DiskStore, ended: list[Any], most: int) -> bool:
+    """Whether so many reads and writes have ended in all."""
+    ended.extend(store.ended())
+    return len(ended) >= most
+
+
+def test_what_is_forgotten_while_files_are_given_up_copied_and_renamed_is_never_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Segment.read
+
+    def slow(*given: Any) -> bool:
+        if threading.current_thread().name.startswith("disk-write"):  # a copy
+            time.sleep(0.003)
+        return usual(*given)
+
+    monkeypatch.setattr(Segment, "read", slow)
+    for seed in range(effort(1, 40)):
+        rng, root, wrong, asked, ended = random.Random(seed), tmp_path / f"{seed}", set[int](), 0, list[Any]()
+        hot = list[int]()
+        store = opened(root, max_bytes=SMALL)
+        write(store, range(8))
+        store.close()  # whose last files others go on with
+        store = opened(root, max_bytes=SMALL)
+        for new in range(8, 80, 2):
+            there = found(store, range(new))
+            for number in rng.sample(there, min(len(there), 4)):  # what was read is copied when its file is given up
+                hot, asked = [*hot[-20:], number], asked + 1
+                store.read(asked, [(0, key_of(number), memoryview(bytearray(SIZES[0])))])
+            asked += 1
+            store.write(asked, [(0, key_of(number), memoryview(page_of(number))) for number in (new, new + 1)])
+            if rng.random() < 0.15:
+                other = opened(root, max_bytes=SMALL)
+                write(other, [1000 + new])
+                other.close()
+            if hot and rng.random() < 0.5:
+                wrong.add(number := min(rng.sample(hot, min(len(hot), 8))))  # found, or being copied, or gone
+                store.forget(0, [key_of(number)])
+            until(partial(have_ended, store, ended, asked - 5))
+        until(partial(have_ended, store, ended, asked))
+        assert len(wrong) > 5 and store.stats().segments_dropped
+        store._scan()
+        assert found(store, sorted(wrong)) == [], seed
+        store.close()
+        again = opened(root, max_bytes=SMALL)
+        assert not any(read(again, sorted(wrong))), seed
+        again.close()
 
 
 def test_what_is_forgotten_is_struck_when_a_stopped_engine_has_let_the_directory_go(
