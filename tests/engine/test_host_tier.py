@@ -264,7 +264,7 @@ def test_ranks_stages_and_teams_have_the_same_places(
     ("options", "sentence"),
     [
         ({"kv_offloading_size": -1}, r"kv_offloading_size must be a number of GiB above 0, got -1"),
-        ({"kv_offloading_size": 1e-6}, r"less than a slab of pages .* Raise it to at least"),
+        ({"kv_offloading_size": 1e-6}, r"less than a slab of pages .* Raise kv_offloading_size to at least"),
         ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend must be one of native, got 'lmcache'"),
         ({**TIER, "enable_prefix_caching": False}, "kv_offloading_size needs enable_prefix_caching=True"),
         ({"kv_transfer_config": "{"}, 'kv_transfer_config must be JSON such as {"kv_connector": "OffloadingConnector"'),
@@ -304,8 +304,14 @@ def test_what_is_not_there_is_refused_by_name(
 
 def test_more_host_memory_than_there_is_and_vllms_words(checkpoint: Callable[[str], str]) -> None:
     args = EngineArgs(model=checkpoint("qwen3"), device="cpu", max_model_len=256, tensor_parallel_size=2, **TIER)
-    with pytest.raises(CapacityError, match=r"asks for 61.44 MiB .* 32.00 MiB can be had .*; lower it to 0.0"):
+    with pytest.raises(
+        CapacityError,
+        match=r"asks for 61.44 MiB .* 32.00 MiB can be had .*; lower it to 0.03 \(GiB\), or .* to 33554432\.",
+    ):
         resolve(args, available=2**30 + 2**24)
+    large = msgspec.structs.replace(args, kv_offloading_size=5_000)
+    with pytest.raises(CapacityError, match=r"host memory for pages 2\.44 TiB.* lower kv_offloading_size"):
+        resolve(large, 2**33, plan_only=True)
     resolved = resolve(args, available=2**33)
     assert resolved.config.host_bytes == int(0.06 * 2**30) // 2
     assert dict(resolved.plan.other)["host memory for pages"] == resolved.plan.host_bytes

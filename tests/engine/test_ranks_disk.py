@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from math import isinf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import patient, until
 from pagerunner import LLM
+from pagerunner.config import DiskTierConfig
 from pagerunner.engine.core.executors import pages
 from pagerunner.engine.core.executors import process as executor
 from pagerunner.engine.core.executors.pages import RanksStore
+from pagerunner.engine.startup import disk_tier
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.pages import RankPages
 from pagerunner.errors import ConfigError, EngineDeadError
@@ -382,6 +385,20 @@ def test_the_disk_is_used_with_the_weights_of_the_start_alone(checkpoint: Callab
     tokens, cached = again()
     assert tokens == wanted and all(cached)
     settled(llm)
+
+
+@pytest.mark.parametrize(("max_bytes", "of_share"), [(10_000, True), (10_000_000, False)])
+def test_a_ranks_share_is_named_where_it_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, of_share: bool
+) -> None:
+    monkeypatch.setattr(disk_tier, "pages_fingerprint", lambda *_: b"f" * 32)
+    (tmp_path / "file").touch()
+    config = SimpleNamespace(num_ranks=2, disk_tier=DiskTierConfig(root_dir=f"{tmp_path}/file", max_bytes=max_bytes))
+    plan: Any = SimpleNamespace(groups=[SimpleNamespace(page_bytes=6_000)])
+    resolved: Any = SimpleNamespace(config=config)
+    with pytest.raises(ConfigError, match=r"too small" if of_share else "can't be used") as refused:
+        disk_tier.open_store(resolved, plan, "", 1)
+    assert ("share of max_bytes" in str(refused.value)) == of_share
 
 
 def test_each_rank_has_its_share_of_the_bytes(checkpoint: Callable[[str], str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pagerunner.errors import CapacityError
@@ -32,5 +34,9 @@ def test_of_what_was_asked_for_little_is_left_out(page_bytes: int, asked: int) -
 
 
 def test_less_than_a_page_is_refused() -> None:
-    with pytest.raises(CapacityError, match="less than a slab of pages"):
+    sentence = r"has 2,359,295 bytes .* less than a slab of pages \(2,359,296 bytes\)\. Raise kv_offloading_size to at least (\S+) \(GiB\) .* cpu_bytes_to_use to 2359296 "
+    with pytest.raises(CapacityError, match=sentence) as refused:
         cut_host(plan(2_359_296), 2_359_295)
+    advised = re.search(sentence, str(refused.value))
+    assert advised is not None
+    cut_host(plan(2_359_296), int(float(advised[1]) * 2**30))

@@ -110,6 +110,8 @@ def test_engines_with_other_pages_are_refused_by_name(owner, make) -> None:
     reason = pull(make(fields={**FIELDS, "kv_cache_dtype": "fp8_e4m3", "layout": "NHD"}), owner)
     assert "kv_cache_dtype is bfloat16 there and fp8_e4m3 here" in reason
     assert "layout is absent there and NHD here" in reason and "page_bytes" not in reason
+    several = {f"digest {number}": "f" * 32 for number in range(9)}
+    assert "digest 8 is absent there and ffff" in pull(make(fields=FIELDS | several), owner)
 
 
 def test_who_does_not_know_the_secret_gets_nothing(owner, make, caplog) -> None:

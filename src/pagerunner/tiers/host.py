@@ -5,6 +5,7 @@ Only numbers are here. The bytes are the workers' (`runner/transfers.py`), at th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from pagerunner.memory.events import BlockLog, LoggedIndex
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PageKey, PrefixIndex
 from pagerunner.memory.slabs import SlabPool
-from pagerunner.memory.units import human_bytes
 
 _OS_PAGE = 4_096
 _ONE_GROUP_SLAB = 32 * 2**20
@@ -49,8 +49,9 @@ def cut_host(plan: MemoryPlan, num_bytes: int) -> HostCut:
     slab = -(-slab // _OS_PAGE) * _OS_PAGE
     if num_bytes < slab:
         raise CapacityError(
-            f"kv_offloading_size gives each rank {human_bytes(num_bytes)} of host memory, which is less than a slab of pages "
-            f"({human_bytes(slab)}). Raise it to at least {slab / 2**30:.3g} times the number of ranks."
+            f"Each rank has {num_bytes:,} bytes of host memory for pages, which is less than a slab of pages ({slab:,} bytes). Raise "
+            f"kv_offloading_size to at least {math.ceil(slab / 2**30 * 1e6) / 1e6:g} (GiB) times the number of ranks, or cpu_bytes_to_use to {slab} "
+            "(bytes) times that number."
         )
     return HostCut(slab, num_bytes // slab, tuple(slab // group.page_bytes for group in plan.groups))
 

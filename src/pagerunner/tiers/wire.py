@@ -57,6 +57,7 @@ VERSION = 2
 MAX_GREETING = 256  # bytes of a message before the other side is known
 MAX_MESSAGE = 1 << 21
 MAX_PAGES = 8_192  # of one message
+LONGEST_REASON = 1_024
 NONCE, SEAL = 32, 16
 LOOPBACK = ("127.0.0.0/8", "::1")
 
@@ -332,7 +333,7 @@ class Line:
 
 def _as_line(text: str) -> str:
     """What a peer has written, for a line of the log."""
-    return "".join(char if char.isprintable() else " " for char in text[:200])
+    return "".join(char if char.isprintable() else " " for char in text[:LONGEST_REASON])
 
 
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
@@ -400,7 +401,7 @@ def welcome(
     line.seal(key.of(b"from server"), key.of(b"from client"))
     other = line.receive(Open, deadline).fields
     if reason := differences(fields, other):
-        line.send(Refused(f"its pages are others: {differences(other, fields)}"[:1_024]), deadline)
+        line.send(Refused(f"its pages are others: {differences(other, fields)}"[:LONGEST_REASON]), deadline)
         raise WireError(f"has other pages: {reason}")
     line.send(Welcome(boot), deadline)
 

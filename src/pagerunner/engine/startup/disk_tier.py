@@ -71,7 +71,7 @@ def open_store(
             write_threads=asked.n_write_threads,
         )
     except ConfigError as error:
-        if ranks == 1:
+        if ranks == 1 or not str(error).startswith("max_bytes="):
             raise
         raise ConfigError(f"{error} Each of {ranks} ranks has its share of max_bytes={asked.max_bytes:,}.") from None
     store.ready.wait(_READY_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -281,7 +282,7 @@ def check_host_memory(asked: KVTransfer, args: EngineArgs, available: int) -> No
     room = max(available - _SPARE_BYTES // args.num_ranks, 0)
     if asked.host_bytes > room:
         raise CapacityError(
-            f"kv_offloading_size asks for {human_bytes(asked.host_bytes * args.num_ranks)} of host memory for pages, and "
+            f"kv_offloading_size or cpu_bytes_to_use asks for {human_bytes(asked.host_bytes * args.num_ranks)} of host memory for pages, and "
             f"{human_bytes(room * args.num_ranks)} can be had beside {human_bytes(_SPARE_BYTES)} for the rest of the machine; lower it to "
-            f"{room * args.num_ranks / 2**30:.1f}."
+            f"{math.floor(room * args.num_ranks / 2**30 * 100) / 100:g} (GiB), or cpu_bytes_to_use to {room * args.num_ranks}."
         )

@@ -480,7 +480,7 @@ def _plan_in(
     """The plan for `memory_bytes` of device memory, or for this machine's: then modest unless a length needs more."""
     total = wish.memory(memory_bytes)
     utilization = wish.args.gpu_memory_utilization
-    needed = sum(size for _, size in other)
+    needed, of_host = sum(size for _, size in other), wish.kv_transfer.host_bytes > 0 and wish.device == "cpu"
     room, free = int(total * utilization) - needed, ""
     if card is not None:  # the free memory limits it too, but the share is a share of the whole card
         room = min(card.free, int(card.total * utilization)) - needed
@@ -496,7 +496,7 @@ def _plan_in(
             f"What is not pages ({', '.join(f'{name} {human_bytes(size)}' for name, size in other)}) needs "
             f"{human_bytes(needed)}, and gpu_memory_utilization={utilization} of the "
             f"{human_bytes(total)} there are{free} is {human_bytes(int(total * utilization))}; raise gpu_memory_utilization, "
-            "lower max_num_seqs, max_num_batched_tokens or max_model_len, or take a machine with more memory."
+            f"lower {'kv_offloading_size (or cpu_bytes_to_use), ' * of_host}max_num_seqs, max_num_batched_tokens or max_model_len, or take a machine with more memory."
         )
     usual = DEFAULT_CPU_KV_BYTES // wish.args.num_ranks
     if memory_bytes is not None or room <= usual:
