@@ -22,6 +22,7 @@ from helpers.patience import patient, until
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.startup import build
 from pagerunner.engine.startup.build import build_core
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.tiers import below, nixl, page_server, peers
@@ -507,6 +508,29 @@ def test_nixl_needs_a_secret(checkpoint, monkeypatch: pytest.MonkeyPatch) -> Non
     asked = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     with pytest.raises(ConfigError, match="read all of the host memory for pages: give secret_file"):
         build_core(EngineArgs(model=checkpoint("qwen3"), kv_offloading_size=0.04, kv_transfer_config=asked))
+
+
+@pytest.mark.parametrize("fault", ["the port is taken", "the secret is short"])
+def test_an_address_and_a_secret_are_tried_before_the_model_is_loaded(
+    checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(build, "build_from", lambda *_, **__: pytest.fail("it is loaded"))
+    (tmp_path / "secret").write_bytes(bytes(32 if fault == "the port is taken" else 31))
+    (tmp_path / "secret").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        extra = {"secret_file": str(tmp_path / "secret")}
+        asked = {
+            "kv_connector": "PeerConnector",
+            "kv_role": "kv_both",
+            "kv_port": port,
+            "kv_connector_extra_config": extra,
+        }
+        sentence = (
+            f"kv_port={port}: this machine can't listen there" if fault == "the port is taken" else "has 31 bytes"
+        )
+        with pytest.raises(ConfigError, match=sentence):
+            build_core(EngineArgs(model=checkpoint("qwen3"), kv_offloading_size=0.04, kv_transfer_config=asked))
 
 
 def test_nixl_alone_is_told_all_that_it_lacks(checkpoint) -> None:

@@ -26,6 +26,22 @@ from pagerunner.tiers.wire import Line, WireError
 log = logging.getLogger(__name__)
 
 
+def listening(host: str, port: int, waiting: int) -> socket.socket:
+    """A socket that listens there, with so many clients `waiting`. Raises ConfigError where that can't be."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # who is silent is taken after a second
+        listener.listen(waiting)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"kv_transfer_config: kv_ip={host!r}, kv_port={port}: this machine can't listen there ({error})."
+        ) from error
+    return listener
+
+
 class PageServer:
     """Serves the pages of `loans`. It listens from `open` on, until `close`, and may be opened again.
 
@@ -66,18 +82,7 @@ class PageServer:
 
     def open(self, fields: Mapping[str, str], shared: Shared | None = None) -> None:
         """Listen, for engines whose pages have equal `fields`. Those with NIXL may read `shared`. Raises ConfigError where that can't be."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # who is silent is taken after a second
-            listener.listen(4 * self.STRANGERS)  # no more: an engine would wait behind them
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"kv_transfer_config: kv_ip={self._host!r}, kv_port={self._port}: this machine can't listen there ({error})."
-            ) from error
+        listener = listening(self._host, self._port, 4 * self.STRANGERS)  # no more: an engine would wait behind them
         listener.settimeout(0.5)
         self._port = listener.getsockname()[1]  # the same one after a sleep
         self._shared = shared

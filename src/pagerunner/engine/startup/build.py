@@ -23,7 +23,7 @@ from pagerunner.engine.core.executors.places import EarlyRanks
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.core.kv_events import Publisher
 from pagerunner.engine.startup.disk_tier import MakeBelow, open_disk
-from pagerunner.engine.startup.exchange import make_exchange
+from pagerunner.engine.startup.exchange import check_exchange, make_exchange
 from pagerunner.engine.startup.measure import final_plan
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.structured_output.grammar import Guides, guide_tokenizer
@@ -65,7 +65,9 @@ def build_core(
     """
     if available is not None:
         available //= args.num_ranks
-    return build_from(resolve(args, available=available), progress, engine=engine, early=early)
+    resolved = resolve(args, available=available)
+    check_exchange(resolved.config.exchange)
+    return build_from(resolved, progress, engine=engine, early=early)
 
 
 def build_from(

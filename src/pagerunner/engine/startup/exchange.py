@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 
+from pagerunner.config import ExchangeConfig
 from pagerunner.engine.core.executors.base import Executor
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.tiers.exchange import Books, Exchange
 from pagerunner.tiers.fingerprint import fingerprint
+from pagerunner.tiers.page_server import listening
 from pagerunner.tiers.secret import read_secret
 
 PAGE_FORMAT = 1
@@ -51,6 +53,14 @@ def _text(value: object) -> str:
         if isinstance(value, str | int | float | None) and len(text) <= _SHORT
         else fingerprint({"": value}).hex()[:32]
     )
+
+
+def check_exchange(config: ExchangeConfig | None) -> None:
+    """Raise ConfigError for a secret that can't be read, or an address that can't be had: loading a large model takes minutes before either is used."""
+    if config is not None:
+        read_secret(config.secret_file)
+    if config is not None and config.lends:
+        listening(config.host, config.port, 0).close()
 
 
 def make_exchange(resolved: Resolved, plan: MemoryPlan, executor: Executor) -> Callable[[Books], Exchange] | None:
