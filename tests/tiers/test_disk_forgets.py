@@ -240,6 +240,17 @@ def test_what_is_forgotten_is_struck_before_what_waits_to_be_written(
     assert outcomes(store) == [True] * 58
 
 
+def test_a_page_that_was_forgotten_and_written_again_is_found_at_the_next_start(root: Path) -> None:
+    store = opened(root)
+    write(store, [0, 1])
+    store.forget(0, [key_of(0)])
+    assert write(store, [0]) == [True]
+    store.close()
+    again = opened(root)  # an index lists both places of page 0
+    assert read(again, [0, 1]) == [True] * 2
+    again.close()
+
+
 def test_what_is_on_its_way_when_all_is_cleared_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(root)
     usual, begun, go_on = Segment.append, threading.Semaphore(0), threading.Event()

@@ -561,8 +561,8 @@ class DiskStore:
             self._known[segment.identity] = known, whole
             if not clears == self._clears == self._hidden or segment.identity in self._passed_over:
                 return known
-            for record in records:
-                name = record.group, record.key
+            last = {(record.group, record.key): record for record in records}  # what is there twice was forgotten first
+            for name, record in last.items():
                 if (known.identity, record.offset) in self._wrong:
                     continue
                 if name not in self._index or self._index[name][0].gone:
