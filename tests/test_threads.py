@@ -66,6 +66,7 @@ class Watch:
             os._exit(0)
 sys.meta_path.insert(0, Watch())
 from pagerunner import LLM
+LLM("demo", device="cpu")
 """
 AFTER_TORCHS_IMPORT = """
 import types
