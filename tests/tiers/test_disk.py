@@ -10,7 +10,6 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,18 +27,6 @@ from pagerunner.tiers.index import Index
 from pagerunner.tiers.segments import Record, Segment
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB: three pages of 12 KiB of disk do not fit, two do
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[DiskStore]:
-    made = opened(root)
-    yield made
-    made.close()
 
 
 def test_pages_are_there_after_a_restart(root: Path, store: DiskStore) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,6 @@ from pagerunner.tiers.segments import Record, Segment
 SMALL = 8 * 32 * 1024  # segments of two pages
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[DiskStore]:
-    made = opened(root)
-    yield made
-    made.close()
-
-
 def test_what_is_forgotten_stays_so_after_a_restart_and_a_crash(root: Path, store: DiskStore, tmp_path: Path) -> None:
     write(store, range(6))
     store.forget(0, [key_of(1), key_of(77)])
@@ -50,6 +38,22 @@ def test_what_is_forgotten_stays_so_after_a_restart_and_a_crash(root: Path, stor
     last = opened(root)
     assert read(last, range(10)) == [number not in (1, 3) for number in range(10)]
     last.close()
+
+
+def test_a_page_that_can_not_be_struck_out_is_said(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be found at the next start, so who reads the log can clear the directory."""
+
+    def broken(segment: Segment, offset: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    write(store, range(2))
+    monkeypatch.setattr(Segment, "strike", broken)
+    store.forget(0, [key_of(0)])
+    until(lambda: "Input/output error" in caplog.text)
+    assert "may be found at the next start" in caplog.text and str(store.directory.path) in caplog.text
+    assert found(store, range(2)) == [1]
 
 
 def test_what_is_forgotten_is_not_found_while_its_strike_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

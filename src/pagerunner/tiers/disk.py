@@ -363,6 +363,12 @@ class DiskStore:
                 except OSError as error:
                     if isinstance(error, TimeoutError) or error.errno in _PASSING:  # again before the next page
                         return
+                    path = self._to_strike[0][0].path
+                    logger.warning(
+                        "The disk tier can't strike a forgotten page out of %s: %s. It may be found at the next start.",
+                        path,
+                        error,
+                    )
                 self._to_strike.popleft()
 
     def _strike(self, segment: Segment, offset: int) -> None:

@@ -105,6 +105,7 @@ def _build_in_turn(kernel: Kernel, locks: int | None, *, wait: bool) -> bool:
 
 
 def _open_locks() -> int | None:
+    """The file of the locks. None: it can't be had, so each rank's processes compile all kernels."""
     with contextlib.suppress(OSError):
         os.makedirs(knobs.cache.dir, exist_ok=True)
         return os.open(os.path.join(knobs.cache.dir, _LOCKS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -30,9 +30,8 @@ class EarlyRanks:
         """Start them. There are none for a single rank, for ranks on Ray's machines, and with fewer cores than ranks, which gain nothing."""
         self._waiting: list[subprocess.Popen[bytes]] = []
         if args.distributed_executor_backend == "mp" and 1 < args.num_ranks <= usable_cores():
-            with contextlib.suppress(
-                OSError
-            ):  # what can't be started now is started when it is needed, and says why then
+            # what can't be started now is started when it is needed, and says why then
+            with contextlib.suppress(OSError):
                 for _ in range(args.num_ranks):
                     self._waiting.append(_begin())
 
