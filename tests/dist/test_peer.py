@@ -204,8 +204,10 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
         (torch.empty(4, 4), torch.empty(4, 4)),
     ):
         comm.all_reduce_(x, residual)
-    names = ["peers", "nccl", "peers", "peers", "nccl", "nccl", "peers"]
+    names = ["peers", "nccl", "peers", "peers", "nccl", "peers"]  # there is nothing to add up of no numbers
     assert [name for name, _ in done] == names and host.calls == names.count("peers")
+    assert comm.all_gather(torch.empty(0, 4)).shape == (2, 0, 4) and comm.all_to_all(torch.empty(2, 0)).shape == (2, 0)
+    assert len(done) == len(names), "nothing is sent of no numbers, which a graph couldn't record by way of the host"
     assert comm.all_gather(torch.empty(4, 4).T).shape == (2, 4, 4) and done.pop() == ("peers", 128)
     comm.all_gather(torch.empty(most + 1, dtype=torch.uint8))
     comm.all_to_all(torch.empty(2, most, dtype=torch.uint8))

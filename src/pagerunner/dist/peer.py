@@ -122,6 +122,8 @@ class PeerComm:
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
+        if not x.numel():
+            return
         if not self._serves(x):
             self._large.all_reduce_(x, residual)
             return
@@ -151,16 +153,18 @@ class PeerComm:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
-        if not 0 < x.nbytes <= self._most:
+        if x.nbytes > self._most:
             return self._large.all_gather(x)
-        self._count()
         found = x.new_empty((self.size, *x.shape))
+        if not x.numel():
+            return found
+        self._count()
         self._sums.gather(x.contiguous(), found)
         return found
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm. Of two ranks each gets all of the other's numbers, which are twice as many bytes, and no more calls than one."""
-        if self.size != 2 or not 0 < x.nbytes <= self._most:
+        if self.size != 2 or x.nbytes > self._most:
             return self._large.all_to_all(x)
         return self.all_gather(x)[:, self.rank].contiguous()
 
