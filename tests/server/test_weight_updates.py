@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -25,7 +26,7 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CheckpointError
-from pagerunner.types.weights import StartUpdate, UpdateWeights
+from pagerunner.types.weights import AbortUpdate, StartUpdate, UpdateWeights
 
 pytestmark = [pytest.mark.days(3), pytest.mark.usefixtures("forked")]  # they start processes
 rl_trainer = script("rl_trainer")
@@ -244,8 +245,16 @@ def one_engine_that_fails_ends_it_on_all(
     refused = server.post("/init_weight_transfer_engine", {"init_info": info})
     said = "world_size=2 is too small: rank_offset=1 and the 2 ranks of all engines make 3."
     assert refused.status_code == 400 and said in refused.json()["error"]["message"]
-    second = server.engine.replicas[1]
+    first, second = server.engine.replicas
     real, failing = second.client.call, StartUpdate
+    slow = first.client.call
+
+    async def late(make: Any) -> Any:
+        part = type(getattr(make(0), "change", None))
+        await asyncio.sleep(0.3 if part is AbortUpdate else 0)
+        answer = await slow(make)
+        await asyncio.sleep(0.3 if part is StartUpdate else 0)
+        return answer
 
     async def call(make: Any) -> Any:
         message = make(0)
@@ -256,6 +265,7 @@ def one_engine_that_fails_ends_it_on_all(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second.client, "call", call)
+        patch.setattr(first.client, "call", late)
         refused = server.post("/start_weight_update")
         assert refused.status_code == 500 and [one.level for one in server.engine.replicas] == [-1, -1]
         assert tokens_of(server) == tokens_of(server) == expected[1]

@@ -41,7 +41,7 @@ from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
 from pagerunner.types.checks import check_rank
 from pagerunner.types.kv_transfer import KVTransferParams
-from pagerunner.types.weights import AbortUpdate, InitTransfer, WeightChange
+from pagerunner.types.weights import AbortUpdate, InitTransfer, UpdateWeights, WeightChange
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +447,10 @@ class AsyncEngine:
 
         await self._answers(lambda one: one.sleep_level())
         calls = {self._begun(one.change_weights(own(one))): one for one in alive}
-        ended, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        by_trainer = isinstance(change, (InitTransfer, UpdateWeights))  # only these may wait for the trainer
+        ended, _ = await asyncio.wait(
+            calls, return_when=asyncio.FIRST_EXCEPTION if by_trainer else asyncio.ALL_COMPLETED
+        )
         errors = [error for call in calls if call in ended and (error := call.exception()) is not None]
         if errors and len(alive) > 1:  # the others don't go on alone; one that waits for the trainer is told later
             abort = AbortUpdate(str(errors[0]))
