@@ -62,6 +62,12 @@ class StepRows:
     A step that runs in a graph has the graph's shapes: rows beyond its own have `seq_lens_R` 0 and no tokens, tokens
     beyond its own have `row_T` -1 (and position 0). `max_query_len` and `max_seq_len` are host bounds; in a graph they hold
     for every replay. `one_token`: no row has more than one token, and token t belongs to row t.
+
+    `stride`: 0, or every row has room for so many tokens, and token t belongs to row t // stride (a *strided* batch, for rows with draft
+    tokens). A row's tokens that aren't there come last; they are like tokens of padding. `one_token` is False. Kernels for strided batches
+    take a token's place from `positions_T`, and whether it is there from `row_T`. All tokens that are there have pages, as any of them may
+    become the row's last. Example: of two rows with stride 4 the first may have 4 tokens and the second 2; `row_T` is 0, 0, 0, 0, 1, 1,
+    -1, -1.
     """
 
     slots_R: torch.Tensor
@@ -72,6 +78,7 @@ class StepRows:
     max_query_len: int
     max_seq_len: int
     one_token: bool
+    stride: int = 0
 
     @classmethod
     def of(
