@@ -31,10 +31,11 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.worker.worker import Worker
 from pagerunner.memory.manager import KVManager
+from pagerunner.ops.batch import SlotState
 from pagerunner.runner.graphs import StepGraphs, Tensors
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.staging import Staging
-from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.tables import PageTables
 from pagerunner.sched.scheduler import Scheduler
 
 VOCAB = 10_240
@@ -151,7 +152,7 @@ def watch_parts(times: Times) -> None:
     times.watch(PendingStep, "result", "result")
     times.watch(OutputProcessor, "take", "outputs")
     times.watch(builder, "build_rows", TWINS)
-    times.watch(LastTokens, "store", TWINS)
+    times.watch(SlotState, "store", TWINS)
     times.watch(PageTables, "write", TWINS)
     times.watch(KVManager, "grow", "grow")
     times.watch(StepGraphs, "find", "find")

@@ -79,6 +79,8 @@ class StepRows:
     max_seq_len: int
     one_token: bool
     stride: int = 0
+    # [R] drafts that were right in the row's last step; -1 of rows that compute a prompt, all of whose tokens are certain
+    accepted_R: torch.Tensor | None = None
 
     @classmethod
     def of(

@@ -113,12 +113,14 @@ def test_pooling_runs_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_counting_notices_an_eager_step_and_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
-    from pagerunner.runner import runner
+    from pagerunner.runner.runner import ModelRunner
 
     monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
     llm = start(make_checkpoint(tmp_path, "qwen3"))
-    sampled_rows = runner._sampled_rows
-    monkeypatch.setattr(runner, "_sampled_rows", lambda step: step.packed[:1].tolist() and sampled_rows(step))
+    sampled_rows = ModelRunner._sampled_rows
+    monkeypatch.setattr(
+        ModelRunner, "_sampled_rows", lambda self, step: step.packed[:1].tolist() and sampled_rows(self, step)
+    )
     assert all(step.waits for step in steps_of(llm, "greedy"))
     (tmp_path / "eager").mkdir()
     eager = start(make_checkpoint(tmp_path / "eager", "qwen3"), enforce_eager=True)

@@ -7,30 +7,51 @@ import random
 
 import torch
 
-from pagerunner.ops.batch import PackedRows, StepTensors, TableSet, build_rows, store_tokens
+from pagerunner.ops.batch import PackedRows, SlotState, StepTensors, TableSet, build_rows, store_tokens
 from pagerunner.ops.pages import copy_pages, fill_pages
 from pagerunner.ops.tables import write_entries
 
+DRAFTS = 3
 GROUPS = ((16, 9), (3, 4), (1, 1), (48, 5))  # tokens of a page, columns of the table
 
 
 def staged_rows(
     rng: random.Random, lengths: list[int], padded_rows: int, padded_tokens: int, slots: int
 ) -> tuple[torch.Tensor, PackedRows]:
-    """Rows of these lengths in random slots at random positions, packed as for `build_rows`."""
+    """Rows of these lengths in random slots at random positions, packed as for `build_rows`. Every second row generates, with as many drafts
+    as there are."""
     rows, tokens = len(lengths), sum(lengths)
     where = PackedRows(rows, tokens, padded_rows, padded_tokens, max(lengths) == 1)
     packed = torch.full((where.size + 3,), -(2**40))  # no gap between the parts may be read
     packed[:rows] = torch.tensor(rng.sample(range(slots), rows))
-    packed[where.starts : where.starts + rows] = torch.tensor([rng.randrange(500) for _ in lengths])
+    packed[where.starts : where.starts + rows] = torch.tensor(
+        [rng.randrange(500) if row % 2 else -1 for row in range(rows)]
+    )
     packed[where.query_start : where.query_start + rows + 1] = torch.tensor([0, *lengths]).cumsum(0)
-    ids = [rng.choice((-1, rng.randrange(1000))) for _ in range(tokens)]
+    ids: list[int] = []
+    for row, length in enumerate(lengths):
+        ids += [rng.randrange(1000) if row % 2 else max(-1 - at, -1 - DRAFTS) for at in range(length)]
     packed[where.token_ids : where.token_ids + tokens] = torch.tensor(ids)
     if not where.one_token:
         packed[where.token_rows : where.token_rows + tokens] = torch.tensor(
             [row for row, length in enumerate(lengths) for _ in range(length)]
         )
     return packed, where
+
+
+def slot_state(slots: int, device: str = "cpu") -> SlotState:
+    """Random tokens, lengths and drafts, some of which aren't there."""
+    state = SlotState.empty(slots, "cpu", DRAFTS)
+    for tensor, least, most in (
+        (state.tokens, 0, 1000), (state.lengths, 1, 500), (state.accepted, 0, DRAFTS + 1), (state.drafts, -1, 1000),
+    ):  # fmt: skip
+        tensor.copy_(torch.randint(least, most, tensor.shape))
+    return moved(state, device)
+
+
+def moved(state: SlotState, device: str) -> SlotState:
+    """The state on another device."""
+    return SlotState(*(getattr(state, field.name).to(device) for field in dataclasses.fields(state)))
 
 
 def tables(slots: int, device: str) -> TableSet:
@@ -47,7 +68,7 @@ def filled(build, lengths: list[int], padded_rows: int, padded_tokens: int, devi
     torch.manual_seed(len(lengths))
     slots = len(lengths) + 3
     packed, where = staged_rows(random.Random(sum(lengths)), lengths, padded_rows, padded_tokens, slots)
-    table, last_tokens = tables(slots, "cpu"), torch.randint(0, 1000, (slots + 1,))
+    table, state = tables(slots, "cpu"), slot_state(slots)
     out = StepTensors.empty(padded_rows + 2, padded_tokens + 5, len(GROUPS), torch.device(device))
     for field in dataclasses.fields(out):
         getattr(out, field.name).fill_(-7)
@@ -55,7 +76,7 @@ def filled(build, lengths: list[int], padded_rows: int, padded_tokens: int, devi
         packed.to(device),
         where,
         TableSet(table.entries.to(device), table.shapes.to(device)),
-        last_tokens.to(device),
+        moved(state, device),
         out,
     )
     return out
@@ -74,12 +95,14 @@ def check_store_tokens(store, count: int, device: str = "cpu") -> None:
     slots = torch.randperm(count * 2)[:count]
     slots[::3] = -1
     tokens = torch.arange(count) + 100
-    expected, found = torch.zeros(count * 2 + 1, dtype=torch.int64), torch.zeros(count * 2 + 1, dtype=torch.int64)
-    store_tokens.twin(expected, slots, tokens)
-    found = found.to(device)
-    store(found, slots.to(device), tokens.to(device))
-    assert torch.equal(found[:-1].cpu(), expected[:-1])
-    assert expected[slots[1]] == 101
+    expected = slot_state(2 * count)
+    found = moved(SlotState(*(getattr(expected, field.name).clone() for field in dataclasses.fields(expected))), device)
+    store_tokens.twin(slots, tokens, 2 * tokens, expected)
+    store(slots.to(device), tokens.to(device), 2 * tokens.to(device), found)
+    for field in dataclasses.fields(found):
+        assert torch.equal(getattr(found, field.name)[:-1].cpu(), getattr(expected, field.name)[:-1])
+    at = slots[1]
+    assert (expected.tokens[at], expected.lengths[at], expected.accepted[at]) == (101, 203, 0)
 
 
 def check_write_entries(write, count: int, device: str = "cpu") -> None:

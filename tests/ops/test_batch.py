@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from helpers.step_cases import GROUPS, staged_rows, tables
+from helpers.step_cases import DRAFTS, GROUPS, slot_state, staged_rows, tables
 from pagerunner.ops.batch import StepTensors, build_rows
 
 
@@ -17,18 +17,24 @@ def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
     slots, rows, tokens = 9, len(lengths), sum(lengths)
     padded_rows, padded_tokens = rows + 2, tokens + 3
     packed, where = staged_rows(random.Random(1), lengths, padded_rows, padded_tokens, slots)
-    all_tables, last = tables(slots, "cpu"), torch.arange(slots + 1) + 5000
+    all_tables, state = tables(slots, "cpu"), slot_state(slots)
     out = StepTensors.empty(padded_rows, padded_tokens, len(GROUPS), torch.device("cpu"))
-    build_rows(packed, where, all_tables, last, out)
+    build_rows(packed, where, all_tables, state, out)
 
     slot_of, start_of = packed[:rows].tolist(), packed[where.starts : where.starts + rows].tolist()
+    generates = [start < 0 for start in start_of]
+    assert any(generates)
+    start_of = [int(state.lengths[slot]) if start < 0 else start for slot, start in zip(slot_of, start_of, strict=True)]
     ids = packed[where.token_ids : where.token_ids + tokens].tolist()
     token = 0
     for row, length in enumerate(lengths):
         for step in range(length):
             position = start_of[row] + step
             assert (out.row_T[token], out.positions_T[token]) == (row, position)
-            assert out.token_ids_T[token] == (ids[token] if ids[token] >= 0 else 5000 + slot_of[row])
+            draft = (
+                state.drafts[slot_of[row], min(step, DRAFTS) - 1].clamp(min=0) if step else state.tokens[slot_of[row]]
+            )
+            assert out.token_ids_T[token] == (draft if generates[row] else ids[token])
             for group, (page_tokens, width) in enumerate(GROUPS):
                 first = int(all_tables.shapes[group, 0]) + slot_of[row] * width
                 assert out.write_entry_GT[group, token] == all_tables.entries[first + position // page_tokens % width]
@@ -36,6 +42,8 @@ def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
             token += 1
     assert out.slots_R.tolist() == [*slot_of, 0, 0]
     assert out.sample_slots_R.tolist() == [*slot_of, -1, -1]
+    accepted = [int(state.accepted[slot]) if found else -1 for slot, found in zip(slot_of, generates, strict=True)]
+    assert out.accepted_R.tolist() == [*accepted, 0, 0]
     ends = torch.tensor(lengths).cumsum(0).tolist()
     assert out.query_start_R1.tolist() == [0, *ends, tokens, tokens]
     assert out.seq_lens_R.tolist() == [s + n for s, n in zip(start_of, lengths, strict=True)] + [0, 0]

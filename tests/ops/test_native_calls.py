@@ -16,11 +16,11 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from helpers.compiler import needs_compiler
-from helpers.step_cases import GROUPS, check_build_rows, staged_rows, tables
+from helpers.step_cases import GROUPS, check_build_rows, slot_state, staged_rows, tables
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops import panels as ops_panels
 from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul, softcap_
-from pagerunner.ops.batch import StepTensors, TableSet, build_rows
+from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
 from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import batch, calls, latent, mixture, paged, recurrent, small
@@ -181,28 +181,31 @@ def test_a_step_larger_than_its_tensors_is_refused() -> None:
     for rows, tokens, room in ((2, 3, "token ids"), (1, 4, "slots")):
         out = StepTensors.empty(rows, tokens, len(GROUPS), torch.device("cpu"))
         with pytest.raises(ValueError, match=room):
-            build_rows(packed, where, tables(9, "cpu"), torch.zeros(10, dtype=torch.int64), out)
+            build_rows(packed, where, tables(9, "cpu"), slot_state(9), out)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [3, 1]])
 def test_a_step_that_names_what_is_not_there_is_refused_and_nothing_written(lengths: list[int]) -> None:
     packed, where = staged_rows(random.Random(1), lengths, 2, sum(lengths), 9)
-    held, last_tokens = tables(9, "cpu"), torch.zeros(10, dtype=torch.int64)
+    held, state = tables(9, "cpu"), slot_state(9)
     out = StepTensors.empty(2, sum(lengths), len(GROUPS), torch.device("cpu"))
-    build_rows(packed, where, held, last_tokens, out)
+    build_rows(packed, where, held, state, out)
     before = [getattr(out, field.name).clone() for field in fields(out)]
 
-    def refused(packed: torch.Tensor = packed, held: TableSet = held, last_tokens: torch.Tensor = last_tokens) -> None:
+    def refused(packed: torch.Tensor = packed, held: TableSet = held, state: SlotState = state) -> None:
         with pytest.raises(IndexError, match=r"isn't there \(command 1\)"):
-            build_rows(packed, where, held, last_tokens, out)
+            build_rows(packed, where, held, state, out)
 
-    places = [(1, 10), (1, -1), (where.starts, -1), (where.query_start + 1, 9)]
+    places = [(1, 10), (1, -1), (where.starts, -2), (where.query_start + 1, 9)]
     places += [] if where.one_token else [(where.token_rows + 1, 2), (where.token_rows + 1, -1)]
     for place, value in places:
         wrong = packed.clone()
         wrong[place] = value
         refused(wrong)
-    refused(last_tokens=last_tokens[: int(packed[:2].max())])
+    few = int(packed[:2].max())
+    refused(state=SlotState(*(getattr(state, field.name)[:few] for field in fields(state))))
+    refused(state=replace(state, lengths=torch.full_like(state.lengths, -1)))
+    refused(state=replace(state, drafts=state.drafts[:, :0])) if max(lengths) > 1 else None
     refused(held=TableSet(held.entries[: held.shapes[-1, 0]], held.shapes))
     for column in (1, 2):
         shapes = held.shapes.clone()
@@ -211,7 +214,7 @@ def test_a_step_that_names_what_is_not_there_is_refused_and_nothing_written(leng
     assert all(torch.equal(getattr(out, field.name), was) for field, was in zip(fields(out), before, strict=True))
     apart = replace(out, write_offset_GT=torch.zeros(len(GROUPS), 99, dtype=torch.int64)[:, : sum(lengths)])
     with pytest.raises(ValueError, match="same strides"):
-        build_rows(packed, where, held, last_tokens, apart)
+        build_rows(packed, where, held, state, apart)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 8, 100, 1000])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pagerunner.ops import ahead
+from pagerunner.ops.batch import SlotState
 from pagerunner.runner.stage_tokens import StageTokens
-from pagerunner.runner.tables import LastTokens
 from pagerunner.types import StepRow
 
 
@@ -22,13 +22,14 @@ class FakeStage:
         self.heard: list[int] = []
         self.told: list[list[list[int]]] = []
 
-    def hear(self, told_2S: torch.Tensor) -> None:
-        self.heard.append(told_2S.shape[1])
-        told_2S[0] = torch.arange(told_2S.shape[1])
-        told_2S[1] = 100 * len(self.heard)
+    def hear(self, told_3S: torch.Tensor) -> None:
+        self.heard.append(told_3S.shape[1])
+        told_3S[0] = torch.arange(told_3S.shape[1])
+        told_3S[1] = 100 * len(self.heard)
+        told_3S[2] = 10 * len(self.heard)
 
-    def tell(self, told_2S: torch.Tensor) -> None:
-        self.told.append(told_2S.tolist())
+    def tell(self, told_3S: torch.Tensor) -> None:
+        self.told.append(told_3S.tolist())
 
 
 def prompt(slot: int, *, samples: bool = True) -> StepRow:
@@ -41,7 +42,7 @@ def goes_on(slot: int) -> StepRow:
 
 def test_a_step_hears_what_it_reads_and_what_must_be_there() -> None:
     stage: Any = FakeStage()
-    last = LastTokens(4, "cpu")
+    last = SlotState.empty(4, "cpu")
     tokens = StageTokens(stage, last, in_flight=3)
     tokens.begin([prompt(0), prompt(1)])
     tokens.begin([prompt(2, samples=False)])
@@ -49,6 +50,7 @@ def test_a_step_hears_what_it_reads_and_what_must_be_there() -> None:
     assert stage.heard == []
     tokens.begin([goes_on(0)])
     assert (stage.heard, last.tokens.tolist()) == ([2], [100, 100, 0, 0, 0]), "of the first step; the second has none"
+    assert last.lengths.tolist() == [11, 11, 0, 0, 0]
     tokens.begin([goes_on(1)])
     assert stage.heard == [2], "of the first step too"
     tokens.begin([prompt(3)])
@@ -59,13 +61,13 @@ def test_a_step_hears_what_it_reads_and_what_must_be_there() -> None:
     assert stage.heard == [2, 1, 1, 1, 1, 1]
 
 
-def test_the_last_stage_tells_slots_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_stage_tells_slots_tokens_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     stage: Any = FakeStage()
     stage.is_last = True
-    tokens = StageTokens(stage, LastTokens(4, "cpu"), in_flight=3)
+    tokens = StageTokens(stage, SlotState.empty(4, "cpu"), in_flight=3)
     tokens.begin([goes_on(0)])
-    tokens.end(torch.tensor([3, 1]), torch.tensor([70, 80]))
+    tokens.end(torch.tensor([3, 1]), torch.tensor([70, 80]), torch.tensor([7, 8]))
     marked = ahead._rehearsing.set(True)
-    tokens.end(torch.tensor([3, 1]), torch.tensor([70, 80]))
+    tokens.end(torch.tensor([3, 1]), torch.tensor([70, 80]), torch.tensor([7, 8]))
     ahead._rehearsing.reset(marked)
-    assert (stage.told, stage.heard) == ([[[3, 1], [70, 80]]], [])
+    assert (stage.told, stage.heard) == ([[[3, 1], [70, 80], [7, 8]]], [])

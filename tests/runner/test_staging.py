@@ -13,15 +13,19 @@ from pagerunner.types import PageCopy, StepRow
 
 
 def test_rows_entries_and_ranges_are_all_in_one_buffer() -> None:
-    rows = [StepRow(5, 10, 1, [], True), StepRow(2, 0, 4, [7, 8, 9, 6], False), StepRow(0, 3, 2, [4], True)]
+    rows = [StepRow(5, 10, 1, [], True), StepRow(2, 0, 4, [7, 8, 9, 6], False), StepRow(0, 3, 2, [], True)]
     copies, fills = [[(0, 16, 16), (32, 48, 16)], [(16, 64, 32)]], [(96, 16, 255), (128, 32, 0)]
     step = Staging("cpu", 3).stage(rows, {9: 90, 3: -1, 4: 40}, copies, fills)
 
     assert (step.slots, step.query_lens, step.seq_lens, step.sampled_rows) == ((5, 2, 0), [1, 4, 2], [11, 4, 5], [0, 2])
     where = step.where
     assert (where.rows, where.tokens, where.one_token) == (3, 7, False)
-    assert step.packed[where.starts : where.starts + 3].tolist() == [10, 0, 3]
-    assert step.packed[where.token_ids : where.token_ids + 7].tolist() == [-1, 7, 8, 9, 6, 4, -1]
+    assert step.packed[where.starts : where.starts + 3].tolist() == [-1, 0, -1], (
+        "where rows that generate begin, the device knows"
+    )
+    assert step.packed[where.token_ids : where.token_ids + 7].tolist() == [-1, 7, 8, 9, 6, -1, -2], (
+        "the last token is -1, the first draft -2"
+    )
     assert step.packed[where.token_rows : where.token_rows + 7].tolist() == [0, 1, 1, 1, 1, 2, 2]
     assert (step.logits_index_S.tolist(), step.sampled_slots_S.tolist()) == ([0, 6], [5, 0])
     assert dict(zip(step.table_places_N.tolist(), step.table_entries_N.tolist(), strict=True)) == {9: 90, 3: -1, 4: 40}
@@ -33,10 +37,9 @@ def test_rows_entries_and_ranges_are_all_in_one_buffer() -> None:
     assert not step.stores_all
 
 
-def test_settings_and_positions_of_sampled_rows_come_with_the_step() -> None:
-    rows = [StepRow(5, 10, 1, [], True), StepRow(2, 0, 4, [7, 8, 9, 6], False), StepRow(0, 3, 2, [4], True)]
+def test_settings_come_with_the_step() -> None:
+    rows = [StepRow(5, 10, 1, [], True), StepRow(2, 0, 4, [7, 8, 9, 6], False), StepRow(0, 3, 2, [], True)]
     step = Staging("cpu", 3).stage(rows, {9: 90}, [], [(96, 16, 255)], {20: -5, 21: 6, 23: 2**62})
-    assert step.sampled_positions_S.tolist() == [10, 4]
     assert (step.setting_places_N.tolist(), step.settings_N.tolist()) == ([20, 21, 23], [-5, 6, 2**62])
     assert step.table_entries_N.tolist() == [90] and step.fills is not None
     assert Staging("cpu", 3).stage(rows[:1], {}, [], []).num_settings == 0

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.ops.batch import SlotState
+from pagerunner.runner.tables import PageTables
 from pagerunner.types import TableWrite
 
 
@@ -51,6 +52,7 @@ def test_of_two_entries_for_one_place_the_later_one_is_written() -> None:
 
 
 def test_no_token_is_stored_for_a_slot_of_minus_one() -> None:
-    last = LastTokens(3, "cpu")
-    last.store(torch.tensor([2, -1, 0, -1]), torch.tensor([7, 8, 9, 10]))
-    assert last.tokens[:3].tolist() == [9, 0, 7]
+    state = SlotState.empty(3, "cpu")
+    state.store(torch.tensor([2, -1, 0, -1]), torch.tensor([7, 8, 9, 10]), torch.tensor([4, 5, 6, 7]))
+    assert state.tokens[:3].tolist() == [9, 0, 7]
+    assert state.lengths[:3].tolist() == [7, 0, 5]

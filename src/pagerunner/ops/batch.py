@@ -26,8 +26,9 @@ def even(count: int) -> int:
 class PackedRows(NamedTuple):
     """Where a step's rows are in its packed tensor. The fields count real rows and tokens, and rows and tokens with padding.
 
-    The sections from index 0 on: slots [R]; first positions [R]; query starts [R + 1]; token ids [T], where -1 means the slot's
-    last sampled token; the tokens' rows [T], which are left out if every row has one token. Each section begins at an even index.
+    The sections from index 0 on: slots [R]; first positions [R], where -1 means the length that the slot has on the device; query
+    starts [R + 1]; token ids [T], where -1 means the slot's last token and -2, -3, ... its first draft, its second one, and so on; the
+    tokens' rows [T], which are left out if every row has one token. Each section begins at an even index.
     """
 
     rows: int
@@ -74,6 +75,33 @@ class TableSet:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotState:
+    """What the device alone knows of each slot at once: steps read it here, not from the host.
+
+    `tokens` int64 [N]: the last token. `lengths` int64 [N]: its position, which is the number of tokens that pages have. `accepted`
+    int32 [N]: how many drafts were right in the last step that sampled for the slot. `drafts` int64 [N, K]: guesses of the tokens after the last one, -1 for none.
+    There is one element more than there are slots. The last one belongs to no slot.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    accepted: torch.Tensor
+    drafts: torch.Tensor
+
+    @classmethod
+    def empty(cls, max_num_seqs: int, device: torch.device | str, num_drafts: int = 0) -> SlotState:
+        """State of so many slots, with room for `num_drafts` drafts of each."""
+        count = max_num_seqs + 1
+        tokens, lengths = torch.zeros((2, count), dtype=torch.int64, device=device)
+        accepted = torch.zeros(count, dtype=torch.int32, device=device)
+        return cls(tokens, lengths, accepted, torch.full((count, num_drafts), -1, dtype=torch.int64, device=device))
+
+    def store(self, slots_S: torch.Tensor, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> None:
+        """See `store_tokens`."""
+        store_tokens(slots_S, tokens_S, positions_S, self)
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """What `build_rows` fills; larger than any step. Types as in StepRows and GroupBatch of pagerunner.batch.
 
@@ -87,13 +115,14 @@ class StepTensors:
     sample_slots_R: torch.Tensor
     query_start_R1: torch.Tensor
     seq_lens_R: torch.Tensor
+    accepted_R: torch.Tensor
     write_entry_GT: torch.Tensor
     write_offset_GT: torch.Tensor
 
     @staticmethod
     def num_bytes(rows: int, tokens: int, groups: int) -> int:
         """Bytes of `empty`."""
-        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 8 + 4) + (rows + 1) * 4
+        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 8 + 4 + 4) + (rows + 1) * 4
 
     @classmethod
     def empty(cls, rows: int, tokens: int, groups: int, device: torch.device) -> StepTensors:
@@ -110,22 +139,23 @@ class StepTensors:
             sample_slots_R=make(torch.int64, rows),
             query_start_R1=make(torch.int32, rows + 1),
             seq_lens_R=make(torch.int32, rows),
+            accepted_R=make(torch.int32, rows),
             write_entry_GT=make(torch.int64, groups, tokens),
             write_offset_GT=make(torch.int64, groups, tokens),
         )
 
 
 @gpu_kernel("batch")
-def build_rows(
-    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
-) -> None:
+def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors) -> None:
     """Fill the first `padded_rows` rows and `padded_tokens` tokens of `out`.
 
     A row of padding has slot 0, no tokens, length 0, and the number of tokens as its query start. A token of padding has id 0,
-    position 0 and row -1, and is written to entry -1.
+    position 0 and row -1, and is written to entry -1. A draft that isn't there has id 0. Of rows whose first position comes from the host, `accepted` is -1.
     """
     rows, tokens, padded_rows, padded_tokens, one_token = where
     slots, starts = packed[:rows], packed[where.starts : where.starts + rows]
+    out.accepted_R[:rows] = state.accepted.index_select(0, slots).masked_fill_(starts >= 0, -1)
+    starts = torch.where(starts < 0, state.lengths.index_select(0, slots), starts)
     query_start = packed[where.query_start : where.query_start + rows + 1]
     ids = packed[where.token_ids : where.token_ids + tokens]
     if one_token:
@@ -142,7 +172,10 @@ def build_rows(
     out.query_start_R1[: rows + 1] = query_start
     out.seq_lens_R[:rows] = starts + query_start.diff()
     out.positions_T[:tokens] = positions
-    out.token_ids_T[:tokens] = torch.where(ids < 0, last_tokens_N.index_select(0, token_slots), ids)
+    out.token_ids_T[:tokens] = torch.where(ids < 0, state.tokens.index_select(0, token_slots), ids)
+    if not one_token and (num_drafts := state.drafts.shape[1]):
+        drafts = state.drafts.view(-1).take(token_slots * num_drafts + (-2 - ids).clamp(0, num_drafts - 1))
+        out.token_ids_T[:tokens] = torch.where(ids < -1, drafts.clamp_(min=0), out.token_ids_T[:tokens])
     first_G1, width_G1, page_tokens_G1 = tables.shapes.T.unsqueeze(-1).unbind(0)
     columns_GT = positions // page_tokens_G1 % width_G1
     flat_GT = columns_GT.addcmul_(token_slots.expand_as(columns_GT), width_G1).add_(first_G1)
@@ -152,6 +185,7 @@ def build_rows(
         out.slots_R[rows:padded_rows] = 0
         out.sample_slots_R[rows:padded_rows] = -1
         out.seq_lens_R[rows:padded_rows] = 0
+        out.accepted_R[rows:padded_rows] = 0
         out.query_start_R1[rows + 1 : padded_rows + 1] = tokens
     if padded_tokens > tokens:
         out.row_T[tokens:padded_tokens] = -1
@@ -162,14 +196,17 @@ def build_rows(
 
 @build_rows.on_cpu
 def _build_rows_on_cpu(
-    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors
 ) -> None:
     if packed.device.type != "cpu" or library() is None:
         return NotImplemented
-    return native.build_rows(packed, where, tables, last_tokens_N, out)
+    return native.build_rows(packed, where, tables, state, out)
 
 
 @gpu_kernel("batch")
-def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
-    """`last_tokens[slots] = tokens`, except for slots of -1; the last element of `last_tokens` belongs to no slot."""
-    last_tokens_N.index_copy_(0, slots_S % last_tokens_N.shape[0], tokens_S)
+def store_tokens(slots_S: torch.Tensor, tokens_S: torch.Tensor, positions_S: torch.Tensor, state: SlotState) -> None:
+    """The slots' last tokens are these now, sampled after the tokens at `positions`; no draft was accepted. Slots of -1 are left out."""
+    own_S = slots_S % state.tokens.shape[0]
+    state.tokens.index_copy_(0, own_S, tokens_S)
+    state.lengths.index_copy_(0, own_S, positions_S + 1)
+    state.accepted.index_fill_(0, own_S, 0)

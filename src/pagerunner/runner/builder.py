@@ -10,14 +10,14 @@ import torch
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.ops.batch import StepTensors, build_rows
+from pagerunner.ops.batch import SlotState, StepTensors, build_rows
 from pagerunner.runner.staging import StagedStep
-from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.tables import PageTables
 from pagerunner.types import StateSave
 
 
 class BatchBuilder:
-    """Builds batches for one memory plan; reads tables and last tokens, owns neither.
+    """Builds batches for one memory plan; reads tables and the slots' state, owns neither.
 
     Steps have at most `max_tokens` tokens. Every batch consists of the same `tensors`, in a graph or not. So a batch is valid
     until the next step is built. `layers` are the layers' views of their pages.
@@ -27,7 +27,7 @@ class BatchBuilder:
         self,
         plan: MemoryPlan,
         tables: PageTables,
-        last_tokens: LastTokens,
+        state: SlotState,
         layers: tuple[LayerMemory, ...],
         backends: Sequence[AttentionBackend[Any]],
         max_tokens: int,
@@ -35,10 +35,10 @@ class BatchBuilder:
         self._groups = plan.groups
         self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
         self._tables = tables
-        self._last_tokens = last_tokens
+        self._state = state
         self.layers = layers
         self._backends = backends
-        device = last_tokens.tokens.device
+        device = state.tokens.device
         self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
         self._states = self.new_states(None)
         self._host_planners = [
@@ -82,14 +82,21 @@ class BatchBuilder:
             own.slots_R,
             own.query_start_R1,
             own.seq_lens_R,
+            own.accepted_R,
         )
         for tensor in others:
             tensor.zero_()
 
+    def sampled_positions(self, step: StagedStep) -> torch.Tensor:
+        """int64 [S]: positions of the sampled rows' last tokens, in the step that was built last."""
+        if step.where.one_token and len(step.sampled_rows) == step.where.rows:
+            return self.tensors.positions_T[: step.where.rows]
+        return self.tensors.positions_T.index_select(0, step.logits_index_S)
+
     def fill(self, step: StagedStep, rows: int, tokens: int) -> None:
         """Put the step into `tensors`, padded to `rows` rows and `tokens` tokens."""
         where = step.where._replace(padded_rows=rows, padded_tokens=tokens)
-        build_rows(step.packed, where, self._tables.all, self._last_tokens.tokens, self.tensors)
+        build_rows(step.packed, where, self._tables.all, self._state, self.tensors)
 
     def eager(
         self,
@@ -155,6 +162,7 @@ class BatchBuilder:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             one_token=one_token,
+            accepted_R=own.accepted_R[:rows],
         )
 
     def _batch(

@@ -12,7 +12,8 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.ops.ahead import compile_ahead
-from pagerunner.ops.async_copy import ToHost
+from pagerunner.ops.async_copy import ToHost, to_device
+from pagerunner.ops.batch import SlotState
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import Captured, CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
@@ -26,7 +27,7 @@ from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_threads import StepThreads
-from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import (
     EngineRequest,
@@ -100,7 +101,7 @@ class ModelRunner:
         model: RunnableModel,
         pages: Pages,
         tables: PageTables,
-        last_tokens: LastTokens,
+        state: SlotState,
         builder: BatchBuilder,
         sampler: Sampler,
         staging: Staging,
@@ -126,7 +127,7 @@ class ModelRunner:
         self._recorded = recorded  # a CPU's
         self._pages = pages
         self._tables = tables
-        self._last_tokens = last_tokens
+        self._state = state
         self._builder = builder
         self._sampler = sampler
         self._staging = staging
@@ -216,7 +217,7 @@ class ModelRunner:
     def _tell(self, step: StagedStep, sampled: Sampled | None) -> None:
         """Give the tokens to the other stages, if there are any."""
         if self._stage is not None and sampled is not None:
-            self._stage.end(step.sampled_slots_S, sampled.token_ids)
+            self._stage.end(step.sampled_slots_S, sampled.token_ids, self._builder.sampled_positions(step))
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
@@ -250,7 +251,7 @@ class ModelRunner:
         self, more: tuple[list[int], ...], progress: Progress | None = None, *, rehearsal: bool = False
     ) -> None:
         for rows in self._first_steps():
-            self.run(StepPlan(step_id=-1, rows=rows)).result()
+            self._run_first(rows)
         self._run_more_kernels(*more)
         self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
@@ -266,8 +267,15 @@ class ModelRunner:
         """Run a step with a prompt to be scored in the first row."""
         scored = _first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
         self._scorer.init_slot(SlotInit(0, scored, []))
-        self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self._run_first(rows)
         self._scorer.clear()
+
+    def _run_first(self, rows: list[StepRow]) -> None:
+        """Run a step of a warm-up. Rows that generate begin where they say, as no step before has left their slots' lengths."""
+        given = [(row.slot, 0, row.start - 1) for row in rows if not row.tokens]
+        if given:
+            self._state.store(*to_device(given, torch.int64, self._state.tokens.device).T.contiguous())
+        self.run(StepPlan(step_id=-1, rows=rows)).result()
 
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
         """Give layers whose fp8 pages take a checkpoint's scales other ones, of keys and of values."""
@@ -279,11 +287,11 @@ class ModelRunner:
         return self._graphs.capture(self._work, progress)
 
     def state_digest(self) -> str:
-        """A digest of all page tables and of all slots' last tokens, which runners with the same plans share. Waits for the device."""
+        """A digest of all page tables and of all slots' last tokens and lengths, which runners with the same plans share. Waits for the device."""
         if self._stage is not None:
             self._stage.catch_up()
         digest = hashlib.sha256()
-        for state in (self._tables.all.entries, self._last_tokens.tokens[:-1]):
+        for state in (self._tables.all.entries, self._state.tokens[:-1], self._state.lengths[:-1]):
             digest.update(state.cpu().numpy().tobytes())
         return digest.hexdigest()
 
@@ -338,11 +346,11 @@ class ModelRunner:
         """See `_more_counts`."""
         longest = self._max_model_len
         for count in rows:
-            self.run(StepPlan(step_id=-1, rows=_even_rows(count, count, longest, past=True))).result()
+            self._run_first(_even_rows(count, count, longest, past=True))
         for count in scored:
             self._run_scored(_even_rows(1, count, longest, past=False))
         for count in tokens:
-            self.run(StepPlan(step_id=-1, rows=self._long_rows(count))).result()
+            self._run_first(self._long_rows(count))
 
     def _long_rows(self, tokens: int) -> list[StepRow]:
         """A step of so many tokens at the end of long sequences."""
@@ -360,7 +368,7 @@ class ModelRunner:
         logits_SV = self._model.compute_logits(hidden_TD)
         slots_S = self._builder.tensors.sample_slots_R[: batch.rows.num_rows]
         tokens_S, best_S = self._sampler.pick(logits_SV, slots_S, batch.rows.positions_T)
-        self._last_tokens.store(slots_S, tokens_S)
+        self._state.store(slots_S, tokens_S, batch.rows.positions_T)
         return logits_SV, tokens_S, best_S
 
     def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled | None:
@@ -379,8 +387,9 @@ class ModelRunner:
         return self._model.compute_logits(self._model(batch))
 
     def _sample_logits(self, logits_SV: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled:
-        sampled = self._sampler.sample(logits_SV, _sampled_rows(step), _by_sample(step, masks))
-        self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
+        rows = self._sampled_rows(step)
+        sampled = self._sampler.sample(logits_SV, rows, _by_sample(step, masks))
+        self._state.store(rows.slots_S, sampled.token_ids, rows.positions_S)
         return sampled
 
     def _sample_decoded(
@@ -392,21 +401,19 @@ class ModelRunner:
         masks: Mapping[int, bytes],
     ) -> Sampled:
         """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are stored already."""
-        rows = step.where.rows
-        drawn = (tokens_S[:rows], best_S[:rows])
-        sampled = self._sampler.sample(logits_SV[:rows], _sampled_rows(step), masks, drawn)
+        rows, count = self._sampled_rows(step), step.where.rows
+        sampled = self._sampler.sample(logits_SV[:count], rows, masks, (tokens_S[:count], best_S[:count]))
         if sampled.again:
-            self._last_tokens.store(step.sampled_slots_S, sampled.token_ids)
+            self._state.store(rows.slots_S, sampled.token_ids, rows.positions_S)
         return sampled
 
-
-def _sampled_rows(step: StagedStep) -> SampledRows:
-    slots: Sequence[int] = step.slots
-    lens: Sequence[int] = step.seq_lens
-    if len(step.sampled_rows) < len(slots):
-        slots = [slots[row] for row in step.sampled_rows]
-        lens = [lens[row] for row in step.sampled_rows]
-    return SampledRows(slots, lens, step.sampled_slots_S, step.sampled_positions_S)
+    def _sampled_rows(self, step: StagedStep) -> SampledRows:
+        slots: Sequence[int] = step.slots
+        lens: Sequence[int] = step.seq_lens
+        if len(step.sampled_rows) < len(slots):
+            slots = [slots[row] for row in step.sampled_rows]
+            lens = [lens[row] for row in step.sampled_rows]
+        return SampledRows(slots, lens, step.sampled_slots_S, self._builder.sampled_positions(step))
 
 
 def _by_sample(step: StagedStep, masks: Mapping[int, bytes]) -> Mapping[int, bytes]:

@@ -23,7 +23,6 @@ class Sections(NamedTuple):
 
     logits_index: int
     sampled_slots: int
-    sampled_positions: int
     table_places: int
     table_entries: int
     setting_places: int
@@ -33,10 +32,10 @@ class Sections(NamedTuple):
 
     @classmethod
     def of(cls, first: int, sampled: int, writes: int, settings: int, triples: int) -> Sections:
-        """The parts from index `first` on: three for sampled rows, then table writes, settings, page copies and fills. Each part
+        """The parts from index `first` on: two for sampled rows, then table writes, settings, page copies and fills. Each part
         begins at an even index."""
         starts = [first]
-        for count in (sampled, sampled, sampled, writes, writes, settings, settings):
+        for count in (sampled, sampled, writes, writes, settings, settings):
             starts.append(starts[-1] + even(count))
         return cls(*starts, starts[-1] + 3 * triples)
 
@@ -44,6 +43,8 @@ class Sections(NamedTuple):
 @dataclass(slots=True)
 class StagedStep:
     """One step, on the host as lists and on the device as parts of `packed`, which is valid until the next step.
+
+    `seq_lens` are exact for rows that compute prompts. For rows that generate they are upper bounds.
 
     `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
     a page.
@@ -71,11 +72,6 @@ class StagedStep:
     def sampled_slots_S(self) -> torch.Tensor:
         """int64 [S] on the device."""
         return self._part(self.sections.sampled_slots, len(self.sampled_rows))
-
-    @property
-    def sampled_positions_S(self) -> torch.Tensor:
-        """int64 [S] on the device: positions of the sampled rows' last tokens."""
-        return self._part(self.sections.sampled_positions, len(self.sampled_rows))
 
     @property
     def table_places_N(self) -> torch.Tensor:
@@ -188,14 +184,15 @@ class Staging:
 
         packed = self._buffers.take(sections.size)
         packed[:num_rows] = slots
-        packed[where.starts : where.starts + num_rows] = starts
+        packed[where.starts : where.starts + num_rows] = _starts(starts, known) if from_host else -1
         query_start = packed[where.query_start : where.query_start + num_rows + 1]
         if one_token:
             query_start[:] = np.arange(num_rows + 1)
         else:
             query_start[0] = 0
             np.cumsum(query_lens, out=query_start[1:])
-        packed[where.token_ids : where.token_ids + num_tokens] = _token_ids(known, query_lens) if from_host else -1
+        one_each = num_tokens == num_rows and not from_host
+        packed[where.token_ids : where.token_ids + num_tokens] = -1 if one_each else _token_ids(known, query_lens)
         if not one_token:
             packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
         if sampled:
@@ -203,8 +200,6 @@ class Staging:
             last_tokens = query_start[1:][rows_of] - 1
             _put(packed, sections.logits_index, last_tokens)
             _put(packed, sections.sampled_slots, packed[:num_rows][rows_of])
-            past = packed[where.starts : where.starts + num_rows] - query_start[:-1]
-            _put(packed, sections.sampled_positions, past[rows_of] + last_tokens)
         if table_entries:
             _put(packed, sections.table_places, list(table_entries.keys()))
             _put(packed, sections.table_entries, list(table_entries.values()))
@@ -233,13 +228,16 @@ def _put(packed: np.ndarray, first: int, values: np.ndarray | list[int]) -> None
     packed[first : first + len(values)] = values
 
 
+def _starts(starts: Sequence[int], known: Sequence[list[int]]) -> list[int]:
+    """The rows' first positions, -1 for rows that generate: only the device knows theirs."""
+    return [start if tokens else -1 for start, tokens in zip(starts, known, strict=True)]
+
+
 def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[int]:
-    """The tokens' ids, -1 for what only the device knows."""
+    """The tokens' ids. Of rows that generate only the device knows them: -1 is the slot's last token, then come -2, -3, ... for its drafts."""
     ids: list[int] = []
     for tokens, length in zip(known, query_lens, strict=True):
-        ids += tokens
-        if len(tokens) < length:
-            ids.append(-1)
+        ids += tokens or range(-1, -1 - length, -1)
     return ids
 
 

@@ -1,4 +1,4 @@
-"""Page tables and last tokens: the per-request state on the device, one fixed row per slot, never compacted."""
+"""Page tables: one fixed row per slot on the device, never compacted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.ops.batch import TableSet, store_tokens
+from pagerunner.ops.batch import TableSet
 from pagerunner.ops.tables import write_entries
 from pagerunner.types import TableWrite
 
@@ -73,17 +73,3 @@ class PageTables:
     def num_bytes(self) -> int:
         """Bytes held by all tables."""
         return self.all.entries.nbytes
-
-
-class LastTokens:
-    """The token each slot sampled last, on the device: a decode step reads its input here, not from the host.
-
-    `tokens` has one element more than there are slots. The last element belongs to no slot.
-    """
-
-    def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
-        self.tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-
-    def store(self, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
-        """tokens[slots] = tokens, except for slots of -1."""
-        store_tokens(self.tokens, slots_S, tokens_S)

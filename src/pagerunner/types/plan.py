@@ -27,10 +27,10 @@ class SlotInit(msgspec.Struct, frozen=True):
 
 
 class StepRow(NamedTuple):
-    """One request's share of a step: tokens at positions [start, start + num_tokens).
+    """One request's share of a step: `num_tokens` tokens from position `start` on.
 
-    `tokens` holds the ids that the host knows for the first `len(tokens)` positions; a missing last one is the token
-    that the device sampled for this slot last. With `samples` the last position's logits are sampled.
+    `tokens` are the ids of a prompt's part. A row that generates has none: the device knows the slot's last token and where that is.
+    With `samples` the last position's logits are sampled.
     """
 
     slot: int

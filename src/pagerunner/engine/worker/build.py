@@ -35,6 +35,7 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
+from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena
@@ -50,7 +51,7 @@ from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.step_threads import StepThreads
-from pagerunner.runner.tables import LastTokens, PageTables
+from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import HostPages, Transfers
 from pagerunner.tiers.host import cut_host
 
@@ -132,7 +133,7 @@ def make_runner(
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
-    last_tokens = LastTokens(config.max_num_seqs, device)
+    state = SlotState.empty(config.max_num_seqs, device)
     unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
@@ -141,8 +142,8 @@ def make_runner(
         model=model,
         pages=pages,
         tables=tables,
-        last_tokens=last_tokens,
-        builder=BatchBuilder(plan, tables, last_tokens, pages.layers, backends, config.max_num_batched_tokens),
+        state=state,
+        builder=BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens),
         sampler=Sampler(
             config.max_num_seqs,
             resolved.model.vocab_size,
@@ -162,7 +163,7 @@ def make_runner(
         kernels=kernels if device.type == "cuda" and has_triton() else (),
         agree=partial(union, everybody),
         recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
-        stage=None if stage is None else StageTokens(stage, last_tokens, config.max_in_flight),
+        stage=None if stage is None else StageTokens(stage, state, config.max_in_flight),
         transfers=transfers,
     )
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+from pagerunner.ops.batch import PackedRows, SlotState, StepTensors, TableSet
 from pagerunner.ops.kernels.launch import blocks
 
 BLOCK = 128
@@ -14,9 +14,9 @@ BLOCK = 128
 
 @triton.jit(do_not_specialize=["rows", "tokens", "padded_rows", "padded_tokens", "max_tokens"])
 def _build_rows(
-    packed, entries, shapes, last_tokens, token_ids_T, positions_T, row_T, slots_R, sample_slots_R, query_start_R1,
-    seq_lens_R, write_entry_GT, write_offset_GT, rows, tokens, padded_rows, padded_tokens, max_tokens,
-    GROUPS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    packed, entries, shapes, last_tokens, lengths, accepted, drafts, token_ids_T, positions_T, row_T, slots_R, sample_slots_R,
+    query_start_R1, seq_lens_R, accepted_R, write_entry_GT, write_offset_GT, rows, tokens, padded_rows, padded_tokens, max_tokens,
+    GROUPS: tl.constexpr, DRAFTS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     section = (rows + 2) // 2 * 2
@@ -26,12 +26,15 @@ def _build_rows(
     real = i < rows
     slot = tl.load(packed + i, real, 0)
     start = tl.load(starts + i, real, 0)
+    here = start < 0  # the device knows it
+    start = tl.where(here, tl.load(lengths + slot, here, 0), start)
     first = tl.load(query_start + i, i <= rows, tokens)
     after = tl.load(query_start + i + 1, real, tokens)
     tl.store(slots_R + i, slot.to(tl.int32), i < padded_rows)
     tl.store(sample_slots_R + i, tl.where(real, slot, -1), i < padded_rows)
     tl.store(query_start_R1 + i, first.to(tl.int32), i <= padded_rows)
     tl.store(seq_lens_R + i, tl.where(real, start + after - first, 0).to(tl.int32), i < padded_rows)
+    tl.store(accepted_R + i, tl.load(accepted + slot, here, tl.where(real, -1, 0)), i < padded_rows)
 
     mine = i < tokens
     inside = i < padded_tokens
@@ -41,10 +44,16 @@ def _build_rows(
     else:
         row = tl.load(token_rows + i, mine, 0)
         token_slot = tl.load(packed + row, mine, 0)
-        position = tl.load(starts + row, mine, 0) + i - tl.load(query_start + row, mine, 0)
+        start = tl.load(starts + row, mine, 0)
+        start = tl.where(start < 0, tl.load(lengths + token_slot, start < 0, 0), start)
+        position = start + i - tl.load(query_start + row, mine, 0)
     position = tl.where(mine, position, 0)
     token = tl.load(ids + i, mine, 0)
-    token = tl.where(token < 0, tl.load(last_tokens + token_slot, mine & (token < 0), 0), token)
+    last = tl.load(last_tokens + token_slot, mine & (token < 0), 0)
+    if DRAFTS and not ONE_TOKEN:
+        draft = tl.load(drafts + token_slot * DRAFTS - 2 - token, mine & (token < -1), 0)
+        last = tl.where(token < -1, tl.maximum(draft, 0), last)
+    token = tl.where(token < 0, last, token)
     tl.store(row_T + i, tl.where(mine, row, -1).to(tl.int32), inside)
     tl.store(positions_T + i, position, inside)
     tl.store(token_ids_T + i, token, inside)
@@ -59,28 +68,30 @@ def _build_rows(
         tl.store(write_offset_GT + out, position % page_tokens, inside)
 
 
-def build_rows(
-    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
-) -> None:
+def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors) -> None:
     """See ops/batch.py."""
     count = max(where.padded_rows + 1, where.padded_tokens)
     groups, max_tokens = out.write_entry_GT.shape
     _build_rows[(blocks(count, BLOCK),)](
-        packed, tables.entries, tables.shapes, last_tokens_N, out.token_ids_T, out.positions_T, out.row_T,
-        out.slots_R, out.sample_slots_R, out.query_start_R1, out.seq_lens_R, out.write_entry_GT, out.write_offset_GT,
-        where.rows, where.tokens, where.padded_rows, where.padded_tokens, max_tokens, GROUPS=groups,
-        ONE_TOKEN=where.one_token, BLOCK=BLOCK,
+        packed, tables.entries, tables.shapes, state.tokens, state.lengths, state.accepted, state.drafts, out.token_ids_T,
+        out.positions_T, out.row_T, out.slots_R, out.sample_slots_R, out.query_start_R1, out.seq_lens_R, out.accepted_R,
+        out.write_entry_GT, out.write_offset_GT, where.rows, where.tokens, where.padded_rows, where.padded_tokens, max_tokens,
+        GROUPS=groups, DRAFTS=state.drafts.shape[1], ONE_TOKEN=where.one_token, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
-def _store_tokens(last_tokens, slots_S, tokens_S, count, BLOCK: tl.constexpr):
+def _store_tokens(last_tokens, lengths, accepted, slots_S, tokens_S, positions_S, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_S + i, i < count, -1)
     tl.store(last_tokens + slot, tl.load(tokens_S + i, i < count, 0), slot >= 0)
+    tl.store(lengths + slot, tl.load(positions_S + i, i < count, 0) + 1, slot >= 0)
+    tl.store(accepted + slot, tl.zeros_like(slot).to(tl.int32), slot >= 0)
 
 
-def store_tokens(last_tokens_N: torch.Tensor, slots_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+def store_tokens(slots_S: torch.Tensor, tokens_S: torch.Tensor, positions_S: torch.Tensor, state: SlotState) -> None:
     """See ops/batch.py."""
     count = slots_S.shape[0]
-    _store_tokens[(blocks(count, BLOCK),)](last_tokens_N, slots_S, tokens_S, count, BLOCK=BLOCK)
+    _store_tokens[(blocks(count, BLOCK),)](
+        state.tokens, state.lengths, state.accepted, slots_S, tokens_S, positions_S, count, BLOCK=BLOCK
+    )

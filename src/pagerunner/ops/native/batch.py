@@ -10,22 +10,23 @@ import torch
 from pagerunner.ops.native.calls import STEP, call, operand
 
 if TYPE_CHECKING:
-    from pagerunner.ops.batch import PackedRows, StepTensors, TableSet
+    from pagerunner.ops.batch import PackedRows, SlotState, StepTensors, TableSet
 
-_STEP = struct.Struct("13P12q")  # Step in native/small.h
+_STEP = struct.Struct("17P13q")  # Step in native/small.h
 _I32, _I64 = torch.int32, torch.int64
 
 
-def build_rows(
-    packed: torch.Tensor, where: PackedRows, tables: TableSet, last_tokens_N: torch.Tensor, out: StepTensors
-) -> None:
+def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors) -> None:
     """See `ops.batch.build_rows`. Raises IndexError for a slot or a page table entry that isn't there; nothing is written then."""
-    groups = tables.shapes.shape[0]
+    groups, (num_slots, num_drafts) = tables.shapes.shape[0], state.drafts.shape
     operands = (
         operand("a packed step", packed, dtype=_I64),
         operand("page tables", tables.entries, dtype=_I64),
         operand("the tables' shapes", tables.shapes, None, 3, dense=2, dtype=_I64),
-        operand("last tokens", last_tokens_N, dtype=_I64),
+        operand("last tokens", state.tokens, num_slots, dtype=_I64),
+        operand("slots' lengths", state.lengths, num_slots, dtype=_I64),
+        operand("slots' accepted drafts", state.accepted, num_slots, dtype=_I32),
+        operand("slots' drafts", state.drafts, dense=2, dtype=_I64),
         operand("token ids", out.token_ids_T, dtype=_I64),
         operand("positions", out.positions_T, dtype=_I64),
         operand("tokens' rows", out.row_T, dtype=_I32),
@@ -33,6 +34,7 @@ def build_rows(
         operand("sampled slots", out.sample_slots_R, dtype=_I64),
         operand("query starts", out.query_start_R1, dtype=_I32),
         operand("lengths", out.seq_lens_R, dtype=_I32),
+        operand("accepted drafts", out.accepted_R, dtype=_I32),
         operand("write entries", out.write_entry_GT, groups, None, dtype=_I64),
         operand("write offsets", out.write_offset_GT, groups, out.write_entry_GT.shape[1], dtype=_I64),
     )
@@ -52,10 +54,11 @@ def build_rows(
         ("sampled slots", out.sample_slots_R, where.padded_rows),
         ("query starts", out.query_start_R1, where.padded_rows + 1),
         ("lengths", out.seq_lens_R, where.padded_rows),
+        ("accepted drafts", out.accepted_R, where.padded_rows),
     ):
         if tensor.shape[0] < count:
             raise ValueError(f"a step of {where} takes {count} {name}; there is room for {list(tensor.shape)}")
     token_rows = -1 if where.one_token else where.token_rows
     places = where.starts, where.query_start, where.token_ids, token_rows, groups, out.write_entry_GT.stride(0)
     counts = where.rows, where.tokens, where.padded_rows, where.padded_tokens
-    call(STEP, _STEP, operands, *counts, *places, last_tokens_N.shape[0], tables.entries.shape[0])
+    call(STEP, _STEP, operands, *counts, *places, num_slots, tables.entries.shape[0], num_drafts)

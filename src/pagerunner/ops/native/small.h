@@ -184,17 +184,27 @@ static void map(const void *argument, const Worker *worker)
 }
 
 typedef struct {
-    const int64_t *packed, *entries, *shapes, *last_tokens; // PackedRows; TableSet's two; [N]
+    const int64_t *packed, *entries, *shapes;            // PackedRows; TableSet's two
+    const int64_t *last_tokens, *lengths;                // SlotState: [N], [N]
+    const int32_t *taken;                                // [N] accepted drafts
+    const int64_t *drafts;                               // [N, num_drafts]
     int64_t *token_ids, *positions;                         // what StepTensors holds, see ops/batch.py
     int32_t *row, *slots;
     int64_t *sample_slots;
-    int32_t *query_start, *seq_lens;
+    int32_t *query_start, *seq_lens, *accepted;
     int64_t *write_entry, *write_offset;
     long rows, tokens, padded_rows, padded_tokens;       // PackedRows
     long starts_at, query_start_at, token_ids_at, rows_at; // in `packed`; the last is -1 where every row has one token
     long groups, group_stride;                           // tokens between groups in write_entry and write_offset
-    long num_slots, num_entries;                         // of last_tokens and of the tables
+    long num_slots, num_entries, num_drafts;             // of SlotState, of the tables, and of a slot
 } Step;
+
+// The position of row r's first token: where the host doesn't know it, the device does.
+static long first_position(const Step *call, long r)
+{
+    long start = call->packed[call->starts_at + r];
+    return start == -1 ? call->lengths[call->packed[r]] : start;
+}
 
 static long step_amount(const void *argument)
 {
@@ -205,10 +215,10 @@ static long step_amount(const void *argument)
 // Whether the step reads and writes only what its tables and slots hold.
 static int step_fits(const Step *call)
 {
-    const int64_t *slots = call->packed, *starts = slots + call->starts_at, *begins = slots + call->query_start_at;
+    const int64_t *slots = call->packed, *begins = slots + call->query_start_at, *ids = slots + call->token_ids_at;
     long last = 0;
     for (long r = 0; r < call->rows; r++) {
-        if (slots[r] < 0 || slots[r] >= call->num_slots || starts[r] < 0 || begins[r] < 0) return 0;
+        if (slots[r] < 0 || slots[r] >= call->num_slots || first_position(call, r) < 0 || begins[r] < 0) return 0;
         last = max(last, slots[r]);
     }
     for (long g = 0; g < call->groups; g++) {
@@ -217,7 +227,7 @@ static int step_fits(const Step *call)
     }
     for (long t = 0; t < call->tokens; t++) {
         long r = call->rows_at < 0 ? t : slots[call->rows_at + t];
-        if (r < 0 || r >= call->rows || begins[r] > t) return 0;
+        if (r < 0 || r >= call->rows || begins[r] > t || -1 - ids[t] > call->num_drafts) return 0;
     }
     return 1;
 }
@@ -226,7 +236,7 @@ static int step_fits(const Step *call)
 static void step(const void *argument, const Worker *worker)
 {
     const Step *call = argument;
-    const int64_t *slots = call->packed, *starts = slots + call->starts_at, *begins = slots + call->query_start_at;
+    const int64_t *slots = call->packed, *begins = slots + call->query_start_at;
     const int64_t *ids = slots + call->token_ids_at, *rows = slots + call->rows_at;
     int mine = take(worker) == 0, fits = mine && step_fits(call);
     if (!fits) {
@@ -238,16 +248,20 @@ static void step(const void *argument, const Worker *worker)
         int real = r < call->rows;
         call->slots[r] = real ? slots[r] : 0;
         call->sample_slots[r] = real ? slots[r] : -1;
-        call->seq_lens[r] = real ? starts[r] + begins[r + 1] - begins[r] : 0;
+        call->seq_lens[r] = real ? first_position(call, r) + begins[r + 1] - begins[r] : 0;
+        call->accepted[r] = !real ? 0 : slots[call->starts_at + r] < 0 ? call->taken[slots[r]] : -1;
         call->query_start[r] = real ? begins[r] : call->tokens;
     }
     call->query_start[call->padded_rows] = call->tokens;
     for (long t = 0; t < call->padded_tokens; t++) {
         int real = t < call->tokens;
-        long r = !real ? -1 : call->rows_at < 0 ? t : rows[t], position = real ? starts[r] + t - begins[r] : 0;
+        long r = !real ? -1 : call->rows_at < 0 ? t : rows[t], position = real ? first_position(call, r) + t - begins[r] : 0;
+        long id = real ? ids[t] : 0;
+        if (id == -1) id = call->last_tokens[slots[r]];
+        else if (id < -1) id = max(call->drafts[slots[r] * call->num_drafts - 2 - id], 0L);
         call->row[t] = r;
         call->positions[t] = position;
-        call->token_ids[t] = !real ? 0 : ids[t] < 0 ? call->last_tokens[slots[r]] : ids[t];
+        call->token_ids[t] = id;
         for (long g = 0; g < call->groups; g++) {
             const int64_t *shape = call->shapes + 3 * g; // where the table begins, its width, the tokens of a page
             long page = position / shape[2], at = g * call->group_stride + t;
