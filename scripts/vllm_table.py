@@ -74,6 +74,7 @@ DIFFERS = {
     "`PeerConnector` with any role, and `peers`, `secret_file`, `kv_lease_duration`, `num_threads` besides; `NixlConnector` the same with NIXL; other names are refused, and so is `bidirectional_kv_xfer`: a prefill engine finds the turns before in its own host memory, and computes the last answer's tokens. `kv_load_failure_policy` is `recompute` by default",
     "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
     "[KV events](server.md#kv-events)",
+    "--speculative-config": "vLLM's fields, each of which is taken or refused with the reason, as are methods; `--spec-method`, `--spec-model` and `--spec-tokens` are there too",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }

@@ -16,6 +16,7 @@ Option = TypeVar("Option")
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 TransferBackend = Literal["nccl", "gloo"]
+SpeculativeMethod = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "auto"
@@ -94,7 +95,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
     weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
     when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
-    engine/startup/kv_transfer.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
+    engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
+    engine/startup/speculation.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
     KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
@@ -130,6 +132,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     kv_offloading_backend: str = "native"
     kv_transfer_config: str | dict[str, Any] | None = None
     kv_events_config: str | dict[str, Any] | None = None
+    speculative_config: str | dict[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
@@ -193,7 +196,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         """
         for field in msgspec.structs.fields(EngineArgs):
             value = getattr(self, field.name)
-            taken = _as_type(field.name, value, field.type)
+            taken = as_type(field.name, value, field.type)
             if taken is not value:
                 msgspec.structs.force_setattr(self, field.name, taken)
 
@@ -205,15 +208,16 @@ _MEANINGS = {
     str: "a text",
     dict: "a mapping",
     tuple: "a list of whole numbers",
+    list: "a list of numbers",
     types.NoneType: "None",
 }
 
 
-def _as_type(name: str, value: Any, wanted: Any) -> Any:
+def as_type(name: str, value: Any, wanted: Any) -> Any:
     """`value` as the type `wanted`. Raises ConfigError that names the argument, what it may be, and the value."""
     kinds = get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
     plain = _plain(value)
-    if name == "max_model_len":  # the argument may be one text, which is no number
+    if name == "max_model_len" and str in kinds:  # the argument may be one text, which is no number
         kinds = tuple(kind for kind in kinds if kind is not str)
         if plain == "auto":
             return plain
@@ -228,7 +232,7 @@ def _as_type(name: str, value: Any, wanted: Any) -> Any:
         return taken
     except msgspec.ValidationError:
         meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]
-        meanings += ['"auto"'] if name == "max_model_len" else []
+        meanings += ['"auto"'] if kinds != get_args(wanted) and name == "max_model_len" else []
         raise ConfigError(f"{name} must be {' or '.join(meanings)}, got {value!r} ({type(value).__name__}).") from None
 
 
@@ -341,6 +345,28 @@ class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_write_threads: int = 2
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine drafts tokens. Every choice is made; the names are vLLM's, but for the last.
+
+    A row has at most `num_speculative_tokens` drafts in a step. `num_speculative_tokens_per_batch_size`, if any, fixes how many: in steps
+    of `first` rows and more. `model` is the directory of the drafter's weights, the target's own for "mtp"; "" if there are none.
+    `acceptance_rates`, of synthetic acceptance, has a draft's chance by its position, if all drafts before it were accepted. Without
+    it a draft is accepted if it is the target's own token.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int], ...] = ()
+    model: str = ""
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    acceptance_rates: tuple[float, ...] | None = None
+
+
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made.
 
@@ -364,6 +390,7 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_events: KVEventsConfig | None = None
     exchange: ExchangeConfig | None = None
+    speculative: SpeculativeConfig | None = None
 
 
 def engine_args(**values: object) -> EngineArgs:

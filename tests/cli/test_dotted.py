@@ -44,3 +44,45 @@ def test_dotted_flags_are_one_json() -> None:
 def test_what_contradicts_itself_is_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parsed(*words)
+
+
+def spec(*words: str) -> object:
+    parser = Parser("pagerunner serve", "")
+    parser.add_argument("--speculative-config", "-sc")
+    parser.add_argument("--port")
+    found = parser.parse(words).speculative_config
+    return found if found is None else json.loads(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (("--port", "1"), None),
+        (("--spec-method", "eagle3", "--spec_model=dir", "--spec-tokens", "3"), {"method": "eagle3", "model": "dir", "num_speculative_tokens": 3}),
+        (("-sc", '{"method": "ngram"}', "--spec-tokens", "3"), {"method": "ngram", "num_speculative_tokens": 3}),
+        (('--speculative_config={"method": "ngram"}', "--spec-tokens=3", "--port", "1"), {"method": "ngram", "num_speculative_tokens": 3}),
+        (("--speculative-config.method", "ngram", "--spec-tokens", "3"), {"method": "ngram", "num_speculative_tokens": 3}),
+        (("-sc", '{"method": "ngram"}'), {"method": "ngram"}),
+    ],
+)  # fmt: skip
+def test_flags_for_keys_of_the_speculative_config(words: tuple[str, ...], keys: object) -> None:
+    assert spec(*words) == keys
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--spec-tokens",), "--spec-tokens needs a value"),
+        (("--spec-tokens", "3", "--spec-tokens", "4"), "it is --speculative-config.num_speculative_tokens"),
+        (("-sc", '{"num-speculative-tokens": 2}', "--spec-tokens", "4"), "has num_speculative_tokens in its JSON and as a flag"),
+        (("-sc", "ngram", "--spec-tokens", "4"), "must be JSON of keys and values, got 'ngram'"),
+    ],
+)  # fmt: skip
+def test_flags_for_keys_that_contradict_the_json(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        spec(*words)
+
+
+def test_verbs_without_the_option_know_no_flags_for_its_keys() -> None:
+    with pytest.raises(ConfigError, match="unknown flag --spec-tokens"):
+        Parser("pagerunner x", "").parse(["--spec-tokens", "3"])

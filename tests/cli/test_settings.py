@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pagerunner.cli import serve
@@ -270,3 +272,16 @@ def test_only_what_is_given_is_replaced():
     parser = ConfiguredParser("x", "y", environ={"PAGERUNNER_NAME": "env"})
     parser.add_argument("--name", default="default")
     assert (parser.parse(["--name", "cli"]).name, parser.parse([]).name) == ("cli", "env")
+
+
+def test_keys_of_the_speculative_config_have_flags_in_files_and_the_environment_too(parse):
+    with pytest.raises(ConfigError, match="method in its JSON and as a flag"):
+        parse(text="spec-method: mtp\nspeculative-config: {method: ngram}")
+    text = "spec-method: eagle3\nspec_model: dir\nspec-tokens: 3"
+    assert json.loads(parse(text=text).speculative_config) == {
+        "method": "eagle3",
+        "model": "dir",
+        "num_speculative_tokens": 3,
+    }
+    assert json.loads(parse(text=text, PAGERUNNER_SPEC_METHOD="mtp").speculative_config) == {"method": "mtp"}
+    assert json.loads(parse("--spec-method", "suffix", text=text).speculative_config) == {"method": "suffix"}

@@ -11,9 +11,7 @@ from pagerunner.cli.main import VERBS
 from pagerunner.cli.options import ENGINE_OPTIONS, NO_FLAG, Parser, flag_of
 from pagerunner.config import EngineArgs
 
-MAX_OPTIONS = (
-    65  # of them vLLM's --disable-custom-all-reduce, which is a choice since ranks have a kernel of their own on GPUs
-)
+MAX_OPTIONS = 68
 
 
 def parser_of(verb):

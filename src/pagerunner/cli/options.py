@@ -72,6 +72,8 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own; with --enable-expert-parallel one engine, whose experts "
         "are divided among all ranks, and as many teams of ranks, each with requests of its own",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
+        "speculative_config": 'draft tokens, of which one step takes several: JSON such as {"method": "ngram", "num_speculative_tokens": 4}; '
+        "--spec-method, --spec-model and --spec-tokens set a key each",
         "structured_outputs_config": 'defaults of structured outputs: JSON such as {"disable_any_whitespace": true}',
         "weight_transfer_config": 'how a trainer sends new weights: JSON, {"backend": "nccl"} or {"backend": "gloo"}',
         "enforce_eager": "don't capture CUDA graphs",
@@ -97,7 +99,7 @@ BENCH_EXCLUDED = _SERVER_ONLY | {
 }
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
-    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device tensor_parallel_size pipeline_parallel_size
+    max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device speculative_config tensor_parallel_size pipeline_parallel_size
     enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size kv_transfer_config""".split()
 )
 # vLLM's
@@ -107,7 +109,15 @@ _SHORT: dict[str, tuple[str, ...]] = {
     "pipeline_parallel_size": ("-pp",),
     "enable_expert_parallel": ("-ep",),
     "data_parallel_size": ("-dp",),
+    "speculative_config": ("-sc",),
 }
+SPEC_FLAGS = {
+    "--spec-method": "method",
+    "--spec-model": "model",
+    "--spec-tokens": "num_speculative_tokens",
+}
+"""vLLM's flags for keys of --speculative-config."""
+_SPEC = "--speculative-config"
 _UNITS = {"": 1}
 for _power, _unit in enumerate("kmgt", 1):
     _UNITS |= {_unit: 1000**_power, _unit.upper(): 1024**_power}
@@ -190,6 +200,8 @@ def _joined(words: Sequence[str], known: Collection[str]) -> list[str]:
         name, equals, text = word.partition("=")
         flag, dot, path = name.partition(".")
         flag = _dashed(flag)
+        if flag in SPEC_FLAGS and _SPEC in known:
+            flag, dot, path = _SPEC, ".", SPEC_FLAGS[flag]
         if word == "--":
             kept += [word, *rest]
         elif not dot or flag not in known or not flag.startswith("--"):
@@ -205,17 +217,37 @@ def _joined(words: Sequence[str], known: Collection[str]) -> list[str]:
             if not isinstance(place, dict) or (
                 last in place and not (path.endswith("+") and isinstance(place[last], list))
             ):
-                raise ConfigError(
-                    f"{name} contradicts another {flag}.; each key has one value, and one more of a list is {name.removesuffix('+')}+."
-                )
+                more = f"one more of a list is {name.removesuffix('+')}+" if "." in name else f"it is {flag}.{path}"
+                raise ConfigError(f"{name} contradicts another {flag}.; each key has one value, and {more}.")
             if path.endswith("+"):
                 place.setdefault(last, []).extend(map(_json_or_text, value.split(",")))
             else:
                 place[last] = _json_or_text(value)
+    if _SPEC in whole:
+        whole[_SPEC] = _with_json(kept, whole[_SPEC])
     for flag, keys in whole.items():
         if any(_dashed(word).partition("=")[0] == flag for word in kept):
             raise ConfigError(f"{flag} is given as JSON and by its keys ({flag}.{next(iter(keys))}); give one of them.")
     return [*(f"{flag}={json.dumps(keys)}" for flag, keys in whole.items()), *kept]
+
+
+def _with_json(words: list[str], keys: dict[str, Any]) -> dict[str, Any]:
+    """`keys` of --speculative-config with those of its JSON, which is taken out of `words`. vLLM lets both be given, if their keys differ."""
+    for place, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if word == "--":
+            break
+        if _dashed(name) not in (_SPEC, *_SHORT["speculative_config"]):
+            continue
+        given = text if equals else "".join(words[place + 1 : place + 2])
+        del words[place : place + 2 - len(equals)]
+        whole = _json_or_text(given)
+        if not isinstance(whole, dict):
+            raise ConfigError(f"{_SPEC} must be JSON of keys and values, got {given!r}.")
+        if twice := keys.keys() & {key.replace("-", "_") for key in whole}:
+            raise ConfigError(f"{_SPEC} has {min(twice)} in its JSON and as a flag; give one of them.")
+        return whole | keys
+    return keys
 
 
 def _json_or_text(text: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from pagerunner import limits
-from pagerunner.cli.options import Parser
+from pagerunner.cli.options import SPEC_FLAGS, Parser
 from pagerunner.cli.vllm_flags import screen
 from pagerunner.errors import ConfigError
 
@@ -64,7 +64,9 @@ class ConfiguredParser(Parser):
 
     def _option(self, word: str) -> str | None:
         """The destination of the flag that `word` begins with."""
-        name = word.partition("=")[0].replace("_", "-")
+        name = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if name in SPEC_FLAGS:
+            name = "--speculative-config"
         return next((action.dest for action in self._actions if name in action.option_strings), None)
 
     def _variables(self) -> dict[str, str]:
@@ -90,12 +92,14 @@ class ConfiguredParser(Parser):
                     for word in screen([f"{flag}={value}"], [f"--{name.replace('_', '-')}" for name in actions]):
                         if (meant := self._option(word)) in (None, "config"):
                             raise ConfigError(self._unknown(what, str(key), actions))
+                        if meant == "speculative_config":  # each sets another of its keys
+                            found[meant] = [*found.get(meant, ()), word]
                         found.setdefault(str(meant), [word])
                     continue
                 if value is not None:
                     words = _flag_words(actions[dest], value)
                     super().parse(words)  # so that a bad value is reported with its place
-                    found[dest] = words
+                    found[dest] = [*found.get(dest, ()), *words] if dest == "speculative_config" else words
             except ConfigError as error:
                 raise ConfigError(f"{where}{error}") from None
         return found

@@ -22,7 +22,7 @@ _REFUSED: dict[str, str] = {
     "other choices of quantised weights": "calculate-kv-scales allow-deprecated-quantization quantization-config",
     "LoRA": """enable-lora lora-modules max-loras max-lora-rank lora-dtype max-cpu-loras fully-sharded-loras default-mm-loras
         lora-extra-vocab-size enable-lora-bias""",
-    "speculative decoding": "speculative-config -sc num-lookahead-slots",
+    "speculative decoding by other flags than --speculative-config": "num-lookahead-slots",
     "offloading of weights, and other transfers": "cpu-offload-gb offload-backend ec-transfer-config kv-sharing-fast-prefill",
     "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type
         mm-encoder-tp-mode mm-encoder-attn-backend media-io-kwargs allowed-local-media-path allowed-media-domains

@@ -20,6 +20,7 @@ from pagerunner.config import (
     EngineConfig,
     KVDtype,
     SharedArgs,
+    SpeculativeConfig,
     kv_events,
     transfer_backend,
 )
@@ -32,6 +33,7 @@ from pagerunner.engine.startup.machine import (
     resolve_device,
 )
 from pagerunner.engine.startup.shares import available_memory
+from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
@@ -126,6 +128,7 @@ def resolve(
         model = replace(model, expert_share=ExpertShare())
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     transfer_backend(args, device)  # it may refuse
+    drafts = resolve_speculation(args, model)
     if not plan_only:
         _check_host_memory(args, available)
     # "auto" on a CPU: its kernels are fastest in float32
@@ -156,8 +159,8 @@ def resolve(
         available = available_memory() // (args.num_ranks * args.engines)  # this too
     available = None if isinstance(available, DeviceMemory) else available
     wish = _Wish(
-        args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available
-    )
+        args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available, drafts
+    )  # fmt: skip
     plan = _plan(wish, card.free if card is not None else memory_bytes, card)
     return Resolved(
         args,
@@ -239,6 +242,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         kv_load_failure_policy=wish.kv_transfer.load_failure,
         kv_events=events,
         exchange=wish.kv_transfer.exchange,
+        speculative=wish.drafts,
     )
 
 
@@ -340,6 +344,7 @@ class _Wish:
     batched_tokens: int
     device: Literal["cpu", "cuda"]
     available: int | None
+    drafts: SpeculativeConfig | None
 
     @property
     def kv_transfer(self) -> KVTransfer:
