@@ -30,7 +30,7 @@ SAME = frozenset(
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
     --long-prefill-token-threshold --max-log-len --max-num-seqs --port --return-tokens-as-token-ids
     --revision --root-path --seed --served-model-name --skip-tokenizer-init --tokenizer-revision --uvicorn-log-level
-    --disable-access-log-for-endpoints --response-role --chat-template-content-format --code-revision
+    --disable-access-log-for-endpoints --per-request-spec-decode-metrics --response-role --chat-template-content-format --code-revision
     --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
 )
 """Flags with vLLM's name and meaning, those that this parser may yet get included."""

@@ -64,6 +64,8 @@ def test_what_stands_for_a_value_is_converted(name: str, given: Any, taken: Any)
         ("kv_offloading_size", float("inf"), "kv_offloading_size must be a finite number, got inf"),
         ("pooler_config", 3, "pooler_config must be a text or a mapping or None"),
         ("max_num_seqs", "null", "max_num_seqs must be a whole number or None, got 'null'"),
+        ("per_request_spec_decode_metrics", "all", "must be one of none, summary, detailed, got 'all'"),
+        ("per_request_spec_decode_metrics", "summary", "there are none without speculative_config"),
         ("max_in_flight", 0, "max_in_flight must be a whole number of at least 1"),
     ],
 )

@@ -96,7 +96,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
     when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
     engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
-    engine/startup/speculation.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
+    engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them. `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
     KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
@@ -133,6 +133,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     kv_transfer_config: str | dict[str, Any] | None = None
     kv_events_config: str | dict[str, Any] | None = None
     speculative_config: str | dict[str, Any] | None = None
+    per_request_spec_decode_metrics: str = "none"
     disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
@@ -144,6 +145,12 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         one_of("generation_config", self.generation_config, ("auto", "vllm"))
+        detail = self.per_request_spec_decode_metrics
+        one_of("per_request_spec_decode_metrics", detail, ("none", "summary", "detailed"))
+        if detail != "none" and self.speculative_config is None:
+            raise ConfigError(
+                f"per_request_spec_decode_metrics={detail!r} tells what became of drafts, and there are none without speculative_config."
+            )
         for name in (
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
+from pagerunner.engine.frontend.drafts import DraftLog
 from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import OutputKind, RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
+from pagerunner.types import OutputKind, RequestOutput, RequestUpdate, SamplingParams, SpeculativeMetrics, TokenLogprobs
 from text.tokenizers_for_tests import tokenizer
 
 EOS = 1
@@ -323,3 +325,31 @@ def test_every_output_kind_ends_with_the_same_text(
     assert results[0] == results[1] == results[2]
     if not include and stops:
         assert not any(stop in results[0][0] for stop in stops)
+
+
+def test_the_end_tells_what_became_of_drafts_if_it_is_to() -> None:
+    def told(detailed: bool, n: int = 1) -> list[SpeculativeMetrics | None]:
+        one = OutputProcessor(None, new_draft_log=lambda: DraftLog(3, detailed))
+        inputs = InputProcessor(None, vocab_size=400, max_model_len=1000, eos_token_ids=(EOS,))
+        one.add("r", None, requests := inputs.process([5, 6], SamplingParams(n=n), "r"))
+        found: list[RequestOutput] = []
+        for place, request in enumerate(requests, 1):
+            for drafted, tokens in ((None, [7]), ((3, 2), [7, 8, 9]), ((2, 2), [7, 8, 9])):
+                found += one.process([update(*tokens, to=request.request_id, drafted=drafted)])[0]
+            last = update(7, to=request.request_id, drafted=(3, 0), finish_reason="length")
+            outputs, _ = one.process([last])
+            found += outputs
+            assert outputs[0].finished is (place == n)
+        return [output.metrics.speculative_decoding for output in found if output.metrics is not None]
+
+    *before, last = told(detailed=False)
+    assert before == [None] * 3
+    expected = SpeculativeMetrics(
+        num_spec_tokens=3, num_spec_steps=3, num_draft_tokens=8, num_accepted_draft_tokens=4, mean_acceptance_length=1 + 4 / 3,
+        draft_acceptance_rate=0.5, acceptance_histogram=[1, 0, 2, 0], acceptance_histogram_by_draft_length={2: [0, 0, 1], 3: [1, 0, 1, 0]},
+    )  # fmt: skip
+    assert last == expected
+    assert b"per_step" not in msgspec.json.encode(last)
+    steps = {"per_step_drafted": [3, 2, 3], "per_step_accepted": [2, 2, 0]}
+    assert told(detailed=True)[-1] == msgspec.structs.replace(expected, **steps)
+    assert told(detailed=True, n=2) == [None] * 8

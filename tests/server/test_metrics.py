@@ -13,13 +13,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import MODEL, RunningServer
+from pagerunner.bench.drafts import DraftCounts, read_counts
 from pagerunner.cli.main import main
 from pagerunner.engine.core.messages import SchedulerStats
 from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.logs import SparingLog
 from pagerunner.memory.residency import Residency
 from pagerunner.memory.stats import GroupUsage
-from pagerunner.sched.stats import StepSizes
+from pagerunner.sched.stats import SpecCounts, StepSizes
 from pagerunner.sched.teams import _together
 from pagerunner.server import app, launch, stats_log
 from pagerunner.server.metrics import Metrics
@@ -328,15 +329,15 @@ def test_the_log_line_has_the_rates_since_the_last_one(monkeypatch: pytest.Monke
             busy_seconds=9,
         )
     )
-    line = log.line()
+    [line] = log.lines()
     assert line == (
         "Engine 000: Avg prompt throughput: 50.0 tokens/s, Avg generation throughput: 100.0 tokens/s, Running: 2 reqs, "
         "Waiting: 1 reqs (for slot), GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%, Device idle: 10.0%"
     )
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 0.09' in metrics.render().decode()
-    assert "generation throughput: 0.0" in (log.line() or ""), "still running"
+    assert "generation throughput: 0.0" in log.lines()[0], "still running"
     metrics.on_stats(SchedulerStats(busy_seconds=9))
-    assert log.line() is None
+    assert log.lines() == []
     assert 'pagerunner:device_idle_ratio{engine="0",model_name="m"} 1.0' in metrics.render().decode()
 
 
@@ -348,7 +349,43 @@ def test_the_log_line_has_what_was_loaded_too(monkeypatch: pytest.MonkeyPatch) -
     log = StatsLog(metrics)
     later = TierStats(queries_total=500, hits_total=300)
     metrics.on_stats(SchedulerStats(running=1, prefix_queries_total=500, prefix_hits_total=0, tier=later))
-    assert "Prefix cache hit rate: 0.0%, External prefix cache hit rate: 50.0%, Device idle" in (log.line() or "")
+    assert "Prefix cache hit rate: 0.0%, External prefix cache hit rate: 50.0%, Device idle" in log.lines()[0]
+
+
+def test_drafts_have_vllms_metrics_and_its_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0, 120.0])
+    monkeypatch.setattr(stats_log, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    metrics = Metrics("m")
+    assert "spec_decode" not in metrics.render().decode()
+    metrics.on_stats(SchedulerStats(spec=SpecCounts([10, 0, 0], 20)))
+    log = StatsLog(metrics)
+    spec = SpecCounts([10, 0, 0], 20)
+    for drafted, accepted in [(2, 2)] * 5 + [(2, 1)] * 3 + [(2, 0)] * 2:
+        spec.add(drafted, accepted)
+    metrics.on_stats(SchedulerStats(running=1, spec=spec))
+    text = metrics.render().decode()
+    labels = 'engine="0",model_name="m"'
+    for sample in (
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 20.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 40.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 13.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 8.0',
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 5.0',
+    ):
+        assert sample in text
+    [_, line] = log.lines()
+    assert line == (
+        "Engine 000: SpecDecoding metrics: Mean acceptance length: 2.30, Accepted throughput: 1.30 tokens/s, Drafted throughput: 2.00 tokens/s, "
+        "Accepted: 13 tokens, Drafted: 20 tokens, Per-position acceptance rate: 0.800, 0.500, Avg Draft acceptance rate: 65.0%"
+    )
+    assert len(log.lines()) == 1  # nothing was drafted since
+    counts = read_counts(text)
+    assert counts == DraftCounts(20, 40, 13, [8, 5])
+    assert counts.since(DraftCounts(10, 20, 0, [0, 0])).result() == {
+        "spec_decode_acceptance_rate": 65.0, "spec_decode_acceptance_length": 2.3, "spec_decode_num_drafts": 10, "spec_decode_draft_tokens": 20,
+        "spec_decode_accepted_tokens": 13, "spec_decode_per_position_acceptance_rates": [0.8, 0.5],
+    }  # fmt: skip
+    assert read_counts(Metrics("m").render().decode()) is None
 
 
 def test_teams_are_engines_and_the_log_line_has_the_fullest_ones_usage() -> None:
@@ -356,7 +393,7 @@ def test_teams_are_engines_and_the_log_line_has_the_fullest_ones_usage() -> None
     log = StatsLog(metrics)
     teams = [SchedulerStats(kv_usage=1.0, waiting=12, waiting_for="pages"), SchedulerStats(running=1)]
     metrics.on_stats(msgspec.structs.replace(_together("", teams), teams=teams))
-    assert "Running: 1 reqs, Waiting: 12 reqs (for pages), GPU KV cache usage: 100.0%" in (log.line() or "")
+    assert "Running: 1 reqs, Waiting: 12 reqs (for pages), GPU KV cache usage: 100.0%" in log.lines()[0]
     text = metrics.render().decode()
     for engine, usage in enumerate((1.0, 0.0)):
         assert f'vllm:kv_cache_usage_perc{{engine="{engine}",model_name="m"}} {usage}' in text
@@ -370,9 +407,9 @@ def test_a_dead_engine_holds_nothing_and_is_not_in_the_log() -> None:
     metrics.on_stats(
         SchedulerStats(running=3, waiting=2, waiting_for="slot", kv_usage=0.5, steps_total=9, groups=[group])
     )
-    assert log.line() is not None
+    assert log.lines()
     metrics.on_death()
-    assert log.line() is None
+    assert log.lines() == []
     text = metrics.render().decode()
     for name, value in (
         ('vllm:num_requests_running{engine="1",model_name="m"}', 0),

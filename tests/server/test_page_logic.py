@@ -141,3 +141,11 @@ def test_times_are_written_in_one_way(node: Any) -> None:
         "9.6 · 31.0 · 78.0 ms",
         "–",
     ]
+
+
+def test_what_became_of_drafts_between_two_frames(node: Any) -> None:
+    none, some, first = node(
+        """return [model.draftsSince([5, 1], [5, 1]), model.draftsSince([10, 0, 0], [12, 3, 5]), model.draftsSince(undefined, [0, 4])];"""
+    )
+    assert none is None and first == {"length": 2, "rates": [1]}
+    assert some == {"length": 2.3, "rates": [0.8, 0.5]}

@@ -13,6 +13,7 @@ import numpy as np
 from pagerunner.bench.experts import ExpertsRead
 from pagerunner.bench.floors import Floor
 from pagerunner.bench.workloads import BenchRequest
+from pagerunner.engine.core.messages import SpecCounts
 from pagerunner.errors import PagerunnerError
 from pagerunner.types import RequestOutput, SamplingParams
 
@@ -45,7 +46,7 @@ GREEDY = Draws()
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the repetitions, and the best of them; times in seconds, rates per second. Prefix hits are tokens of one
     repetition. `floor` is what the card allows, where that is known. `touched` are experts that the last repetition read, and calls of a
-    mixture's layer; `experts` is what follows from them.
+    mixture's layer; `experts` is what follows from them. `drafts`: what became of all repetitions' drafts, if the engine drafts.
     """
 
     label: str
@@ -64,6 +65,7 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     floor: Floor | None = None
     experts: ExpertsRead | None = None
     touched: tuple[int, int] = (0, 0)
+    drafts: SpecCounts | None = None
 
     def text(self) -> str:
         """Lines for a person."""
@@ -77,12 +79,12 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  requests/s: {self.num_requests / self.best:.2f}, median {self.requests_per_second:.2f}\n"
             f"  output tokens/s: {self.best_output_tokens_per_second:.1f}, "
             f"median {self.output_tokens_per_second:.1f}\n"
-            f"  total tokens/s: {self.best_total_tokens_per_second:.1f}, median {self.total_tokens_per_second:.1f}{floor}{experts}"
+            f"  total tokens/s: {self.best_total_tokens_per_second:.1f}, median {self.total_tokens_per_second:.1f}{_about(self.drafts)}{floor}{experts}"
         )
 
 
 class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one batch from submission to its last token."""
+    """Seconds of one batch from submission to its last token. `drafts`: what became of all iterations' drafts, if the engine drafts."""
 
     label: str
     batch_size: int
@@ -91,6 +93,7 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: list[float]
     average: float
     percentiles: dict[int, float]
+    drafts: SpecCounts | None = None
 
     def text(self) -> str:
         """Lines for a person."""
@@ -99,7 +102,21 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  average: {self.average:.4f} s over {len(self.seconds)} iterations",
         ]
         lines += [f"  {percent}% percentile: {value:.4f} s" for percent, value in self.percentiles.items()]
-        return "\n".join(lines)
+        return "\n".join(lines) + _about(self.drafts)
+
+
+def _about(drafts: SpecCounts | None) -> str:
+    """A line about drafts, after a line break; nothing without any."""
+    return (
+        f"\n  Mean acceptance length: {drafts.mean_acceptance_length:.2f}, {drafts.text()}"
+        if drafts and drafts.num_drafts
+        else ""
+    )
+
+
+def _drafts_since(llm: LLM, before: SpecCounts | None) -> SpecCounts | None:
+    now = llm.stats().spec
+    return None if now is None else now.since(before)
 
 
 def throughput(
@@ -117,11 +134,12 @@ def throughput(
 
     `rounds` may draw a progress bar. `draws` says how tokens are chosen. `touched` counts experts, and calls of a mixture's layer, so far.
     """
-    before = touched()
+    before, drafted = touched(), None
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     for index in rounds(warmups + repetitions):
         requests, before = make(_salt(index, warmups, repetitions)), touched()
+        drafted = llm.stats().spec if index == warmups else drafted
         elapsed, outputs = _timed(llm, requests, draws)
         if index >= warmups:
             seconds.append(elapsed)
@@ -144,6 +162,7 @@ def throughput(
         best_output_tokens_per_second=generated / best,
         best_total_tokens_per_second=(generated + prompt_tokens) / best,
         touched=(after[0] - before[0], after[1] - before[1]),
+        drafts=_drafts_since(llm, drafted),
     )
 
 
@@ -160,9 +179,11 @@ def latency(
     """Time whole batches of equal requests, `warmups` rounds unmeasured."""
     seconds: list[float] = []
     first: Sequence[BenchRequest] = []
+    drafted: SpecCounts | None = None
     for index in rounds(warmups + repetitions):
         requests = make(_salt(index, warmups, repetitions))
         first = first or requests
+        drafted = llm.stats().spec if index == warmups else drafted
         elapsed, _ = _timed(llm, requests, draws)
         if index >= warmups:
             seconds.append(elapsed)
@@ -174,6 +195,7 @@ def latency(
         seconds=seconds,
         average=statistics.fmean(seconds),
         percentiles={percent: float(np.percentile(seconds, percent)) for percent in PERCENTILES},
+        drafts=_drafts_since(llm, drafted),
     )
 
 

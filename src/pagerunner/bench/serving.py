@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pagerunner.bench import drafts
 from pagerunner.bench.http_client import HttpClient, HttpFaultError, Timeouts
 from pagerunner.bench.serve_data import ServeRequest
 
@@ -330,6 +331,8 @@ def report(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Seque
             _row(f"{kind.capitalize()} {short} (ms):", result[f"{kind}_{name}_ms"]) for kind in ("mean", "median")
         ]
         lines += [_row(f"P{share:g} {short} (ms):", result[f"p{share:g}_{name}_ms"]) for share in percentiles]
+    if "spec_decode_num_drafts" in result:
+        lines += ["Speculative Decoding".center(50, "-"), *(_row(*row) for row in drafts.rows(result))]
     return "\n".join([*lines, "=" * 50])
 
 

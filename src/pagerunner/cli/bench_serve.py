@@ -16,6 +16,7 @@ import msgspec
 from tqdm import tqdm
 
 from pagerunner.bench.clients import Outcome, Share, ceiling, measure
+from pagerunner.bench.drafts import draft_counts
 from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
@@ -110,11 +111,16 @@ def run(namespace: argparse.Namespace) -> int:
     timeouts = Timeouts(first_byte=namespace.first_byte_timeout, whole=namespace.request_timeout)
     most = namespace.max_concurrency
     share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=most, timeouts=timeouts)
+    _warm_up(namespace, share)
+    before = draft_counts(base, headers)
     outcome = _measured(namespace, share)
+    after = draft_counts(base, headers)
     samples = outcome.samples
     if all(sample.error for sample in samples):
         raise ConfigError(f"No request was answered; the first failed with: {samples[0].error}")
     result = summarize(samples, outcome.seconds, metrics=metrics, percentiles=percentiles, goodput=goodput)
+    if before is not None and after is not None:
+        result |= after.since(before).result()
     result["client_busy"] = outcome.busy
     result["client_ceiling"] = ceiling(share, namespace.num_clients) if namespace.ceilings else None
     print(report(result, metrics, percentiles))
@@ -130,12 +136,15 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(namespace: argparse.Namespace, share: Share) -> Outcome:
+def _warm_up(namespace: argparse.Namespace, share: Share) -> None:
     if namespace.num_warmups:
         first = [msgspec.structs.replace(one, at=0.0) for one in share.requests[: namespace.num_warmups]]
         warm = measure(msgspec.structs.replace(share, requests=first), 1, lambda: None)
         if warm.samples[0].error:
             raise ConfigError(f"The warm-up failed: {warm.samples[0].error}")
+
+
+def _measured(namespace: argparse.Namespace, share: Share) -> Outcome:
     shown = show_progress(namespace) and not namespace.disable_tqdm
     with tqdm(total=len(share.requests), desc="Requests", unit="req", disable=not shown) as bar:
         return measure(share, namespace.num_clients, lambda: bar.update())

@@ -81,12 +81,20 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
     },
     "logging": {
         "disable_log_stats": "log no statistics",
+        "per_request_spec_decode_metrics": "what answers tell of their drafted tokens: none, summary, or detailed (each step)",
     },
 }
 # Every verb needs text, or none does: that is the verb's choice and not the user's.
 NO_FLAG: frozenset[str] = frozenset({"model", "skip_tokenizer_init"})
 _SERVER_ONLY = frozenset(
-    {"served_model_name", "pooler_config", "structured_outputs_config", "kv_cache_metrics_sample", "kv_events_config"}
+    {
+        "served_model_name",
+        "pooler_config",
+        "structured_outputs_config",
+        "kv_cache_metrics_sample",
+        "kv_events_config",
+        "per_request_spec_decode_metrics",
+    }
 )
 # What `generate` and `chat` have no use for.
 TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode", "weight_transfer_config"}

@@ -310,5 +310,6 @@ class Scheduler:
             generation_tokens_total=counts.generated,
             last_step_tokens=counts.last_step_tokens,
             step_sizes=copy.deepcopy(counts.step_sizes),
+            spec=copy.deepcopy(counts.spec),
             tier=None if self.tiers is None else self.tiers.stats(),
         )

@@ -25,11 +25,61 @@ class StepSizes(msgspec.Struct):
         self.total += tokens
 
 
+class SpecCounts(msgspec.Struct):
+    """What became of drafts. In place i of `accepted`: of how many drafts (of one row in one step) i tokens were accepted."""
+
+    accepted: list[int]
+    num_draft_tokens: int = 0
+
+    @classmethod
+    def of(cls, most: int) -> SpecCounts:
+        """Nothing so far, of drafts of up to so many tokens."""
+        return cls([0] * (most + 1))
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a row's draft: of its `drafted` tokens the first `accepted` ones were accepted."""
+        self.accepted[accepted] += 1
+        self.num_draft_tokens += drafted
+
+    def since(self, before: SpecCounts | None) -> SpecCounts:
+        """What has been counted after `before`."""
+        if before is None:
+            return self
+        counts = [now - then for now, then in zip(self.accepted, before.accepted, strict=True)]
+        return SpecCounts(counts, self.num_draft_tokens - before.num_draft_tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many drafts there were."""
+        return sum(self.accepted)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """How many drafted tokens were accepted."""
+        return sum(tokens * drafts for tokens, drafts in enumerate(self.accepted))
+
+    @property
+    def accepted_per_pos(self) -> list[int]:
+        """How often the token in each place of a draft was accepted."""
+        return [sum(self.accepted[place + 1 :]) for place in range(len(self.accepted) - 1)]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a row with a draft got in a step, its own one and those accepted; 1 without drafts."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    def text(self) -> str:
+        """For a person, in vLLM's words: the last two parts of its log's line."""
+        drafts, tokens = max(self.num_drafts, 1), max(self.num_draft_tokens, 1)
+        rates = ", ".join(f"{count / drafts:.3f}" for count in self.accepted_per_pos)
+        return f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {100 * self.num_accepted_tokens / tokens:.1f}%"
+
+
 class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     """Counts at one moment, as `LLM.stats()` returns them and the server's metrics read them.
 
     `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
-    `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines.
+    `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `spec`: of drafts, if there are any.
     """
 
     running: int = 0
@@ -44,6 +94,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     step_sizes: StepSizes = msgspec.field(default_factory=StepSizes)
     tier: TierStats | None = None
     exchange: ExchangeStats | None = None
+    spec: SpecCounts | None = None
     teams: list[SchedulerStats] = []
 
 
@@ -58,6 +109,7 @@ class SchedulerCounts:
     generated: int = 0
     last_step_tokens: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
+    spec: SpecCounts | None = None
 
     def carried_on(self) -> SchedulerCounts:
         """The same counts for a scheduler that has not run a step yet."""

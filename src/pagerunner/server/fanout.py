@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from pagerunner.server.protocol.answers import PromptTokensDetails, Usage
+from msgspec import UNSET, UnsetType
+
+from pagerunner.server.protocol.answers import AnswerMetrics, PromptTokensDetails, Usage
 from pagerunner.types import RequestOutput
 
 Indexed = tuple[int, RequestOutput]
@@ -56,12 +58,19 @@ class TokenCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._generated = 0
+        self._told: AnswerMetrics | UnsetType = UNSET
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count one output of prompt `index`."""
         cached = max(output.num_cached_tokens, self._prompts.get(index, (0, 0))[1])
         self._prompts[index] = (len(output.prompt_token_ids), cached)
         self._generated += sum(len(one.token_ids) for one in output.outputs)
+        if output.metrics is not None and output.metrics.speculative_decoding is not None:
+            self._told = AnswerMetrics(output.metrics.speculative_decoding)
+
+    def metrics(self) -> AnswerMetrics | UnsetType:
+        """What became of drafts, where that is to be told; only of calls with one prompt."""
+        return self._told if len(self._prompts) == 1 else UNSET
 
     def usage(self) -> Usage:
         """The counts so far."""

@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pagerunner.engine.core.messages import STEP_PLACES, WAIT_REASONS, SchedulerStats, StartUp, StepSizes
+from pagerunner.engine.core.messages import STEP_PLACES, WAIT_REASONS, SchedulerStats, SpecCounts, StartUp, StepSizes
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.memory.residency import BOUNDS, Residency, SecondsCount
 from pagerunner.tiers.stats import TierStats
@@ -140,6 +140,11 @@ _DISK_TOTALS = {
         "pagerunner:kv_disk_reads_given_up",
         "Requests that were computed since pages from the disk took too long, or had no room in host memory.",
     ),
+}
+_SPEC_TOTALS = {
+    "num_drafts": ("vllm:spec_decode_num_drafts", "Drafts: of one row in one step each."),
+    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Drafted tokens."),
+    "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
 }
 _TOKENS = {
     "prompt_tokens": "Prompt tokens processed.",
@@ -417,12 +422,20 @@ class Metrics(EngineObserver):
         if stats.tier is not None:
             self._show_tier(stats.tier)
         if stats.exchange is not None:
-            for field, (name, text) in _EXCHANGE_MOMENTS.items():
-                figures.set(name, text, self._values, getattr(stats.exchange, field))
-            for field, (name, text) in _EXCHANGE_TOTALS.items():
-                figures.raise_to(name, text, self._values, getattr(stats.exchange, field))
+            self._show_figures(stats.exchange, _EXCHANGE_MOMENTS, _EXCHANGE_TOTALS)
+        if stats.spec is not None:
+            self._show_drafts(stats.spec)
         text = "Tokens per engine step."
         self._shared.histograms.set("vllm:iteration_tokens_total", text, _STEP_TOKENS, self.engine, stats.step_sizes)
+
+    def _show_drafts(self, spec: SpecCounts) -> None:
+        self._show_figures(spec, {}, _SPEC_TOTALS)
+        name, text = (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the draft.",
+        )
+        for place, count in enumerate(spec.accepted_per_pos):
+            self._shared.figures.raise_to(name, text, {**self._values, "position": str(place)}, count)
 
     def _show_tier(self, tier: TierStats) -> None:
         self._show_figures(tier, _TIER_MOMENTS, _TIER_TOTALS)

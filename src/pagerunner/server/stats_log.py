@@ -25,8 +25,8 @@ class StatsLog:
         self._tokens = metrics.tokens
         self._stats = metrics.last
 
-    def line(self) -> str | None:
-        """Rates since the last call, the device's idle share among them (which becomes a metric); None if nothing went on."""
+    def lines(self) -> list[str]:
+        """Rates since the last call, the device's idle share among them (which becomes a metric), and what became of drafts. Empty if nothing went on."""
         metrics, before, (old_prompt, old_generated) = self._metrics, self._stats, self._tokens
         now, stats = time.monotonic(), metrics.last
         seconds = max(now - self._at, 1e-9)
@@ -35,7 +35,7 @@ class StatsLog:
         metrics.set_idle(idle)
         self._at, self._tokens, self._stats = now, metrics.tokens, stats
         if not (prompt or generated or stats.running or stats.waiting):
-            return None
+            return []
         queries = stats.prefix_queries_total - before.prefix_queries_total
         hits = stats.prefix_hits_total - before.prefix_hits_total
         below = ""
@@ -44,13 +44,22 @@ class StatsLog:
             asked, loaded = tier.queries_total - old.queries_total, tier.hits_total - old.hits_total
             below = f"External prefix cache hit rate: {loaded / max(asked, 1):.1%}, "
         waits = f" (for {stats.waiting_for})" if stats.waiting and stats.waiting_for else ""
-        return (
+        rates = (
             f"Engine {metrics.engine:03}: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs{waits}, "
             f"GPU KV cache usage: {stats.kv_usage:.1%}, "
             f"Prefix cache hit rate: {hits / max(queries, 1):.1%}, {below}Device idle: {idle:.1%}"
         )
+        if stats.spec is None or not (drafts := stats.spec.since(before.spec)).num_drafts:
+            return [rates]
+        return [
+            rates,
+            f"Engine {metrics.engine:03}: SpecDecoding metrics: Mean acceptance length: {drafts.mean_acceptance_length:.2f}, "
+            f"Accepted throughput: {drafts.num_accepted_tokens / seconds:.2f} tokens/s, "
+            f"Drafted throughput: {drafts.num_draft_tokens / seconds:.2f} tokens/s, "
+            f"Accepted: {drafts.num_accepted_tokens} tokens, Drafted: {drafts.num_draft_tokens} tokens, {drafts.text()}",
+        ]
 
 
 @asynccontextmanager
@@ -67,6 +76,6 @@ async def logged_stats(engines: Sequence[Metrics], *, quiet: bool, seconds: floa
 async def _log(logs: Sequence[StatsLog], quiet: bool, seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
-        for line in [log.line() for log in logs]:
-            if line is not None and not quiet:
+        for line in [line for log in logs for line in log.lines()]:
+            if not quiet:
                 logger.info(line)

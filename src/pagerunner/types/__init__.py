@@ -4,7 +4,7 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 """
 
 from pagerunner.types.checks import show
-from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculativeMetrics
 from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutputsParams
 from pagerunner.types.plan import (
     NO_TOKEN_ALLOWED,
@@ -38,6 +38,7 @@ __all__ = [
     "RequestUpdate",
     "SamplingParams",
     "SlotInit",
+    "SpeculativeMetrics",
     "StateSave",
     "StepPlan",
     "StepResult",

@@ -31,12 +31,34 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         return self.finish_reason is not None
 
 
+class SpeculativeMetrics(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What became of the drafts of a request's only sequence, in vLLM's names. A histogram's place i has the steps of which i tokens were accepted.
+
+    `num_spec_tokens` is the most that may be drafted in a step. The last two have each step with a draft, if they are asked for.
+    """
+
+    num_spec_tokens: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[int, list[int]]
+    per_step_drafted: list[int] | None = None
+    per_step_accepted: list[int] | None = None
+
+
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Monotonic times in seconds; None where the request has not got that far."""
+    """Monotonic times in seconds; None where the request has not got that far.
+
+    `speculative_decoding` comes with the end of a request of one sequence, if per_request_spec_decode_metrics asks for it.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    speculative_decoding: SpeculativeMetrics | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -116,7 +116,8 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     `num_cached_tokens` and `admitted_time` (on the machine's monotonic clock) come with the first tokens, and so does how many of
     the cached tokens' pages came from another memory (`num_external_computed_tokens`). `param` names the
     parameter that is to blame for `error`; None where the request isn't. `num_preemptions` counts those of the sequence so far.
-    `kv_transfer_params`, in the last update, say where the prompt's pages are lent.
+    `kv_transfer_params`, in the last update, say where the prompt's pages are lent. `drafted`: how many tokens were drafted for the sequence in
+    the step, and how many of them were accepted; None if none were drafted.
     """
 
     request_id: str
@@ -133,3 +134,4 @@ class RequestUpdate(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     param: str | None = None
     pooled: list[float] | None = None
     kv_transfer_params: KVTransferParams | None = None
+    drafted: tuple[int, int] | None = None

@@ -29,6 +29,7 @@ from pagerunner.memory.units import human_bytes
 from pagerunner.sched.live import Wait
 from pagerunner.sched.stats import STEP_PLACES as STEP_PLACES
 from pagerunner.sched.stats import SchedulerStats as SchedulerStats
+from pagerunner.sched.stats import SpecCounts as SpecCounts
 from pagerunner.sched.stats import StepSizes as StepSizes
 from pagerunner.types import EngineRequest, RequestUpdate
 from pagerunner.types.weights import WeightChange

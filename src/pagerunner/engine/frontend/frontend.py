@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pagerunner.config import EngineArgs
+from pagerunner.engine.frontend.drafts import DraftLog
 from pagerunner.engine.frontend.input_processor import InputProcessor
 from pagerunner.engine.frontend.output_processor import OutputProcessor
+from pagerunner.engine.startup.speculation import read_options, resolve_speculation
 from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.engine.structured_output.options import read_structured_outputs_config
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -39,11 +43,12 @@ def check_options(args: EngineArgs) -> None:
     """Refuse before any weights are loaded what `build_frontend` would refuse after it, if only the arguments say so.
 
     Raises:
-        ConfigError, CheckpointError: the chat template can't be read, or structured_outputs_config is no such JSON.
+        ConfigError, CheckpointError: the chat template can't be read, or structured_outputs_config or speculative_config is no such JSON.
     """
     if args.chat_template:
         ChatTemplate.from_option(args.chat_template)
     read_structured_outputs_config(args.structured_outputs_config)
+    read_options(args.speculative_config)
 
 
 def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
@@ -66,10 +71,16 @@ def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:
             grammars=None if tokenizer is None else _grammar_door(tokenizer, model, args),
             seed=args.seed,
         ),
-        outputs=OutputProcessor(tokenizer),
+        outputs=OutputProcessor(tokenizer, new_draft_log=_draft_logs(args, model)),
         default_sampling_params=_default_params(model, args.generation_config),
         pooler=read_pooler(args.model, args.pooler_config),
     )
+
+
+def _draft_logs(args: EngineArgs, model: ModelConfig) -> Callable[[], DraftLog] | None:
+    detail = args.per_request_spec_decode_metrics
+    config = None if detail == "none" else resolve_speculation(args, model)
+    return None if config is None else partial(DraftLog, config.num_speculative_tokens, detail == "detailed")
 
 
 def _grammar_door(tokenizer: Tokenizer, model: ModelConfig, args: EngineArgs) -> GrammarDoor:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagerunner.engine.frontend.drafts import DraftLog
 from pagerunner.errors import InvalidRequestError
 from pagerunner.text.detokenizer import Detokenizer, TokenTable
 from pagerunner.text.stop_strings import StopFinder
@@ -27,12 +28,18 @@ from pagerunner.types.kv_transfer import KVTransferParams
 class OutputProcessor:
     """Turns updates of engine sequences into outputs of requests.
 
-    Without a tokenizer, outputs hold token ids only.
+    Without a tokenizer, outputs hold token ids only. `new_draft_log`: what makes a log of a request's drafts, where answers tell of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float] = time.monotonic,
+        new_draft_log: Callable[[], DraftLog] | None = None,
+    ) -> None:
         self._table = None if tokenizer is None else TokenTable(tokenizer)
         self._clock = clock
+        self._new_draft_log = new_draft_log
         self._requests: dict[str, ClientRequest] = {}
         self._sequences: dict[str, _SequenceOutput] = {}
 
@@ -53,6 +60,8 @@ class OutputProcessor:
         request = ClientRequest(request_id, prompt, first.prompt_token_ids, first.arrival_time, kind, self._table)
         request.sequences = [_SequenceOutput(request, index, each) for index, each in enumerate(requests)]
         request.unfinished = len(requests)
+        if self._new_draft_log is not None and len(requests) == 1:
+            request.drafts = self._new_draft_log()
         self._requests[request_id] = request
         self._sequences |= {sequence.sequence_id: sequence for sequence in request.sequences}
         return request
@@ -139,6 +148,7 @@ class ClientRequest:
     error: str | None = None
     pooled: list[float] | None = None
     kv_transfer_params: KVTransferParams | None = None
+    drafts: DraftLog | None = None
 
     def absorb(self, sequence: _SequenceOutput, update: RequestUpdate, now: float) -> None:
         """Take what an update says about the request as a whole."""
@@ -148,6 +158,8 @@ class ClientRequest:
             self.error = update.error
         if update.pooled is not None:
             self.pooled = update.pooled
+        if update.drafted is not None and self.drafts is not None:
+            self.drafts.steps.append(update.drafted)
         if update.kv_transfer_params is not None:
             self.kv_transfer_params = update.kv_transfer_params
         if sequence.index == 0:
@@ -178,6 +190,7 @@ class ClientRequest:
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
                 finished_time=self.finished_time,
+                speculative_decoding=None if self.drafts is None or self.unfinished else self.drafts.metrics(),
             ),
             error=self.error,
             pooled=self.pooled,

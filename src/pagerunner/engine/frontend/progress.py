@@ -105,8 +105,8 @@ class ProgressMeter:
                     external += update.num_external_computed_tokens
                     self._observer.on_first_token(now - sequence.arrival)
                 else:
-                    gap = (now - sequence.last_token) / count
-                    gaps[gap] = gaps.get(gap, 0) + 1
+                    gap = (now - sequence.last_token) / count  # tokens of one step come together
+                    gaps[gap] = gaps.get(gap, 0) + count
                 generated += count
                 sequence.last_token = now
                 sequence.generation_tokens += count

@@ -112,6 +112,7 @@ class _Shape:
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs or []) if asked else UNSET,
             prompt_token_ids=result.prompt_token_ids if request.return_token_ids else UNSET,
             kv_transfer_params=result.kv_transfer_params or UNSET,
+            metrics=counter.metrics(),
         )
 
     def keep(self, output: CompletionOutput) -> None:
@@ -222,6 +223,7 @@ class _Writer(StreamWriter):
             return []
         chunk = self._chunk([])
         chunk.usage = self._shape.detailed(self._usage.usage())
+        chunk.metrics = self._usage.metrics()
         return [chunk]
 
     def _first(self) -> list[ChatChunk]:

@@ -134,6 +134,7 @@ def _answer(call: Call, shape: _Shape, results: list[RequestOutput]) -> Completi
         choices=choices,
         usage=counter.usage(),
         kv_transfer_params=results[0].kv_transfer_params or UNSET,
+        metrics=counter.metrics(),
     )
 
 
@@ -163,6 +164,7 @@ class _Writer(StreamWriter):
             return []
         chunk = self._chunk([])
         chunk.usage = self._usage.usage()
+        chunk.metrics = self._usage.metrics()
         return [chunk]
 
     def _chunk(self, choices: list[CompletionChoice]) -> Completion:

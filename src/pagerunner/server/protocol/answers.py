@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagerunner.server.protocol.tools import ToolCall, ToolCallDelta
+from pagerunner.types import SpeculativeMetrics
 from pagerunner.types.kv_transfer import KVTransferParams
 
 
@@ -31,6 +32,12 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class AnswerMetrics(msgspec.Struct):
+    """What an answer tells of its making."""
+
+    speculative_decoding: SpeculativeMetrics
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -65,6 +72,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    metrics: AnswerMetrics | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -135,6 +143,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    metrics: AnswerMetrics | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -158,6 +167,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: AnswerMetrics | UnsetType = UNSET
 
 
 class ErrorDetail(msgspec.Struct):
