@@ -51,7 +51,7 @@ class Module:
 
     `weights` maps the last part of a checkpoint name to a tensor, on the meta device until it is given memory.
     Attributes that are modules, or tuples of modules, are children. Their names are those in the checkpoint, unless `names`
-    maps the attribute's name to another one there.
+    maps the attribute's name to another one there; "": the child's tensors have no name before theirs.
     `unused_tensors` are beginnings of tensor names. A checkpoint may hold such tensors, and no part of the model uses them.
     `asked_by` names in messages what says which tensors a checkpoint must hold.
     `cuts` says of the module's own weights, by their names, how devices may divide them.
@@ -108,7 +108,7 @@ class Module:
     def sources(self, prefix: str = "") -> Iterator[tuple[Module, str, str]]:
         """The checkpoint's modules whose matrices fill this module and its children: owner, part, and name; formats are for them."""
         for name, child in self.children():
-            yield from child.sources(f"{prefix}{name}.")
+            yield from child.sources(f"{prefix}{name}." if name else prefix)
 
     def checkpoint(self, prefix: str = "") -> Iterator[CheckpointTensor]:
         """Every tensor that a checkpoint holds, or may hold, for this module and its children; their names begin with `prefix`.
@@ -118,7 +118,7 @@ class Module:
         for name in self.weights:
             yield CheckpointTensor(f"{prefix}{name}", self.sink(name), self, cut=self.cuts.get(name))
         for name, child in self.children():
-            yield from child.checkpoint(f"{prefix}{name}.")
+            yield from child.checkpoint(f"{prefix}{name}." if name else prefix)
 
     def sink(self, name: str) -> Sink:
         """What takes the tensor of a checkpoint that fills the whole of the module's own weights `name`."""

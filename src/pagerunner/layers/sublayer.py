@@ -85,6 +85,14 @@ class ResidualStream:
         self.pending_TD = None
         return self.x_TD
 
+    def copy_to(self, out_TD: torch.Tensor) -> None:
+        """Copy the stream with what was pending added to it; pending outputs stay pending."""
+        self.add_sums()
+        if self.pending_TD is None:
+            out_TD.copy_(self.x_TD)
+        else:
+            torch.add(self.x_TD, self.pending_TD, out=out_TD)
+
     def keep(self, tokens_S: torch.Tensor) -> None:
         """Drop all tokens but these, given by their places in T. Nothing may be pending."""
         assert self.is_whole, "a sublayer's output waits for tokens that are dropped"
@@ -140,9 +148,12 @@ class Mixer(Module, ABC):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> None:
         """Add the output for the normed stream to the stream, now or by the next norm. Only wanted tokens stay in the stream."""
-        mixed_SI = self.mix(stream, norm, context)
-        if context.wanted_S is not None:
-            stream.keep(context.wanted_S)
+        self.add_mixed(stream, self.mix(stream, norm, context), context.wanted_S)
+
+    def add_mixed(self, stream: ResidualStream, mixed_SI: torch.Tensor, wanted_S: torch.Tensor | None) -> None:
+        """Add the output projection of what `mix` returned to the stream, now or by the next norm. Only wanted tokens stay in the stream."""
+        if wanted_S is not None:
+            stream.keep(wanted_S)
         if not mixed_SI.shape[0]:
             return
         if self.adds(mixed_SI.shape[0]):

@@ -29,15 +29,21 @@ class GroupedQueryAttention(Mixer):
         o_bias: bool,
         scale: float | None = None,
         softcap: float = 0.0,
+        in_features: int = 0,
     ) -> None:
+        """`in_features`: those of the projections' inputs; 0: the hidden features."""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        sizes = (config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
+        sizes = (in_features or config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = head_projection(*sizes, dtype, bias=qkv_bias)
         cut = by_inputs(query_heads(self.num_heads), self.head_dim)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias, cut=cut)
         scale = self.head_dim**-0.5 if scale is None else scale
         self.attend = PagedAttention(layer_index, scale, softcap)
+
+    def heads_of(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """All heads of an input as it is, [T, N, d]: queries, then keys, then values."""
+        return self.qkv_proj(x_TI).unflatten(-1, (-1, self.head_dim))
 
     def project(self, stream: ResidualStream, norm: RMSNorm) -> torch.Tensor:
         """All heads of the normed stream, [T, N, d]: queries, then keys, then values."""

@@ -1,11 +1,11 @@
 """The stack that families share: embedding, layers of mixer and feed-forward, final norm, output weights.
 
-Shape letters: T tokens of the step, S sampled tokens, D hidden features, V vocabulary.
+Shape letters: T tokens of the step, S sampled tokens, D hidden features, X features that a drafter takes of a token, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepContext
 from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.drafting import DraftModel, SharedWeights, TakenStates, Takes
 from pagerunner.models.rotary import Rotary
 
 LAYER_NAMES = {
@@ -75,10 +76,12 @@ class DecoderLayer(Module):
 class Decoder(Module):
     """Embedding, layers, and final norm.
 
-    `names` are the parts' names in the checkpoint where they differ from the attributes'. `stage` is None if all layers are here.
+    `names` are the parts' names in the checkpoint where they differ from the attributes'. `stage` is None if all layers are here. `takes` is what a
+    drafter takes of every token.
     """
 
     stage: Stage | None = None
+    takes: Takes = ()
 
     def __init__(
         self,
@@ -101,23 +104,47 @@ class Decoder(Module):
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The normed hidden states, [T, D]; [S, D] if the batch is `last_alone`. A stage that isn't the last returns what it has sent."""
+        return self.run(batch)[0]
+
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The normed hidden states as of `__call__`, and what `takes` names, [T, X].
+
+        If the last layer's outputs are taken of every token, hidden states are [T, D] even if the batch is `last_alone`.
+        """
         context, stage = StepContext(self.angles(batch), batch), self.stage
         stream = self.embed(batch) if stage is None or stage.is_first else self._received(stage, batch)
         *others, last = self.layers
-        for layer in others:
+        taken = TakenStates(self.takes, stream) if self.takes and isinstance(self.takes, tuple) else None
+        for done, layer in enumerate(others):
             if stage is not None:
                 stage.begin_layer()
+            if taken is not None:
+                taken.take(done, stream)
             layer(stream, context)
         if stage is not None:
             stage.begin_layer()
         if stage is not None and not stage.is_last:
             last(stream, context)
             stage.send(stream.whole())
-            return stream.x_TD
-        last(stream, context._replace(wanted_S=batch.logits_index) if batch.last_alone else context)
-        if not stream.x_TD.shape[0]:
-            return stream.x_TD.new_empty(0, stream.x_TD.shape[-1])
-        return self.finish(stream)
+            return stream.x_TD, None
+        if taken is not None:
+            taken.take(len(others), stream)
+        alone = batch.last_alone and not self._takes_last
+        last(stream, context._replace(wanted_S=batch.logits_index) if alone else context)
+        if taken is not None and not alone:
+            taken.take(len(self.layers), stream)
+        streams = stream.x_TD
+        hidden = self.finish(stream) if streams.shape[0] else streams.new_empty(0, streams.shape[-1])
+        if taken is not None:
+            return hidden, taken.states_TX
+        if not self.takes:
+            return hidden, None
+        return hidden, hidden if self.takes == "final" else streams.flatten(1)
+
+    @property
+    def _takes_last(self) -> bool:
+        """Whether a drafter takes what the last layer leaves."""
+        return len(self.layers) in self.takes if isinstance(self.takes, tuple) else True
 
     def _received(self, stage: Stage, batch: ForwardBatch) -> ResidualStream:
         """The stream behind the layers of the stage before."""
@@ -140,7 +167,9 @@ class Decoder(Module):
 
 
 class CausalLM(Module):
-    """A decoder, whose embedding is its `embed_tokens`, and its output weights, which may be the embedding's."""
+    """A decoder, whose embedding is its `embed_tokens`, and its output weights, which may be the embedding's; and a drafter, if it has one."""
+
+    drafter: DraftModel | None = None
 
     def __init__(self, config: ModelConfig, model: Decoder, dtype: torch.dtype) -> None:
         super().__init__()
@@ -153,6 +182,42 @@ class CausalLM(Module):
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The final hidden states, [T, D]; [S, D] if the batch is `last_alone`."""
         return self.model(batch)
+
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The final hidden states as of `__call__`, and what the drafter takes of every token, [T, X].
+
+        A drafter that takes what the last layer leaves needs all tokens: then hidden states are [T, D] even if the batch is `last_alone`.
+        """
+        return self.model.run(batch)
+
+    @property
+    def shared(self) -> SharedWeights:
+        """What a drafter may use."""
+        embedding = self.model.embed_tokens
+        return SharedWeights(embedding, embedding if self.tied else self.lm_head)
+
+    def draft_with(self, drafter: DraftModel) -> None:
+        """Take a drafter, whose weights lie with the model's from then on.
+
+        If its tensors are in the model's checkpoint, they are the model's there.
+        """
+        self.drafter, self.model.takes = drafter, drafter.takes
+        if drafter.prefix:
+            self.names = {**self.names, "drafter": drafter.prefix.removesuffix(".")}
+            others = (name for name in self.unused_tensors if not drafter.prefix.startswith(name))
+            self.unused_tensors = (*others, *(f"{drafter.prefix}{name}" for name in drafter.unused_tensors))
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """See Module. A drafter that has files of its own is none."""
+        for name, child in super().children():
+            if child is not self.drafter or self.drafter.prefix:
+                yield name, child
+
+    def modules(self) -> Iterator[Module]:
+        """See Module, a drafter's modules included."""
+        yield from super().modules()
+        if self.drafter is not None and not self.drafter.prefix:
+            yield from self.drafter.modules()
 
     def keep(self, own: range) -> None:
         """Drop all layers but these, before they have memory: the embedding stays with the first one, norm and output weights with the last.

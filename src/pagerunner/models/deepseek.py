@@ -152,7 +152,8 @@ def _sparse_mlp(config: DeepseekConfig, dtype: torch.dtype) -> SparseMLP:
     )
 
 
-def _layer(config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
+def decoder_layer(config: DeepseekConfig, layer_index: int, dtype: torch.dtype) -> DecoderLayer:
+    """Latent attention, and a feed-forward, in later layers of experts."""
     feed_forward: FeedForward
     if layer_index < config.dense_layers:
         feed_forward = GatedMLP(config.hidden_size, config.intermediate_size, dtype, bias=config.mlp_bias)
@@ -165,7 +166,7 @@ class DeepseekForCausalLM(CausalLM):
     """The decoder and its output weights, which may be the embedding's."""
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
-        layers = tuple(_layer(config, i, dtype) for i in range(config.num_layers))
+        layers = tuple(decoder_layer(config, i, dtype) for i in range(config.num_layers))
         rotary = Rotary(config.rope, config.rope_dim, dtype, device)
         super().__init__(config, Decoder(config, layers, rotary, dtype), dtype)
         last = config.num_layers

@@ -24,13 +24,17 @@ class Attention(GroupedQueryAttention):
 
     adds_itself = True
 
-    def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__(config, layer_index, dtype, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+    def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype, in_features: int = 0) -> None:
+        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
+        super().__init__(config, layer_index, dtype, **biases, in_features=in_features)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
+        return self.attention_of(self.project(stream, norm), context)
+
+    def attention_of(self, qkv_TNd: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """What the output projection gets for these heads; see `mix`."""
         angles, batch, wanted_S = context
-        qkv_TNd = self.project(stream, norm)
         return self.attend.from_projection(qkv_TNd, self.prep(angles), batch, wanted=wanted_S).flatten(1)
 
     def prep(self, angles: RopeAngles) -> HeadPrep:

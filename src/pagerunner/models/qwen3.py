@@ -14,8 +14,8 @@ from pagerunner.ops.rope import RopeAngles
 class Attention(llama.Attention):
     """Grouped-query attention with normed heads and rotary positions."""
 
-    def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype) -> None:
-        super().__init__(config, layer_index, dtype)
+    def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype, in_features: int = 0) -> None:
+        super().__init__(config, layer_index, dtype, in_features)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype)
 

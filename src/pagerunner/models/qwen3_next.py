@@ -171,6 +171,11 @@ def _layer(
     return DecoderLayer(config, mixer, feed_forward, dtype, norm=OffsetRMSNorm, names=names)
 
 
+def attention_layer(config: GatedDeltaConfig, dtype: torch.dtype) -> DecoderLayer:
+    """The one layer of a config whose layer attends."""
+    return _layer(config, 0, dtype, PlainGatedDeltaNet)
+
+
 def _decoder(
     config: GatedDeltaConfig, recurrent: type[GatedDeltaNet], dtype: torch.dtype, device: torch.device
 ) -> Decoder:

@@ -236,6 +236,14 @@ class IndexSink(CopySink):
         return super().put(source, copy)
 
 
+class OffsetSink(IndexSink):
+    """As IndexSink, of whole numbers less their places: the fifth one holds 3 for the number 7."""
+
+    def put(self, source: torch.Tensor, copy: CopyWeight) -> torch.Tensor | None:
+        """See Sink. Raises SinkError if a number is outside."""
+        return super().put(source + torch.arange(len(source)), copy)
+
+
 class ByteSink(Sink):
     """Fills `target`, a view of codes, byte by byte, from a tensor of `dtype`, which is the target's unless it is given."""
 

@@ -33,8 +33,10 @@ from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
 from pagerunner.models.checkpoint.weight_copy import copy_now
 from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.configs.drafter import EagleConfig, tensor_name
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.models.decoder import CausalLM
+from pagerunner.models.drafting import DraftModel, set_memory
 from pagerunner.models.registry import FAMILIES
 from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, beyond, is_damage, name_of
 
@@ -56,6 +58,7 @@ _TEXT_NAMES = (
 # What transformers calls the scales of a whole matrix in fp8, and of its activations; others have the second names.
 _SCALE_NAMES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 Model = CausalLM
+_EAGLE = {"eagle": ("eagle", "EagleForCausalLM"), "eagle3": ("eagle3", "Eagle3ForCausalLM")}
 _IMAGE_NAMES = tuple(
     before + part
     for before in ("", "model.")
@@ -79,24 +82,51 @@ def build_model(
     checkpoint isn't in, which a plan only tries. `layers`: the model has these alone, as a stage's (`CausalLM.keep`).
     """
     family = FAMILIES[config.family]
-    model: Model = getattr(importlib.import_module(f"pagerunner.models.{family.module}"), family.model)(
-        config, getattr(torch, dtype), torch.device(device)
-    )
+    place = getattr(torch, dtype), torch.device(device)
+    model: Model = _class(family.module, family.model)(config, *place)
+    keep = device.startswith("cuda") if keep_forms is None else keep_forms
+    if config.drafter is not None:
+        model.draft_with(_drafter(config, model, *place, keep, of_files))
     if layers is not None:
         model.keep(layers)
     if config.expert_share is not None:
         for module in model.modules():
             if isinstance(module, Experts):
                 module.keep(*config.expert_share)
-    if config.format is not None:
-        held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
-        keep = device.startswith("cuda") if keep_forms is None else keep_forms
-        forms = Forms(config.format, getattr(torch, dtype), held, keep)
-        forms.store(model.sources())
-        model.asked_by = forms.asked_by
+    _store(model, config, place[0], keep, of_files)
     if family.nested:
         model.unused_tensors = (*model.unused_tensors, *_IMAGE_NAMES)
     return model
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"pagerunner.models.{module}"), name)
+
+
+def _store(model: Module, config: ModelConfig, dtype: torch.dtype, keep: bool, of_files: bool) -> None:
+    """Give a model's layers the forms of its checkpoint."""
+    if config.format is not None:
+        held = Held.of(tensor_dtypes(Path(config.path)) if of_files else {}, getattr(torch, config.dtype))
+        forms = Forms(config.format, dtype, held, keep)
+        forms.store(model.sources())
+        model.asked_by = forms.asked_by
+
+
+def _drafter(
+    config: ModelConfig, target: Model, dtype: torch.dtype, device: torch.device, keep: bool, of_files: bool
+) -> DraftModel:
+    """The drafter of `config` for the model `target`. Its layers' memory follows the target's."""
+    own = config.drafter
+    assert own is not None
+    if isinstance(own, EagleConfig):
+        made: DraftModel = _class(*_EAGLE[own.method])(own, target.shared, dtype, device)
+        _store(made, own, dtype, keep, of_files)
+    else:
+        mtp = FAMILIES[config.family].mtp
+        assert mtp is not None, f"{config.family} has no multi-token prediction module"
+        made = _class(*mtp[:2])(own, target.shared, dtype, device)
+    set_memory(made, len(config.spec_layers))
+    return made
 
 
 def weights_bytes(model: Model) -> int:
@@ -141,7 +171,7 @@ def dummy_weights(model: Model, seed: int = 0, *, divided: bool = False) -> None
 
 
 def load_weights(
-    model: Model,
+    model: Module,
     path: str | Path,
     progress: Progress | None = None,
     copy: CopyWeight = copy_now,
@@ -198,7 +228,7 @@ class Filling:
     `names` are those of the whole model's tensors, `pending` those of this rank's that are still to come. `scales` and `unused` came, and fill no weights.
     """
 
-    def __init__(self, model: Model, share: Share | None) -> None:
+    def __init__(self, model: Module, share: Share | None) -> None:
         """With a `share` the model is that of one of several ranks."""
         declared = model.checkpoint() if share is None else share.checkpoint(model)
         self._model = model
@@ -221,7 +251,8 @@ class Filling:
 
         Raises CheckpointError for a tensor that has come already, or has another shape or dtype.
         """
-        name = own_name(given, self.names)
+        own = isinstance(self._model, DraftModel)  # in files of its own
+        name = own_name(tensor_name(given) if own else given, self.names)
         if name in self._filled:
             other, first = self._filled[name]
             where = "it" if other == file.name else other
@@ -252,6 +283,9 @@ class Filling:
         names = sorted(missing)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         said = f"the tensor {names[0]}{more} that "
+        drafter = getattr(self._model, "drafter", None)
+        if drafter is not None and drafter.prefix and names[0].startswith(drafter.prefix):
+            return f"{said}method mtp asks for; the model's multi-token prediction module is what begins with {drafter.prefix}."
         layer = re.match(r".*?layers\.(\d+)\.", names[0])
         if layer and not any(name.startswith(layer[0]) and name in self._filled for name in self.known):
             return f"{said}config.json asks for. No file has a tensor of layer {layer[1]}; is num_hidden_layers right?"
@@ -259,12 +293,12 @@ class Filling:
         return f"{said}{self._model.asked_by if quantised else Module.asked_by} asks for."
 
 
-def _device(model: Model) -> torch.device:
+def _device(model: Module) -> torch.device:
     """Where the weights are."""
     return next(tensor.device for module in model.modules() for tensor in module.weights.values())
 
 
-def stream_of(model: Model) -> torch.cuda.Stream | None:
+def stream_of(model: Module) -> torch.cuda.Stream | None:
     """The stream that orders what is done to the weights: the caller's current one. None on a CPU."""
     device = _device(model)
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -286,7 +320,7 @@ def _damage(place: Place, dtype: torch.dtype) -> str:
     """What is wrong with a tensor that is NaN or infinite somewhere, if not in the file then in `dtype`."""
     numbers = place.held
     if numbers is None:
-        with _opened(place.file) as tensors:
+        with opened(place.file) as tensors:
             numbers = tensors.get_tensor(place.given)
     if numbers.dtype not in FLOATS:
         return HOLDS_NAN
@@ -469,14 +503,15 @@ def tensor_dtypes(directory: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     try:
         for file in checkpoint_files(directory):
-            with _opened(file) as tensors:
+            with opened(file) as tensors:
                 found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118, no mapping
     except CheckpointError:
         return {}
     return found
 
 
-def _opened(file: Path) -> Any:
+def opened(file: Path) -> Any:
+    """A file's tensors, to be read in a `with` statement. Raises CheckpointError if it is damaged."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -484,7 +519,7 @@ def _opened(file: Path) -> Any:
 
 
 def _tensors(file: Path, expected: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    with _opened(file) as tensors:
+    with opened(file) as tensors:
         names = set(tensors.keys())
         missing = sorted(set(expected) - names)
         if missing:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pagerunner.config import Dtype, KVDtype
+from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import Spec
 from pagerunner.quant.formats import Format
 
@@ -30,7 +31,8 @@ class ModelConfig(ABC):
     `eos_token_ids` joins config.json's and generation_config.json's. `sampling_defaults` are generation_config.json's, by
     the names of SamplingParams. `quantization` is the quantization_config of weights that are stored in fewer bits than
     `dtype` has; `format` is what it says, if such weights can be loaded. With `tie_word_embeddings` the output weights are
-    the embedding's. `expert_share`: None if ranks divide the inner features of every expert.
+    the embedding's. `expert_share`: None if ranks divide the inner features of every expert. `drafter` is the model that drafts tokens for this one;
+    if its path is this one's, its weights are in this checkpoint.
     """
 
     path: str
@@ -48,6 +50,7 @@ class ModelConfig(ABC):
     quantization: Mapping[str, Any] | None = None
     format: Format | None = None
     expert_share: ExpertShare | None = None
+    drafter: ModelConfig | None = None
 
     @property
     def attention_scores(self) -> frozenset[str]:
@@ -71,10 +74,27 @@ class ModelConfig(ABC):
         found: dict[str, Any] = {field: own[features] for field, features in counts.items() if features in own}
         return replace(self, **found)
 
+    def mtp(self) -> Self:
+        """The config of the multi-token prediction module in the model's checkpoint, a model of one layer.
+
+        Raises ConfigError if there is none.
+        """
+        raise ConfigError(f"method mtp: models of model_type {self.family} have no multi-token prediction module.")
+
     @property
     def spec_layers(self) -> tuple[int, ...]:
         """The layer of each of `layer_specs`."""
         return tuple(range(self.num_layers))
+
+    def specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
+        """`layer_specs`, and behind them those of the drafter."""
+        own = self.layer_specs(kv_dtype)
+        return own if self.drafter is None else (*own, *self.drafter.layer_specs(kv_dtype))
+
+    def _one_mtp_layer(self, name: str, count: int) -> None:
+        """Raise ConfigError unless field `name` of config.json, which is `count`, says that there is one layer."""
+        if count != 1:
+            raise ConfigError(f"method mtp: config.json says {name}={count}; 1 is supported.")
 
     @abstractmethod
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from pagerunner.config import KVDtype
 from pagerunner.memory.specs import LatentKV, Spec
@@ -48,7 +48,8 @@ class DeepseekConfig(ModelConfig):
     `query_rank` is the size of the compressed query (None: queries are projected directly). A query or key head has
     `key_dim` elements without positions and then `rope_dim` rotary ones, whose pairs are adjacent if `rope_pairs`.
     `shared_size` are the inner features of all shared experts together. `indexer` chooses what a query sees (None:
-    everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction, which is not used.
+    everything). `extra_layers` follow the decoder in the checkpoint for multi-token prediction.
+    `first_layer` is the number of the first layer in the checkpoint.
     """
 
     num_heads: int
@@ -68,7 +69,13 @@ class DeepseekConfig(ModelConfig):
     routing: RoutingConfig
     extra_layers: int
     indexer: IndexerConfig | None = None
+    first_layer: int = 0
     divided = {**ModelConfig.divided, "expert_size": "inner", "shared_size": "inner"}
+
+    def mtp(self) -> Self:
+        """See ModelConfig. Its layer has experts."""
+        self._one_mtp_layer("num_nextn_predict_layers", self.extra_layers)
+        return replace(self, num_layers=1, dense_layers=0, first_layer=self.num_layers)
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """One latent and rotary vector per token in every layer, and an indexer key where there is an indexer."""

@@ -14,8 +14,7 @@ from pagerunner.models.configs.deepseek import IndexerConfig, read_indexer
 from pagerunner.models.configs.fields import Fields
 from pagerunner.quant.formats import Format, Names, Scheme
 
-# Training losses, and layers for multi-token prediction, which are not used.
-_UNUSED_FIELDS = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "num_nextn_predict_layers")
+_TRAINING_FIELDS = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 _SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}  # as older files number them
 _RATIOS = {_SPARSE: 4, _HEAVY: 128}
@@ -65,6 +64,7 @@ class DeepseekV4Config(ModelConfig):
     routing: Literal["sqrtsoftplus", "sigmoid"]
     routing_factor: float
     activation_limit: float
+    mtp_layers: int = 0
 
     divided = {**ModelConfig.divided, "output_groups": "output_groups", "expert_size": "inner"}
 
@@ -82,6 +82,11 @@ class DeepseekV4Config(ModelConfig):
     def spec_layers(self) -> tuple[int, ...]:
         """See ModelConfig."""
         return tuple(number for number, layer in enumerate(self.layers) for _ in range(1 if layer.ratio == 1 else 3))
+
+    def mtp(self) -> Self:
+        """See ModelConfig. Its layer has a window only, and a router of its own."""
+        self._one_mtp_layer("num_nextn_predict_layers", self.mtp_layers)
+        return replace(self, num_layers=1, layers=(LayerConfig(1, False, False, 0),))
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
@@ -122,7 +127,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     if (shared := fields.integer("n_shared_experts", 1)) != 1:
         raise fields.error("n_shared_experts", f"is {shared}; only 1 is supported in this family.")
-    fields.skip(*_UNUSED_FIELDS)
+    fields.skip(*_TRAINING_FIELDS)
     routing: Any = fields.choice("scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus")
     return DeepseekV4Config(
         **common | {"format": _published_format(common["format"], expert_dtype)},
@@ -146,6 +151,7 @@ def read_deepseek_v4(fields: Fields, common: dict[str, Any]) -> DeepseekV4Config
         active_experts=active,
         expert_size=fields.integer("moe_intermediate_size", 2048),
         hash_size=common["vocab_size"],
+        mtp_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
         routing=routing,
         routing_factor=fields.number("routed_scaling_factor", 1.5, above=0),
         activation_limit=fields.number("swiglu_limit", 10.0, above=0),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pagerunner.config import DTYPE_BYTES, KVDtype
+from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec, WindowKV
 from pagerunner.models.configs.base import HeadsConfig
 from pagerunner.models.configs.decoder import read_rope, read_shared, read_window
@@ -82,7 +83,8 @@ class ExpertsConfig:
 class GatedDeltaConfig(HybridConfig):
     """Qwen3-Next and Qwen3.5: gated delta rule layers, and attention with gated outputs and normed heads.
 
-    `expert_layers` says of each layer whether its feed-forward is `experts`.
+    `expert_layers` says of each layer whether its feed-forward is `experts`. `mtp_layers` are those of the multi-token prediction module,
+    which has embeddings of its own with `mtp_embeddings`.
     """
 
     conv_taps: int
@@ -92,6 +94,8 @@ class GatedDeltaConfig(HybridConfig):
     value_head_dim: int
     experts: ExpertsConfig | None
     expert_layers: tuple[bool, ...]
+    mtp_layers: int = 1
+    mtp_embeddings: bool = False
     divided = {**HybridConfig.divided, "key_heads": "key_heads"}
 
     def of_rank(self, own: Mapping[tuple[str, int], int]) -> Self:
@@ -102,6 +106,14 @@ class GatedDeltaConfig(HybridConfig):
             inner_size, shared_size = own.get(inner, inner[1]), own.get(shared, shared[1])
             experts = replace(experts, intermediate_size=inner_size, shared_intermediate_size=shared_size)
         return replace(found, value_heads=self.value_heads // self.key_heads * found.key_heads, experts=experts)
+
+    def mtp(self) -> Self:
+        """See ModelConfig. Its layer attends to everything."""
+        self._one_mtp_layer("mtp_num_hidden_layers", self.mtp_layers)
+        if self.mtp_embeddings:
+            raise ConfigError("method mtp: config.json says mtp_use_dedicated_embeddings; false is supported.")
+        experts = (self.experts is not None,)
+        return replace(self, num_layers=1, layer_kinds=("full_attention",), expert_layers=experts, window=0)
 
     @property
     def conv_channels(self) -> int:
@@ -194,7 +206,10 @@ def _read_gated_delta(
     value_heads = fields.integer("linear_num_value_heads", 32)
     fields.check_divided("linear_num_value_heads", value_heads, "linear_num_key_heads", key_heads)
     dtype = fields.choice("mamba_ssm_dtype", tuple(DTYPE_BYTES), "") or None
-    fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # layers that guess more than one token
+    mtp_layers = fields.integer(
+        "mtp_num_hidden_layers", fields.integer("num_nextn_predict_layers", 1, least=0), least=0
+    )
+    dedicated = fields.flag("mtp_use_dedicated_embeddings", False)
     if dense := fields.take("mlp_only_layers"):
         raise fields.error("mlp_only_layers", f"is {dense!r}; in this family it must be empty.")
     fields.choice("output_gate_type", ("swish", "silu"), "swish")
@@ -213,6 +228,8 @@ def _read_gated_delta(
         value_head_dim=fields.integer("linear_value_head_dim", 128),
         experts=experts,
         expert_layers=expert_layers,
+        mtp_layers=mtp_layers,
+        mtp_embeddings=dedicated,
     )
 
 

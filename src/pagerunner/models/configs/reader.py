@@ -76,7 +76,7 @@ def read_model_config(
         CheckpointError: there is no such directory, no config.json in it, or it is not a JSON object.
         ConfigError: the family or a field's value is not supported; the message names both.
     """
-    directory, file = _locate(path)
+    directory, file = locate(path)
     values = _overridden(read_json(file), _read_overrides(hf_overrides), str(file))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -91,10 +91,10 @@ def read_model_config(
         quantization_path = path_inside if any(outer["text_config"].get(name) for name in _QUANTIZATIONS) else ()
     values = {**FAMILIES[family].defaults, **values}
     fields = Fields(values, str(file), path=path_inside)
-    said, layout = _take_quantization(fields, directory, quantization_path, quantised)
+    said, layout = take_quantization(fields, directory, quantization_path, quantised)
     if said is None or layout is not None:
         layout = asked_format(quantization, layout, str(file))
-    common = _read_common(fields, values, directory, family, "float32" if said is None else "bfloat16")
+    common = read_common(fields, values, directory, family, "float32" if said is None else "bfloat16")
     common["quantization"], common["format"] = said, layout
     fields.length = min(common["max_position_embeddings"], max_model_len or common["max_position_embeddings"])
     config = FAMILIES[family].read(fields, common)
@@ -102,7 +102,7 @@ def read_model_config(
     return config
 
 
-def _take_quantization(
+def take_quantization(
     fields: Fields, directory: Path, path: tuple[str, ...], allowed: bool
 ) -> tuple[dict[str, Any] | None, Format | None]:
     """How the weights are quantised, as the config says it and, where they can be loaded, as a format; None where they aren't.
@@ -205,7 +205,8 @@ def _text_values(outer: Fields, family: Family, text_type: str) -> dict[str, Any
     return found | text | ({} if tied is None else {"tie_word_embeddings": tied})
 
 
-def _locate(path: str | Path) -> tuple[Path, Path]:
+def locate(path: str | Path) -> tuple[Path, Path]:
+    """The directory of the model at `path`, and its config.json. Raises CheckpointError if there is none."""
     given, path = str(path), Path(path)
     if path.is_file() and path.suffix == ".json":
         return path.parent, path
@@ -225,9 +226,10 @@ def _locate(path: str | Path) -> tuple[Path, Path]:
     raise CheckpointError(f"There is no model directory {given}.{hint}")
 
 
-def _read_common(
+def read_common(
     fields: Fields, values: dict[str, Any], directory: Path, family: str, default_dtype: str
 ) -> dict[str, Any]:
+    """The fields of ModelConfig that every config.json has, from `fields`, which also stand in `values` as they are."""
     given = {"dtype": values.get("dtype") or values.get("torch_dtype")}
     dtype = Fields(given, fields.where).choice("dtype", tuple(DTYPE_BYTES), default_dtype)
     vocab_size = fields.integer("vocab_size")
