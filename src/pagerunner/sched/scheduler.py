@@ -16,8 +16,10 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
+from pagerunner.sched.costs import CostModel
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.live import LiveRequest, live_requests, why_first_waits
+from pagerunner.sched.pace import Pace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.results import commit
 from pagerunner.sched.state import SchedulerState
@@ -25,6 +27,7 @@ from pagerunner.sched.stats import SchedulerStats
 from pagerunner.sched.step_planner import StepPlanner
 from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
+from pagerunner.types.steps import StepShape
 
 WAITING_WEIGHT = 4
 """A request that waits counts as so many that run, as in vLLM."""
@@ -47,6 +50,8 @@ class Scheduler:
         make_guide: starts to follow the grammar of a request that has one.
         stages: how many steps the device works on at the same time, one behind the other.
         tiers: decides what goes to another memory and comes back from it.
+        costs: learns what steps cost, from the times that come with their results.
+        target_itl: how many seconds a step may take that computes prompts beside rows that generate, as `costs` has it.
     """
 
     def __init__(
@@ -63,12 +68,14 @@ class Scheduler:
         stages: int = 1,
         tiers: Tiering | None = None,
         load_failure: Literal["recompute", "fail"] = "recompute",
+        costs: CostModel | None = None,
+        target_itl: float | None = None,
     ) -> None:
         """`load_failure`: what becomes of a request whose pages don't come back from another memory."""
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
-        self.max_in_flight = max_in_flight
+        self.max_in_flight, self._costs = max_in_flight, costs
         self._state = SchedulerState(
             manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers
         )
@@ -77,6 +84,7 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
             stages=min(stages, max_in_flight),
+            pace=Pace(costs, target_itl, max_num_batched_tokens) if costs is not None and target_itl else None,
         )
 
     # -- requests
@@ -204,6 +212,8 @@ class Scheduler:
         plan = self._planner.next_plan()
         while plan is None and self.manager.moves_unfinished:  # with nothing to run, nobody waits for the moves
             plan = self._planner.next_plan()
+        if self._costs is not None and plan is not None and plan.rows:
+            self._costs.planned(plan.step_id, StepShape.of(plan))
         return plan
 
     @property
@@ -261,6 +271,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take the tokens of the oldest plan in flight. Returns one update per request that got something."""
+        if self._costs is not None:
+            self._costs.timed(result.timed)
         return commit(self._state, plan, result)
 
     def take_failed(self) -> list[RequestUpdate]:
@@ -312,4 +324,5 @@ class Scheduler:
             step_sizes=copy.deepcopy(counts.step_sizes),
             spec=copy.deepcopy(counts.spec),
             tier=None if self.tiers is None else self.tiers.stats(),
+            costs=None if self._costs is None else self._costs.stats,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pagerunner.memory.stats import MemoryStats
+from pagerunner.sched.costs import CostStats
 from pagerunner.sched.live import Wait
 from pagerunner.tiers.stats import ExchangeStats, TierStats
 
@@ -80,6 +81,8 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
 
     `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
     `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `spec`: of drafts, if there are any.
+    `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `costs`: of
+    the model of costs, if there is one.
     """
 
     running: int = 0
@@ -95,6 +98,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     tier: TierStats | None = None
     exchange: ExchangeStats | None = None
     spec: SpecCounts | None = None
+    costs: CostStats | None = None
     teams: list[SchedulerStats] = []
 
 

@@ -7,6 +7,7 @@ import time
 from itertools import islice
 
 from pagerunner.memory.grant import Grant
+from pagerunner.sched.pace import NoPace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
 from pagerunner.tiers.policy import Tiering
@@ -23,9 +24,15 @@ class StepPlanner:
     """
 
     def __init__(
-        self, state: SchedulerState, *, max_num_batched_tokens: int, enable_chunked_prefill: bool, stages: int = 1
+        self,
+        state: SchedulerState,
+        *,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool,
+        stages: int = 1,
+        pace: NoPace | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._pace = state, pace or NoPace()
         self._manager = state.manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
@@ -39,6 +46,7 @@ class StepPlanner:
         sequences: list[Sequence] = []
         admitted: list[SlotInit] = []
         preempted = state.counts.preemptions
+        self._pace.begin(state.running, 0)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
             state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
@@ -94,6 +102,8 @@ class StepPlanner:
                     continue
                 generating -= 1
             end = total if total - start <= budget else start + budget
+            if start < sequence.refill and (end := self._pace.end(start, end)) == start:
+                continue
             grant = sequence.grant
             assert grant is not None
             if end > grant.capacity and not (end := self._grow(sequence, grant, start, end)):
@@ -164,7 +174,7 @@ class StepPlanner:
         manager, state = self._manager, self._state
         waiting, free_slots, tiers = state.waiting, state.free_slots, state.tiers
         passed = 0  # at the beginning of the line, sequences whose pages are on their way
-        while budget and len(waiting) > passed and free_slots:
+        while budget and len(waiting) > passed and free_slots and self._pace.has_room:
             sequence = next(islice(waiting, passed, None)) if passed else waiting.peek()
             # Tokens of a preempted sequence's last steps are still to come: they belong to what it resumes from.
             # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
@@ -214,7 +224,7 @@ class StepPlanner:
                 sequence.retry_budget = min(known - start, self._max_num_batched_tokens)
                 break
             if not waits:
-                end = manager.grow(grant, start, end)
+                end = manager.grow(grant, start, self._pace.end(start, end, admitted=True))
                 assert end, "admission promised these pages"
             waiting.remove(sequence)
             heapq.heappop(free_slots)

@@ -138,7 +138,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
     that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a
-    row index to the sentence that ends only that request.
+    row index to the sentence that ends only that request. `timed` are steps that the device's clock has timed since the result before: their
+    numbers, and the seconds from their first work on the device to their last. A result doesn't wait for its own.
     """
 
     step_id: int
@@ -147,6 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     pooled: dict[int, list[float]] = {}
     errors: dict[int, str] = {}
+    timed: list[tuple[int, float]] = []
 
 
 class TeamsResult(StepResult, frozen=True, kw_only=True):
