@@ -87,6 +87,7 @@ OWN = {
     "--activation-quantization": "`auto` or `none`; in vLLM the kernel decides (`VLLM_TEST_FORCE_FP8_MARLIN`, `--linear-backend`)",
     "--device": "`auto`, `cpu` or `cuda`",
     "--max-in-flight": "steps that are scheduled ahead; vLLM's `--async-scheduling` is the same idea",
+    "--target-itl-ms": "milliseconds that a step may take beside requests that generate: prompts are cut to fit; see [Time between tokens](server.md#time-between-tokens)",
     "--poison-fresh-pages": "a proof for tests: fresh pages are filled with NaN",
 }
 

@@ -67,6 +67,9 @@ def test_what_stands_for_a_value_is_converted(name: str, given: Any, taken: Any)
         ("per_request_spec_decode_metrics", "all", "must be one of none, summary, detailed, got 'all'"),
         ("per_request_spec_decode_metrics", "summary", "there are none without speculative_config"),
         ("max_in_flight", 0, "max_in_flight must be a whole number of at least 1"),
+        ("target_itl_ms", 0, "target_itl_ms must be above 0, got 0; without it"),
+        ("target_itl_ms", -3, "target_itl_ms must be above 0, got -3"),
+        ("target_itl_ms", "fast", "target_itl_ms must be a number or None, got 'fast'"),
     ],
 )
 def test_anything_else_is_refused_by_name(name: str, given: Any, words: str) -> None:
@@ -74,6 +77,26 @@ def test_anything_else_is_refused_by_name(name: str, given: Any, words: str) -> 
         engine_args(**{"model": "x", name: given})
     with pytest.raises(ConfigError, match=words):
         EngineArgs(**{"model": "x", name: given})
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (
+            {"enable_chunked_prefill": False},
+            "target_itl_ms=25 cuts prompts into pieces, which enable_chunked_prefill=False rules out",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "data_parallel_size=2 must be 1 with enable_expert_parallel",
+        ),
+    ],
+)
+def test_a_target_is_refused_beside_what_it_cannot_bound(others: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_args(model="x", target_itl_ms=25, **others)
+    assert engine_args(model="x", target_itl_ms=25, data_parallel_size=2).prices_steps, "each engine has its own"
 
 
 def test_llm_knows_the_demos_by_name() -> None:

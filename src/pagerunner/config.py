@@ -49,6 +49,12 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     poison_fresh_pages: bool = False
     attention_backend: str = "auto"
     kv_cache_metrics_sample: float = 0.0
+    target_itl_ms: float | None = None
+
+    @property
+    def prices_steps(self) -> bool:
+        """Whether the engine learns what steps cost."""
+        return self.target_itl_ms is not None
 
     @property
     def teams(self) -> int:
@@ -96,7 +102,9 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
     when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
     engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
-    engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them. `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
+engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
+    `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
+    at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
     KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
     0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
     page before it is written.
@@ -165,6 +173,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self._check_executor()
+        self._check_target()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
@@ -194,6 +203,26 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 f"data_parallel_size, which can't be stages so far: pipeline_parallel_size={self.pipeline_parallel_size} must be 1. Without "
                 f"enable_expert_parallel there are {self.data_parallel_size} whole engines, which may have stages."
             )
+
+    def _check_target(self) -> None:
+        target = self.target_itl_ms
+        if target is None:
+            return
+        if target <= 0:
+            raise ConfigError(f"target_itl_ms must be above 0, got {target:g}; without it prompts may hold up others.")
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"target_itl_ms={target:g} cuts prompts into pieces, which enable_chunked_prefill=False rules out; enable it or leave target_itl_ms out."
+            )
+        for name, several in (
+            ("pipeline_parallel_size", self.pipeline_parallel_size),
+            ("data_parallel_size", self.teams),
+        ):
+            if several > 1:
+                raise ConfigError(
+                    f"target_itl_ms={target:g} is for engines whose steps run one behind the other on the same ranks: {name}={several} must be 1"
+                    f"{' with enable_expert_parallel' if name == 'data_parallel_size' else ''}."
+                )
 
     def _take_types(self) -> None:
         """Every field as its declared type.

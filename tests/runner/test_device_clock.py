@@ -34,8 +34,8 @@ class FakeEvent:
         return 1e3 * (end_event.at - self.at)
 
 
-def launch(clock: DeviceClock, device: Device, seconds: float) -> None:
-    with clock.step():
+def launch(clock: DeviceClock, device: Device, seconds: float, number: int = 0) -> None:
+    with clock.step(number):
         device.queued = max(device.queued, device.now) + seconds
 
 
@@ -65,6 +65,23 @@ def test_events_are_used_again() -> None:
         device.now += 2
     assert clock.busy_seconds == 100
     assert len(device.events) <= 6
+
+
+def test_the_seconds_of_each_step_are_taken_once_and_never_waited_for() -> None:
+    device = Device()
+    clock = DeviceClock(lambda: FakeEvent(device))
+    launch(clock, device, 2, 7)
+    launch(clock, device, 3, 8)
+    assert clock.take_timed() == []
+    device.now = 3.0
+    assert clock.take_timed() == [(7, 2.0)]
+    device.now = 5.0
+    assert clock.take_timed() == [(8, 3.0)]
+    assert clock.take_timed() == []
+    for number in range(1000):  # nobody takes them
+        launch(clock, device, 1, number)
+        device.now += 1
+    assert len(clock.take_timed()) < 100
 
 
 def test_a_cpu_is_timed_by_the_host() -> None:

@@ -61,6 +61,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "enable_chunked_prefill": "run long prompts in pieces, mixed with running requests",
         "scheduling_policy": "fcfs or priority",
         "max_in_flight": "steps scheduled before the first one's tokens are read",
+        "target_itl_ms": "milliseconds between tokens: pieces of prompts beside requests that generate are as long as this allows",
     },
     "execution": {
         "device": "auto, cpu or cuda",

@@ -34,7 +34,7 @@ _REFUSED: dict[str, str] = {
         model-loader-extra-config runner convert task override-attention-dtype override-generation-config""",
     "compiled models (its kernels are compiled at start)": """compilation-config -O optimization-level cuda-graph-sizes
         max-seq-len-to-capture cudagraph-mode enable-flashinfer-autotune""",
-    "other schedules (long prompts always run in pieces beside the others)": """max-num-partial-prefills
+    "other schedules (long prompts run in pieces beside the others, as long as --target-itl-ms allows)": """max-num-partial-prefills
         max-long-partial-prefills long-prefill-token-threshold scheduler-cls disable-chunked-mm-input scheduler-reserve-full-isl""",
     "other choices of memory (groups and pages follow from the model)": """disable-sliding-window disable-cascade-attn
         disable-hybrid-kv-cache-manager prefix-caching-hash-algo mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+_KEPT = 64  # steps whose seconds nobody has taken
+
 
 class Event(Protocol):
     """A moment in the device's work; torch.cuda.Event has these methods."""
@@ -47,12 +49,14 @@ class HostEvent:
 class DeviceClock:
     """Adds up the time from each step's first work on the device to its last; the rest of the time it is idle.
 
-    Costs two events a step and never waits. A step is counted when its second event is seen, at the latest two steps later.
+    Costs two events a step and never waits. A step is counted when its second event is seen, at the latest two steps later. The seconds of the latest
+    steps can be taken, each once.
     """
 
     def __init__(self, make_event: Callable[[], Event]) -> None:
         self._make_event = make_event
-        self._running: deque[tuple[Event, Event]] = deque()
+        self._running: deque[tuple[int, Event, Event]] = deque()
+        self._timed: deque[tuple[int, float]] = deque(maxlen=_KEPT)
         self._spare: list[tuple[Event, Event]] = []
         self._busy = 0.0
         self._done = 0
@@ -77,20 +81,30 @@ class DeviceClock:
         self._settle()
         return self._done
 
+    def take_timed(self) -> list[tuple[int, float]]:
+        """Numbers and seconds of the steps that are known to be done and haven't been taken."""
+        self._settle()
+        with self._lock:
+            timed = list(self._timed)
+            self._timed.clear()
+        return timed
+
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, number: int = 0) -> Iterator[None]:
         """What is launched inside is one step."""
         self._settle()
-        pair = self._spare.pop() if self._spare else (self._make_event(), self._make_event())
-        pair[0].record()
+        first, last = self._spare.pop() if self._spare else (self._make_event(), self._make_event())
+        first.record()
         yield
-        pair[1].record()
-        self._running.append(pair)
+        last.record()
+        self._running.append((number, first, last))
 
     def _settle(self) -> None:
         with self._lock:  # another thread may look how far the device has come
-            while self._running and self._running[0][1].query():
-                first, last = pair = self._running.popleft()
-                self._busy += first.elapsed_time(last) / 1e3
+            while self._running and self._running[0][2].query():
+                number, first, last = self._running.popleft()
+                seconds = first.elapsed_time(last) / 1e3
+                self._timed.append((number, seconds))
+                self._busy += seconds
                 self._done += 1
-                self._spare.append(pair)
+                self._spare.append((first, last))

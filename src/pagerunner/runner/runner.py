@@ -16,6 +16,7 @@ from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.graphs import Captured, CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
@@ -26,6 +27,7 @@ from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
+from pagerunner.runner.step_costs import measure_steps, steps_to_time
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
@@ -38,6 +40,7 @@ from pagerunner.types import (
     StepRow,
     TokenLogprobs,
 )
+from pagerunner.types.steps import MeasuredSteps
 
 BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
 
@@ -285,6 +288,18 @@ class ModelRunner:
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
         return self._graphs.capture(self._work, progress)
+
+    @torch.inference_mode()
+    def measure(self, weights: torch.Tensor | None) -> MeasuredSteps:
+        """Time a few steps of requests that want nothing but tokens. `warm_up` and `capture` must have run."""
+        for slot in range(self._builder.max_rows):
+            self._sampler.init_slot(SlotInit(slot, _first_request(SamplingParams(temperature=0.0, max_tokens=1)), []))
+        keys, tokens = self._graphs.keys, self._builder.max_tokens
+        rows = min(self._builder.max_rows, tokens)
+        steps = steps_to_time(keys, rows, tokens, self._max_model_len)
+        clock = DeviceClock.of(self._state.tokens.device)
+        self._run_first(_even_rows(rows, rows, 2, past=True))  # gives all slots a length
+        return measure_steps(steps, lambda rows: self.run(StepPlan(step_id=-1, rows=rows)).result, clock, keys, weights)
 
     def state_digest(self) -> str:
         """A digest of all page tables and of all slots' last tokens and lengths, which runners with the same plans share. Waits for the device."""

@@ -81,8 +81,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
 
     `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
     `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `spec`: of drafts, if there are any.
-    `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `costs`: of
-    the model of costs, if there is one.
+    `costs`: of the model of costs, if there is one.
     """
 
     running: int = 0

@@ -76,6 +76,11 @@ _TOTALS = {
     "busy_seconds": ("pagerunner:device_busy_seconds", "Time that the device has worked on steps."),
     "steps_total": ("pagerunner:steps", "Engine steps."),
 }
+_COSTS = {
+    "predicted_seconds_total": ("pagerunner:step_seconds_predicted", "What the model of costs said that steps take."),
+    "measured_seconds_total": ("pagerunner:step_seconds_measured", "What these steps took by the device's clock."),
+    "error_seconds_total": ("pagerunner:step_seconds_error", "By how much each prediction was wrong, added up."),
+}
 _TIER_MOMENTS = {
     "usage": (
         "vllm:kv_offload_cpu_cache_usage_perc",
@@ -419,6 +424,9 @@ class Metrics(EngineObserver):
                 figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
         if stats.residency is not None:
             self._set_residency(stats.residency)
+        if stats.costs is not None:
+            for field, (name, text) in _COSTS.items():
+                figures.raise_to(name, text, self._values, getattr(stats.costs, field))
         if stats.tier is not None:
             self._show_tier(stats.tier)
         if stats.exchange is not None:

@@ -32,6 +32,7 @@ from pagerunner.sched.stats import SchedulerStats as SchedulerStats
 from pagerunner.sched.stats import SpecCounts as SpecCounts
 from pagerunner.sched.stats import StepSizes as StepSizes
 from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types.steps import MeasuredSteps
 from pagerunner.types.weights import WeightChange
 
 _KINDS: dict[str, type[PagerunnerError]] = {
@@ -202,11 +203,12 @@ Answer = bool | int | MemoryState | LiveState | None
 
 
 class StartUp(msgspec.Struct, frozen=True):
-    """How a core came up: seconds by phase in order, bytes of device memory by use (none on a CPU), bytes of weights read."""
+    """How a core came up: seconds by phase in order, bytes of device memory by use (none on a CPU), bytes of weights read. `steps`: what some took."""
 
     seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
     loaded_bytes: int = 0
+    steps: MeasuredSteps = MeasuredSteps()
 
     @property
     def total(self) -> float:

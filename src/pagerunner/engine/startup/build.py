@@ -36,6 +36,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
+from pagerunner.sched.costs import CostModel
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.teams import TeamsScheduler
@@ -136,8 +137,10 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         (executor or ranks).close()
         raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
+    costs = CostModel(startup.steps, key_bytes(plan)) if config.prices_steps else None
+    build = partial(build_scheduler, costs=costs) if config.teams == 1 else build_teams
     return EngineCore(
-        partial(build_scheduler if config.teams == 1 else build_teams, config, plan, _make_guides(resolved), below),
+        partial(build, config, plan, _make_guides(resolved), below),
         executor,
         plan,
         vocab_size=resolved.model.vocab_size,
@@ -147,6 +150,13 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         make_exchange=make_exchange(resolved, plan, executor),
         startup=startup,
         publishers=publishers,
+    )
+
+
+def key_bytes(plan: MemoryPlan) -> int:
+    """Bytes that a generated token reads for each token before it, in the layers that see all of them."""
+    return sum(
+        group.useful_page_bytes // group.page_tokens for group in plan.groups if group.kind in ("full", "latent")
     )
 
 
@@ -177,6 +187,7 @@ def build_scheduler(
     make_guide: MakeGuide | None = None,
     below: MakeBelow | None = None,
     team: int = 0,
+    costs: CostModel | None = None,
 ) -> Scheduler:
     """The scheduler and its memory manager: everything of an engine, or of a `team`, that needs no device. `below` is a store below its host memory."""
     sample = config.kv_cache_metrics_sample
@@ -203,4 +214,6 @@ def build_scheduler(
         stages=config.pipeline_parallel_size,
         tiers=tiers,
         load_failure=config.kv_load_failure_policy,
+        costs=costs,
+        target_itl=config.target_itl_ms and config.target_itl_ms / 1e3,
     )

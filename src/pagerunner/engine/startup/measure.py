@@ -17,6 +17,7 @@ from pagerunner.memory.planner import refit
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
 from pagerunner.runner.cuda_driver import Driver
+from pagerunner.types.steps import MeasuredSteps
 
 
 class StartMeter:
@@ -28,6 +29,7 @@ class StartMeter:
         self._seconds: dict[str, float] = {}
         self._taken: dict[str, int] = {}
         self.loaded_bytes = 0
+        self.steps = MeasuredSteps()
         self._free = 0
         if driver is not None:
             self._free = driver.memory()[0] if free_before is None else free_before
@@ -63,7 +65,7 @@ class StartMeter:
         memory = dict(self._taken)
         if self._driver is not None:
             memory["free"] = self._driver.memory()[0]
-        return StartUp(dict(self._seconds), memory, self.loaded_bytes)
+        return StartUp(dict(self._seconds), memory, self.loaded_bytes, self.steps)
 
     def facts(self, rank: int) -> MemoryFacts:
         """What has been measured, for the plan of the pages. Only with a `driver`."""

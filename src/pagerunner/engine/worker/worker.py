@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 
 from pagerunner.dist.base import Comm, Stage
@@ -24,7 +25,7 @@ from pagerunner.dist.nccl import NcclComm, NcclStage
 from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import NoRoomsError, PeerComm
 from pagerunner.dist.staged import StagedComm, StagedStage
-from pagerunner.engine.core.executors.base import Started
+from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.startup.machine import device_of_rank, ranks_share_devices
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
@@ -51,10 +52,24 @@ from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.runner import ModelRunner, PendingStep
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.runner.transfers import Transfers
-from pagerunner.types import StepPlan, TransferEnd
+from pagerunner.types import StepPlan, StepResult, TransferEnd
 from pagerunner.types.weights import RankChange
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TimedStep:
+    """A launched step whose result says how long the steps took that the device has finished since the result before."""
+
+    pending: PendingStep
+    clock: DeviceClock
+    in_graph: bool
+
+    def result(self) -> StepResult:
+        """See Pending."""
+        result = self.pending.result()
+        return msgspec.structs.replace(result, timed=self.clock.take_timed())
 
 
 class Worker:
@@ -68,18 +83,21 @@ class Worker:
         weights: WorkerWeights,
         stage: Stage | None = None,
         transfers: Transfers | None = None,
+        *,
+        times_steps: bool = False,
     ) -> None:
-        self._runner, self._stage = runner, stage
+        """`times_steps`: results say how long steps took."""
+        self._runner, self._stage, self._times = runner, stage, times_steps
         self._transfers = transfers
         self._sleeper = sleeper
         self._clock = clock
         self._weights = weights
 
-    def run(self, plan: StepPlan) -> PendingStep:
+    def run(self, plan: StepPlan) -> Pending:
         """See Executor.run."""
-        with self._clock.step():
+        with self._clock.step(plan.step_id):
             pending: PendingStep = self._runner.run(plan)
-        return pending
+        return TimedStep(pending, self._clock, pending.in_graph) if self._times else pending
 
     def ended_transfers(self, seconds: float = 0.0) -> list[TransferEnd]:
         """See Executor.ended_transfers. Another thread may call it."""
@@ -205,7 +223,8 @@ class LoadedWorker:
         weights = WorkerWeights(self.model, self.share, self.rank, self.resolved)
         if self.transfers is not None:
             self.transfers.host.begin()
-        return Worker(self.runner, sleeper, clock, weights, self.stage, self.transfers)
+        times = self.resolved.config.prices_steps
+        return Worker(self.runner, sleeper, clock, weights, self.stage, self.transfers, times_steps=times)
 
     def close(self) -> None:
         """See LoadedRanks.close."""
@@ -286,6 +305,9 @@ def load_worker(
             thread.join()  # no thread may use the device while graphs are captured
         with meter.phase("capture", "graphs"):
             runner.capture()
+        if config.prices_steps:
+            with meter.phase("step costs"):
+                meter.steps = runner.measure(weights if device.type == "cuda" else None)
     return LoadedWorker(
         rank=rank,
         resolved=resolved,
