@@ -75,39 +75,39 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
 class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a user may ask of an engine. If vLLM has an argument of that name, meaning and default are vLLM's.
 
-    `model` is a directory or a name on the Hugging Face Hub; `revision` is a branch, tag or commit there, and `download_dir`
-    the cache to use instead of the hub's own.
-    `max_model_len`: None takes the model's own length, "auto" or -1 the longest that one request can have in the
-    memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
-    `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
-    available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
-    `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
-    products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
-    `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
-    the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
-    expert; of a single rank it changes nothing. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of
-    the weights; `AsyncEngine` has them, `LLM` is one. With `enable_expert_parallel` it is the number of teams of ranks of one engine: each team has
-    requests and pages of its own, and the ranks of all teams divide the experts. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
-    a Ray cluster; "uni" is for one rank. `disable_custom_all_reduce`: ranks on CUDA devices add up by NCCL alone, and not by our own kernel.
-    `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
-    "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
-    `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
-    so; "none" leaves them in `dtype` everywhere, which is slower and closer to the model in floats.
-    `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
-    the largest of them in tokens.
-    `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
-    models/configs/pooling.py). `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field
-    that is not there. `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see
-    engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
-    weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
-    when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
-    engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
-engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
-    `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
-    at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
-    KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
-    0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
-    page before it is written.
+        `model` is a directory or a name on the Hugging Face Hub; `revision` is a branch, tag or commit there, and `download_dir`
+        the cache to use instead of the hub's own.
+        `max_model_len`: None takes the model's own length, "auto" or -1 the longest that one request can have in the
+        memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
+        `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
+        available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
+        `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
+        products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
+        `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that
+        the layers are divided among; each has so many ranks. With `enable_expert_parallel` each rank has whole experts, and not a part of every
+        expert; of a single rank it changes nothing. `data_parallel_size` is the number of whole engines behind one server, each with its own copy of
+        the weights; `AsyncEngine` has them, `LLM` is one. With `enable_expert_parallel` it is the number of teams of ranks of one engine: each team has
+        requests and pages of its own, and the ranks of all teams divide the experts. `distributed_executor_backend` says where ranks run: "mp" in processes of this machine, "ray" on machines of
+        a Ray cluster; "uni" is for one rank. `disable_custom_all_reduce`: ranks on CUDA devices add up by NCCL alone, and not by our own kernel.
+        `quantization` names the format of a quantised checkpoint, with which it must agree, or rounds one in floats while it is loaded:
+        "fp8", "fp8_per_block", "int8_per_channel_weight_only" (see docs/models-and-formats.md).
+        `activation_quantization`: "auto" rounds activations to 8 bits in products of more than 16 tokens, where the checkpoint's format says
+        so; "none" leaves them in `dtype` everywhere, which is slower and closer to the model in floats.
+        `cudagraph_capture_sizes` are the numbers of decoding requests to capture graphs for; mixed steps have graphs up to
+        the largest of them in tokens.
+        `pooler_config`, a mapping or JSON, says how hidden states become embeddings where the checkpoint doesn't (see
+        models/configs/pooling.py). `hf_overrides`, a mapping or JSON, replaces fields of config.json; null stands for a field
+        that is not there. `structured_outputs_config`, a mapping or JSON, says how grammars are followed by default (see
+        engine/structured_output/options.py). `weight_transfer_config`, a mapping or JSON, names the way by which a trainer may send new
+        weights: {"backend": "nccl"}, or "gloo". `kv_offloading_size` is the host memory in GiB, of all ranks together, where pages of prompts are kept
+        when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
+        engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
+    engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
+        `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
+        at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
+        KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
+        0 for none. `poison_fresh_pages` fills pages with NaN patterns when they are handed out, to prove that no kernel reads a
+        page before it is written.
     """
 
     model: str

@@ -20,6 +20,7 @@ from pagerunner.engine.frontend.observer import FinishedSequence
 from pagerunner.logs import SparingLog
 from pagerunner.memory.residency import Residency
 from pagerunner.memory.stats import GroupUsage
+from pagerunner.sched.costs import CostStats
 from pagerunner.sched.stats import SpecCounts, StepSizes
 from pagerunner.sched.teams import _together
 from pagerunner.server import app, launch, stats_log
@@ -158,6 +159,18 @@ def test_running_totals_of_the_core_become_counters() -> None:
     }.items():
         assert f'vllm:request_{name}{{engine="0",model_name="m"}} {float(value)}' in text, name
     assert 'vllm:e2e_request_latency_seconds_sum{engine="0",model_name="m"} 3.0' in text
+
+
+def test_what_steps_were_thought_to_cost_is_shown_beside_what_they_took() -> None:
+    metrics = Metrics("m")
+    metrics.on_stats(SchedulerStats())
+    assert b"step_seconds" not in metrics.render(), "without a target nothing is priced"
+    metrics.on_stats(SchedulerStats(costs=CostStats(2.0, 2.25, 0.5)))
+    text = metrics.render().decode()
+    for name, value in (("predicted", 2.0), ("measured", 2.25), ("error", 0.5)):
+        assert f'pagerunner:step_seconds_{name}_total{{engine="0",model_name="m"}} {value}' in text.replace(
+            'model_name="m",engine="0"', 'engine="0",model_name="m"'
+        )
 
 
 def test_the_start_is_broken_down(server: RunningServer) -> None:
