@@ -5,10 +5,14 @@ all tokens before it and on what must not be shared (salt, without prefix cachin
 writes, every earlier position that a row could read must hold the identity of the row's own prefix: a page that is
 stale, shared wrongly, owned twice or missing from a table is seen at its first use. A recurrent page holds one identity:
 of the last token that its state has seen, `ZERO` when it was zeroed. Tables are rings: page n is in column n % width.
+
+Where plans ask for drafts, each is right by chance. A row that generates begins where the device has it, which the plan's start only bounds.
+Its drafts' identities are written, too, and must be overwritten before anybody reads them.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -65,6 +69,7 @@ class _Slot:
         self.tokens: list[int] = []
         self.model: list[int] = []  # identity after each token, as the model computes it
         self.stored: list[int] = []  # what pages must hold: also tells apart what must not be shared
+        self.guesses: list[int] = []  # drafts of the next tokens
         self._private = hash(private)
         for token in [*request.prompt_token_ids, *outputs]:
             self.append(token)
@@ -74,12 +79,38 @@ class _Slot:
         self.model.append(hash((self.model[-1] if self.model else hash(self.request.cache_salt), token)))
         self.stored.append(hash((self.model[-1], self._private)))
 
+    def guess(self, count: int, right: float) -> None:
+        """Make drafts, each of which follows from the one before and is right with this probability."""
+        self.guesses, identity = [], self.model[-1]
+        rng = random.Random(identity)
+        for _ in range(count):
+            token = next_token(identity, self.request.seed)
+            token = token if rng.random() < right else (token + 1) % VOCAB
+            self.guesses.append(token)
+            identity = hash((identity, token))
+
+    def share(self, row: StepRow) -> tuple[int, list[int]]:
+        """Where the row begins, and what pages must hold when it is computed: everything before it, its tokens, its drafts."""
+        if row.tokens:
+            return row.start, self.stored[: row.start + row.num_tokens]
+        start, stored, identity = len(self.tokens) - 1, list(self.stored), self.model[-1]
+        if start > row.start:
+            raise PageFault(f"slot {row.slot} is at {start}, and the plan says at most {row.start}")
+        if row.num_tokens - 1 > len(self.guesses):
+            raise PageFault(f"slot {row.slot} has no {row.num_tokens - 1} drafts")
+        for token in self.guesses[: row.num_tokens - 1]:
+            identity = hash((identity, token))
+            stored.append(hash((identity, self._private)))
+        return start, stored
+
 
 class PageChecker:
     """Executes plans of a scheduler over `plan`'s groups. `private(request)` is what its pages may be shared within."""
 
-    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool) -> None:
-        self.plan = plan
+    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool, right: float = 0.0) -> None:
+        """`right`: how often a draft is."""
+        self.plan, self._right = plan, right
+        self.accepted = 0
         self.prefix_caching = prefix_caching
         self.slots: dict[int, _Slot] = {}
         self.tables: list[dict[int, dict[int, tuple[int, int]]]] = [
@@ -124,12 +155,13 @@ class PageChecker:
             self._save(plan.rows[save.row], save)
         for row in plan.rows:
             self._read(row)
+        result = self._sample(plan, errors or {})
         for row in plan.rows:
             self._advance_state(row)
         for transfer in plan.transfers:
             if not transfer.loads:
                 self._begun[transfer.number] = self._contents(transfer)
-        return self._sample(plan, errors or {})
+        return result
 
     def _write_what_arrives(self) -> None:
         """Loads that haven't ended write something to their pages in every step."""
@@ -183,31 +215,32 @@ class PageChecker:
 
     def _write(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
-        if row.start + row.num_tokens > len(slot.tokens):
-            raise PageFault(f"slot {row.slot} has no token for position {len(slot.tokens)}")
-        if row.tokens != slot.tokens[row.start : row.start + len(row.tokens)]:
+        if row.tokens and row.tokens != slot.tokens[row.start : row.start + row.num_tokens]:
             raise PageFault(f"slot {row.slot}: the plan's tokens are not the sequence's")
+        begin, stored = slot.share(row)
         for group in self._attended:
             size = self._size(group)
-            for number, start, end in _spans(row.start, row.start + row.num_tokens, size):
+            for number, start, end in _spans(begin, len(stored), size):
                 offset = self._locate(group, row.slot, number)
                 if offset is not None:
                     first = number * size
-                    self._page(group, offset)[start - first : end - first] = slot.stored[start:end]
+                    self._page(group, offset)[start - first : end - first] = stored[start:end]
                 elif not self.plan.groups[group].rule.forgets:
                     raise PageFault(f"slot {row.slot} position {start}: no page in group {group}")
 
     def _read(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
+        begin, stored = slot.share(row)
         for group in self._attended:
             rule, size, pages = self.plan.groups[group].rule, self._size(group), self.pages[group]
-            # What forgets takes the step's own tokens from the projection, not from pages.
-            end = row.start if rule.forgets else row.start + row.num_tokens
-            for number, start, stop in _spans(oldest_read(rule, row.start), end, size):
+            # What forgets takes the step's own tokens from the projection, not from pages, unless some are drafts.
+            drafted = not row.tokens and row.num_tokens > 1
+            end = begin if rule.forgets and not drafted else len(stored)
+            for number, start, stop in _spans(oldest_read(rule, begin), end, size):
                 offset = self._locate(group, row.slot, number)
                 content = pages.get(-1 if offset is None else offset, [None] * size)
                 found = content[start - number * size : stop - number * size]
-                wanted = slot.stored[start:stop]
+                wanted = stored[start:stop]
                 if found != wanted:
                     wrong = next(at for at in range(stop - start) if found[at] != wanted[at])
                     raise PageFault(f"{slot.request.request_id} position {start + wrong}: a foreign or stale page")
@@ -215,7 +248,7 @@ class PageChecker:
         for group in self._states:
             offset = self._locate(group, row.slot, 0)
             state = self.pages[group].get(-1 if offset is None else offset, [None])[0]
-            if state != (slot.stored[row.start - 1] if row.start else ZERO):
+            if state != (slot.stored[begin - 1] if begin else ZERO):
                 raise PageFault(f"{slot.request.request_id} position {row.start}: a foreign or stale state")
             self.reads_checked += 1
 
@@ -229,7 +262,8 @@ class PageChecker:
         for group in self._states:
             offset = self._locate(group, row.slot, 0)
             assert offset is not None
-            self._page(group, offset)[:] = [slot.stored[row.start + row.num_tokens - 1]]
+            computed = row.start + row.num_tokens if row.tokens else len(slot.tokens) - 1
+            self._page(group, offset)[:] = [slot.stored[computed - 1]]
 
     def _sample(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
         token_ids: list[list[int]] = []
@@ -237,7 +271,7 @@ class PageChecker:
         for number, row in enumerate(plan.rows):
             slot = self.slots[row.slot]
             request = slot.request
-            end = row.start + row.num_tokens
+            end = row.start + row.num_tokens if row.tokens else len(slot.tokens)
             if request.params.prompt_logprobs is not None and row.start + 1 < len(request.prompt_token_ids):
                 prompt_logprobs[number] = [
                     TokenLogprobs(slot.tokens[at], float(at), 1, [], [])
@@ -247,7 +281,13 @@ class PageChecker:
             if row.samples:
                 if end != len(slot.tokens):
                     raise PageFault(f"slot {row.slot} samples at {end} of {len(slot.tokens)} tokens")
-                token = next_token(slot.model[end - 1], request.seed)
-                slot.append(token)
-                token_ids[-1] = [token]
+                drafts = slot.guesses[: row.num_tokens - 1] if not row.tokens else []
+                for draft in [*drafts, None]:
+                    token = next_token(slot.model[-1], request.seed)
+                    slot.append(token)
+                    token_ids[-1].append(token)
+                    if token != draft:
+                        break
+                self.accepted += len(token_ids[-1]) - 1
+                slot.guess(plan.num_drafts, self._right)
         return StepResult(step_id=plan.step_id, token_ids=token_ids, prompt_logprobs=prompt_logprobs, errors=errors)

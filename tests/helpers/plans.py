@@ -11,6 +11,8 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV
 
+MOST_IN_FLIGHT = 3
+
 
 @dataclass(frozen=True)
 class OtherFull(FullKV):
@@ -32,6 +34,7 @@ def mixed(
     batched: int = 64,
     model_max_len: int = 160,
     chunked_prefill: bool = True,
+    num_drafts: int = 0,
 ) -> MemoryPlan:
     """One group per kind of memory: kind -> (page tokens, heads that make its pages larger), and the sizes in its name.
 
@@ -59,6 +62,8 @@ def mixed(
         max_num_seqs=8,
         max_num_batched_tokens=batched,
         chunked_prefill=chunked_prefill,
+        max_in_flight=MOST_IN_FLIGHT,
+        num_drafts=num_drafts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from helpers.page_checker import PageChecker, expected_output
-from helpers.plans import mixed, one_group, two_groups
+from helpers.plans import MOST_IN_FLIGHT, mixed, one_group, two_groups
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.rules import ForgettingRule
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
@@ -64,7 +66,7 @@ def plans() -> st.SearchStrategy[MemoryPlan]:
 
 
 @st.composite
-def mixes(draw: st.DrawFn, names: tuple[str, ...] = ()) -> MemoryPlan:
+def mixes(draw: st.DrawFn, names: tuple[str, ...] = (), drafts: tuple[int, ...] = (0, 0, 1, 3, 7)) -> MemoryPlan:
     """Any set of kinds (or these) with any page sizes, in a pool that may just hold one request of 150 tokens."""
     names = names or draw(
         st.lists(
@@ -90,9 +92,33 @@ def mixes(draw: st.DrawFn, names: tuple[str, ...] = ()) -> MemoryPlan:
     kinds = {name: draw(sizes) for name in names}
     batched = draw(st.sampled_from([1, 7, 32, 64, 500]))
     chunked = draw(st.booleans())
-    plan = mixed(kinds, 1 << 20, batched=batched, chunked_prefill=chunked)
+    num_drafts = draw(st.sampled_from(drafts)) if "recurrent" not in names else 0
+    plan = mixed(kinds, 1 << 20, batched=batched, chunked_prefill=chunked, num_drafts=num_drafts)
     alone = sum(group.pages_needed(150) * group.page_bytes for group in plan.groups)
-    return mixed(kinds, int(alone * draw(st.floats(1.2, 4.0))), batched=batched, chunked_prefill=chunked)
+    budget = int(alone * draw(st.floats(1.2, 4.0)))
+    return mixed(kinds, budget, batched=batched, chunked_prefill=chunked, num_drafts=num_drafts)
+
+
+class AnyLength:
+    """Another number of drafts for each plan."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self.most, self._rng = most, random.Random(seed)
+
+    def choose(self, rows: int, keys: int) -> int:
+        """Some number, often the most."""
+        assert keys >= 0
+        return self._rng.choice((self.most, self._rng.randint(0, self.most)))
+
+
+def most_drafts(plan: MemoryPlan) -> int:
+    """So many drafts a row are what the plan's windows are wide enough for."""
+    rules = [group.rule for group in plan.groups]
+    if any(rule.snapshots for rule in rules):
+        return 0
+    return min(
+        (rule.open_tokens // MOST_IN_FLIGHT - 1 for rule in rules if isinstance(rule, ForgettingRule)), default=7
+    )
 
 
 class Traffic(RuleBasedStateMachine):
@@ -128,8 +154,10 @@ class Traffic(RuleBasedStateMachine):
             enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
             tiers=self.make_tiers(data),
+            draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
         )
-        self.checker = PageChecker(self.plan, prefix_caching=self.caching)
+        right = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+        self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right)
         self.flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -201,6 +229,7 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         if plan is not None:
             assert sum(row.num_tokens for row in plan.rows) <= self.batched and (plan.rows or plan.transfers)
+            assert all(row.start + row.num_tokens <= self.max_len for row in plan.rows)
             if not self.chunked and not all(row.samples for row in plan.rows):
                 assert sum(row.num_tokens for row in plan.rows) == self.batched, "a prompt is spread over steps"
             assert len({row.slot for row in plan.rows}) == len(plan.rows) <= self.seqs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.effort import effort
-from helpers.traffic import QUICK, Traffic, mixes
+from helpers.traffic import QUICK, Traffic, mixes, run_until
 from pagerunner.memory import growth, rules
 from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import NO_PAGE, Grant
@@ -19,6 +20,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.snapshots import Snapshots
+from pagerunner.sched import results, scheduler
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
 
@@ -80,9 +82,9 @@ class _LeaksManager(KVManager):
 class _SharesOnePageTwice(KVManager):
     """A grown page that is already the request's first one."""
 
-    def grow(self, grant: Grant, start: int, end: int) -> bool:
+    def grow(self, grant: Grant, start: int, end: int, low: int | None = None) -> int:
         before = len(grant.pages[0])
-        grown = super().grow(grant, start, end)
+        grown = super().grow(grant, start, end, low)
         if len(grant.pages[0]) > before + 1:
             grant.pages[0][-1] = grant.pages[0][0]
         return grown
@@ -261,3 +263,79 @@ class _BorrowsWhatIsGone(KVManager):
 )
 def test_a_bug_planted_in_windows_snapshots_or_forks_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
     _expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}))
+
+
+# -- drafts: how far a sequence is, the host knows by bounds only
+
+
+class _TrimsByTheUpperBound(KVManager):
+    def grow(self, grant: Grant, start: int, end: int, low: int | None = None) -> int:
+        return super().grow(grant, start, end, None if low is None else start)
+
+
+class _GrowsByTheLowerBound(KVManager):
+    def grow(self, grant: Grant, start: int, end: int, low: int | None = None) -> int:
+        return end if super().grow(grant, start, end if low is None else end - (start - low), low) else 0
+
+
+class _LeavesDraftsWithoutPages(KVManager):
+    def grow(self, grant: Grant, start: int, end: int, low: int | None = None) -> int:
+        return end if super().grow(grant, start, end if low is None else start + 1, low) else 0
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize(
+    ("broken", "kinds"),
+    [
+        (_TrimsByTheUpperBound, ("full", "window-5")),
+        (_TrimsByTheUpperBound, ("chunked-32",)),
+        (_GrowsByTheLowerBound, ("full",)),
+        (_LeavesDraftsWithoutPages, ("window-40",)),
+    ],
+)
+def test_a_bug_planted_in_bounds_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
+    pools = mixes(kinds, drafts=(3, 7))
+    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": pools}))
+
+
+@pytest.mark.days(3)
+def test_tables_that_are_not_wider_for_drafts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = rules.ForgettingRule.table_width
+    monkeypatch.setattr(
+        rules.ForgettingRule,
+        "table_width",
+        lambda self, tokens: width(dataclasses.replace(self, open_tokens=1), tokens),
+    )
+    _expect_failure(type("Broken", (Traffic,), {"pools": mixes(("window-5",), drafts=(7,))}))
+
+
+@pytest.mark.days(3)
+def test_a_bound_that_is_not_lowered_at_commit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = results.commit
+
+    def forgets(state: Any, plan: Any, result: Any) -> Any:
+        before = [(sequence, sequence.scheduled) for sequence in state.running]
+        updates = commit(state, plan, result)
+        for sequence, scheduled in before:
+            if sequence.grant is not None:
+                sequence.scheduled = scheduled
+        return updates
+
+    monkeypatch.setattr(scheduler, "commit", forgets)
+    _expect_failure(type("Broken", (Traffic,), {"pools": mixes(("full",), drafts=(7,))}))
+
+
+def test_drafts_are_accepted_and_pages_are_scarce_in_this_traffic() -> None:
+    """Else the tests above mean little."""
+    seen = {"accepted": 0, "preempted": 0}
+
+    class Counted(Traffic):
+        pools = mixes(drafts=(3, 7))
+
+        def teardown(self) -> None:
+            super().teardown()
+            if hasattr(self, "checker"):
+                seen["accepted"] += self.checker.accepted
+                seen["preempted"] += self.scheduler.stats().preemptions_total
+
+    run_until(Counted, lambda: seen["accepted"] > 200 and seen["preempted"] > 0, examples=effort(20, 200))

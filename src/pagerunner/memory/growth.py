@@ -21,16 +21,17 @@ class Growth:
         self._shortens = all(rule.shortens for rule in self._rules)
         self.swollen: dict[Grant, int] = {}
 
-    def grow(self, grant: Grant, start: int, end: int) -> int:
+    def grow(self, grant: Grant, start: int, end: int, low: int | None) -> int:
         """See KVManager."""
+        certain = end if low is None else low + 1  # the next step begins no earlier
         if start >= grant.target and any(grant.reserve):  # what was reserved was for a prompt
             grant.reserve = [0] * len(grant.reserve)
             self._room.version += any(grant.promise)
         holdings = self._holdings
         for group in self._forgetting:
-            holdings.trim(grant, group, self._rules[group].span(start, end)[0])
+            holdings.trim(grant, group, self._rules[group].span(start if low is None else low, end)[0])
         copied = [holdings.borrowed_to_copy(grant, group) for group in range(len(grant.borrowed))]
-        end, wanted, needs = self._fitting(grant, start, end, copied)
+        end, wanted, needs = self._fitting(grant, start, end, copied, low)
         fresh = self._room.take(needs)
         if fresh is None:
             return 0
@@ -41,12 +42,12 @@ class Growth:
         grant.borrowed = []
         holdings.append(grant, fresh, [parts for _, parts in wanted])
         if self._forgetting:
-            self.swollen[grant] = end
+            self.swollen[grant] = min(end, certain)
         self._work.send_table(grant)
         return end
 
     def _fitting(
-        self, grant: Grant, start: int, end: int, copied: Sequence[Sequence[int]]
+        self, grant: Grant, start: int, end: int, copied: Sequence[Sequence[int]], low: int | None
     ) -> tuple[int, list[tuple[int, list[range]]], list[int]]:
         """How far the grant can grow at once: the end, and by group what `_wanted` says and how many pages are needed.
 
@@ -55,7 +56,7 @@ class Growth:
         """
         positions = grant.snapshot_positions
         while True:
-            wanted = [self._wanted(grant, group, end, positions) for group in range(len(self._rules))]
+            wanted = [self._wanted(grant, group, end, positions, low) for group in range(len(self._rules))]
             needs = [count for count, _ in wanted]
             for group, numbers in enumerate(copied):
                 needs[group] += len(numbers)
@@ -67,8 +68,10 @@ class Growth:
             else:
                 positions = []
 
-    def _wanted(self, grant: Grant, group: int, end: int, positions: Sequence[int]) -> tuple[int, list[range]]:
-        """How many more pages the positions below `end` and hits at `positions` need.
+    def _wanted(
+        self, grant: Grant, group: int, end: int, positions: Sequence[int], low: int | None
+    ) -> tuple[int, list[range]]:
+        """How many more pages the positions below `end` and hits at `positions` need. A step that may begin at `low` needs all from there on.
 
         Also the pages' numbers, if these aren't simply the next ones.
         """
@@ -78,7 +81,7 @@ class Growth:
         if not rule.forgets or stop <= there:
             return max(stop - there, 0), []
         spans = [rule.hit_span(position) for position in positions if position <= end]
-        spans.append((rule.tail(end), stop))
+        spans.append((rule.tail(end) if low is None else rule.span(low, end)[0], stop))
         parts: list[range] = []
         for first, last in spans:
             first = max(first, there)

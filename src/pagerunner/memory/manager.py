@@ -171,15 +171,16 @@ class KVManager:
 
     # -- growth
 
-    def grow(self, grant: Grant, start: int, end: int) -> int:
+    def grow(self, grant: Grant, start: int, end: int, low: int | None = None) -> int:
         """Provide the pages to compute positions [start, end), and return the end.
 
-        Returns 0 and changes nothing if the pages can't be had now.
+        Returns 0 and changes nothing if the pages can't be had now. With drafts in flight the step may begin earlier than `start`, but not
+        before `low`: whatever positions it computes then have pages.
 
         If windows or chunks need more pages for a long step than there are, an earlier end is returned. A plan without
         chunked prefill never returns an earlier end. Pages that no position from `start` on reads are given back.
         """
-        return end if end <= grant.capacity else self._growth.grow(grant, start, end)
+        return end if end <= grant.capacity else self._growth.grow(grant, start, end, low)
 
     def publish(self, grant: Grant, tokens: Sequence[int], end: int) -> None:
         """Make the complete pages of positions [0, end) findable.

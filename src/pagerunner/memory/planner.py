@@ -6,14 +6,15 @@ says, and the one capacity formula.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd, lcm
 
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.memory_plan import GroupPlan, LayerSlice, MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS
-from pagerunner.memory.rules import make_rule
+from pagerunner.memory.rules import GroupRule, make_rule
 from pagerunner.memory.slab_size import SlabCut, cut_groups, cut_one_group
 from pagerunner.memory.specs import Spec
 from pagerunner.memory.units import human_bytes
@@ -34,6 +35,7 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_in_flight: int = 1,
+    num_drafts: int = 0,
     chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
     stages: Sequence[int] = (),
@@ -46,6 +48,7 @@ def plan_memory(
     Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, and windows are promised the pages of such a
     step. `stages` says by which stage of a pipeline each of the layers is run, if there are several; each stage has pages of its own, of the
     same sizes, at the same places. `max_in_flight` costs no pages: steps run in order, so a step may take the pages that the step before gave back.
+    With `num_drafts` guessed tokens a row, windows are wider by what the steps in flight may accept.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
@@ -57,7 +60,11 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    groups = _form_groups(specs, page_tokens, max_num_batched_tokens, not chunked_prefill, stages or (0,) * len(specs))
+    open_tokens = max_in_flight * (1 + num_drafts) if num_drafts else 1
+    make = partial(
+        make_rule, step_tokens=max_num_batched_tokens, whole_steps=not chunked_prefill, open_tokens=open_tokens
+    )
+    groups = _form_groups(specs, page_tokens, make, stages or (0,) * len(specs))
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -122,8 +129,7 @@ def _check_positive(**limits: int) -> None:
 def _form_groups(
     specs: Sequence[Spec],
     page_tokens: int | Mapping[Hashable, int],
-    step_tokens: int,
-    whole_steps: bool,
+    make: Callable[[Spec, int], GroupRule],
     stages: Sequence[int],
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
@@ -154,7 +160,7 @@ def _form_groups(
                 unit=end,
                 table_width=1,
                 zero_fresh=any(spec.zero_fresh for _, spec in layers),
-                rule=make_rule(first, size, step_tokens, whole_steps),
+                rule=make(first, size),
             )
         )
     return groups

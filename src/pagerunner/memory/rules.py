@@ -178,17 +178,19 @@ class LatentRule(FullRule):
 
 
 @dataclass(frozen=True, slots=True)
-class _ForgettingRule(FullRule, ABC):
+class ForgettingRule(FullRule, ABC):
     """What windows and chunks share: position p is read until `_oldest` has moved past it.
 
     `reach` is the size of window or chunk, `step_tokens` the most tokens of one request in one step; with `whole_steps` such a
-    step is never shortened.
+    step is never shortened. So many `open_tokens` may lie between the first position that a step may begin at and the last one that it may reach:
+    with drafts, nobody knows yet how many tokens the steps before it have accepted.
     """
 
     forgets: ClassVar[bool] = True
     reach: int
     step_tokens: int
     whole_steps: bool = False
+    open_tokens: int = 1
 
     @property
     def shortens(self) -> bool:
@@ -204,11 +206,11 @@ class _ForgettingRule(FullRule, ABC):
 
         Of a whole step the window before it and its tail, which begins up to a cell before the last window.
         """
-        alone = -(-tokens // self.page_tokens)
+        alone, open_pages = -(-tokens // self.page_tokens), self._most_pages(self.open_tokens)
         if not self.whole_steps:
-            return min(alone, self._most_pages(min(self.step_tokens, SHORT_CHUNK)))
+            return min(alone, max(self._most_pages(min(self.step_tokens, SHORT_CHUNK)), open_pages))
         both = self._touched(self.reach) + self._touched(self.reach + self.cell - 1)
-        return min(alone, self._most_pages(self.step_tokens), both)
+        return min(alone, max(min(self._most_pages(self.step_tokens), both), open_pages))
 
     def _touched(self, tokens: int) -> int:
         """Pages that so many adjacent tokens may lie in."""
@@ -219,7 +221,7 @@ class _ForgettingRule(FullRule, ABC):
 
     def table_width(self, tokens: int) -> int:
         """One per page of a window and the longest chunk, so that no two pages of one step share a column."""
-        return min(-(-tokens // self.page_tokens), self._most_pages(self.step_tokens))
+        return min(-(-tokens // self.page_tokens), self._most_pages(max(self.step_tokens, self.open_tokens)))
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """From the page of the oldest position that `start` reads."""
@@ -251,7 +253,7 @@ class _ForgettingRule(FullRule, ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowRule(_ForgettingRule):
+class WindowRule(ForgettingRule):
     """The last `reach` tokens are read: key j by query i when i - reach < j <= i. A hit needs only the pages before it."""
 
     def tail(self, end: int) -> int:
@@ -263,7 +265,7 @@ class WindowRule(_ForgettingRule):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedRule(_ForgettingRule):
+class ChunkedRule(ForgettingRule):
     """The current chunk is read: key j by query i when i // reach * reach <= j <= i. A hit needs only its chunk's pages."""
 
     def _oldest(self, position: int) -> int:
@@ -340,13 +342,17 @@ RULES: dict[str, Callable[..., GroupRule]] = {
 }
 
 
-def make_rule(spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool = False) -> GroupRule:
+def make_rule(
+    spec: Spec, page_tokens: int, step_tokens: int, whole_steps: bool = False, open_tokens: int = 1
+) -> GroupRule:
     """The rule of all layers that live as long as `spec`'s; `step_tokens` is the most tokens of one step.
 
-    With `whole_steps` a step of that many tokens is never shortened.
+    With `whole_steps` a step of that many tokens is never shortened. `open_tokens`: see `ForgettingRule`.
     """
     rule = RULES[spec.kind](page_tokens, step_tokens, *spec.lifetime[1:])
-    return replace(rule, whole_steps=whole_steps) if isinstance(rule, _ForgettingRule) else rule
+    if not isinstance(rule, ForgettingRule):
+        return rule
+    return replace(rule, whole_steps=whole_steps, open_tokens=open_tokens)
 
 
 def _maps(index: Collection[PageKey]) -> Sequence[Collection[PageKey]]:

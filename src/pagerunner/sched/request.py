@@ -12,7 +12,8 @@ class Sequence:
     """One request's progress. Plain attributes: the scheduler is the only writer.
 
     `tokens` are prompt and output as far as the host knows them. Plans in flight have sampled or will sample `pending` more.
-    Positions below `scheduled` are in a plan. Positions below `refill` get their token from `tokens`; later positions get the
+    Positions below `scheduled` are in a plan; with `drafts` of plans in flight only some of these become tokens, and `scheduled` is the most that
+    there can be. The device has up to `drafts` guesses of what its next row computes. Positions below `refill` get their token from `tokens`; later positions get the
     token that the device sampled. `in_flight` counts the plans with a row of this sequence. A `blocked` sequence can't be
     scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight. While it waits, `looked_up` says that
     no other memory need be asked for its pages, and `awaits_transfer` that pages are on their way. Of its `cached_tokens` those whose pages came
@@ -20,7 +21,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
+        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
         "max_total",
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
@@ -54,7 +55,7 @@ class Sequence:
         self.pending = 0
         self.sampled_in = -1  # the number of the last step that samples for it
         self.in_flight = 0
-        self.refill = 0
+        self.refill = self.drafts = 0
         self.cached_tokens = -1  # unknown before the first admission
         self.external_tokens, self.found = 0, (0, 0)
         self.admitted_time = 0.0  # monotonic, of the first admission

@@ -27,6 +27,8 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
         sequence.pending -= row.samples
         if sequence.finished:
             continue
+        if row.num_tokens > len(token_ids) and not row.tokens and sequence.grant is not None:
+            sequence.scheduled -= row.num_tokens - len(token_ids)  # drafts that were wrong
         try:
             if more and (update := _end_row(state, sequence, row, number, result)) is not None:
                 updates.append(update)
@@ -76,8 +78,10 @@ def _append(
                 break
     state.counts.generated += len(token_ids)
     grant = sequence.grant
-    if grant is not None and sequence.scheduled >= grant.next_publish:
-        state.manager.publish(grant, tokens, min(sequence.scheduled, len(tokens)))
+    if (
+        grant is not None and sequence.scheduled >= grant.next_publish
+    ):  # the next row in flight begins with the last token
+        state.manager.publish(grant, tokens, len(tokens) - (not sequence.pending))
     if reason is not None:
         return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
     if sequence.guide is not None:

@@ -17,6 +17,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
 from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import DraftLength
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.live import LiveRequest, live_requests, why_first_waits
 from pagerunner.sched.pace import Pace
@@ -70,8 +71,11 @@ class Scheduler:
         load_failure: Literal["recompute", "fail"] = "recompute",
         costs: CostModel | None = None,
         target_itl: float | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
-        """`load_failure`: what becomes of a request whose pages don't come back from another memory."""
+        """`load_failure`: what becomes of a request whose pages don't come back from another memory. `draft_length` chooses how many drafts
+        rows have; without it they have none.
+        """
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
@@ -85,6 +89,7 @@ class Scheduler:
             enable_chunked_prefill=enable_chunked_prefill,
             stages=min(stages, max_in_flight),
             pace=Pace(costs, target_itl, max_num_batched_tokens) if costs is not None and target_itl else None,
+            draft_length=draft_length,
         )
 
     # -- requests

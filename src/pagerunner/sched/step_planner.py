@@ -7,6 +7,7 @@ import time
 from itertools import islice
 
 from pagerunner.memory.grant import Grant
+from pagerunner.sched.draft_length import DraftLength, FixedLength
 from pagerunner.sched.pace import NoPace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
@@ -18,6 +19,10 @@ _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the devic
 
 class StepPlanner:
     """Running sequences come first, in order. Then waiting ones are admitted while slots, tokens and pages last.
+
+    A row that generates has one token, and after it the drafts that `draft_length` chooses. Until the steps before are committed, only bounds of
+    its start are known. Example: a sequence of 100 tokens has two plans in flight with 3 drafts each. Its next row begins at position 101 at the
+    least, and at 107 at the most. A row doesn't go beyond the sequence's longest length, however many drafts are right.
 
     With several `stages`, sequences that generate take turns, so that stages work on steps that don't wait for each other's tokens. Example: of
     5 sequences and 2 stages 3 are in one step, 2 in the next, and then the 3 again.
@@ -31,8 +36,11 @@ class StepPlanner:
         enable_chunked_prefill: bool,
         stages: int = 1,
         pace: NoPace | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self._state, self._pace = state, pace or NoPace()
+        self._draft_length = draft_length or FixedLength(0)
+        self._drafts = 0  # of the plan in the making
         self._manager = state.manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
@@ -46,7 +54,9 @@ class StepPlanner:
         sequences: list[Sequence] = []
         admitted: list[SlotInit] = []
         preempted = state.counts.preemptions
-        self._pace.begin(state.running, 0)
+        if self._draft_length.most:
+            self._drafts = self._choose_drafts()
+        self._pace.begin(state.running, self._drafts)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
             state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
@@ -62,7 +72,7 @@ class StepPlanner:
             state.counts.step_sizes.add(state.counts.last_step_tokens)
         writes = manager.take_table_writes()
         saves = manager.end_plan(
-            (sequence.grant, row.start, row.start + row.num_tokens)
+            (sequence.grant, *_certain(row, sequence))
             for row, sequence in zip(rows, sequences, strict=True)
             if sequence.grant is not None
         )
@@ -76,10 +86,18 @@ class StepPlanner:
             state_saves=saves,
             transfers=manager.take_transfers(),
             masks=_masks(rows, sequences) if state.guided else {},
+            num_drafts=self._drafts,
         )
         state.counts.steps += 1
         state.in_flight.append((plan, sequences))
         return plan
+
+    def _choose_drafts(self) -> int:
+        """Drafts that the plan's rows have made for them. All rows that generate have room for as many in one step."""
+        running = self._state.running
+        room = self._max_num_batched_tokens // max(len(running), 1) - 1
+        keys = sum(sequence.scheduled for sequence in running)
+        return max(min(self._draft_length.choose(len(running), keys), room), 0)
 
     def _schedule_running(
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], turn: int | None = None
@@ -101,12 +119,20 @@ class StepPlanner:
                 if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
                     continue
                 generating -= 1
-            end = total if total - start <= budget else start + budget
-            if start < sequence.refill and (end := self._pace.end(start, end)) == start:
-                continue
+            low = None
+            if start >= sequence.refill and (start >= total or sequence.drafts):  # drafts in flight, or there for it
+                if start >= sequence.max_total:
+                    continue  # it may be complete
+                low = total - 1
+                most = min(sequence.max_total - max(start, total), budget)
+                end = start + min(1 + min(sequence.drafts, self._drafts), most)
+            else:
+                end = total if total - start <= budget else start + budget
+                if start < sequence.refill and (end := self._pace.end(start, end)) == start:
+                    continue
             grant = sequence.grant
             assert grant is not None
-            if end > grant.capacity and not (end := self._grow(sequence, grant, start, end)):
+            if end > grant.capacity and not (end := self._grow(sequence, grant, start, end, low)):
                 if sequence.grant is None:
                     break
                 continue
@@ -115,6 +141,7 @@ class StepPlanner:
                 sequence.scheduled = end
                 sequence.in_flight += 1
                 sequence.pending += 1
+                sequence.drafts = self._drafts
                 sequence.sampled_in = step
                 rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
             else:
@@ -122,14 +149,21 @@ class StepPlanner:
             sequences.append(sequence)
         return budget
 
-    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int) -> int:
+    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int, low: int | None) -> int:
         """`KVManager.grow`, which may preempt other sequences for their pages. Returns the end.
 
-        0 if the sequence itself was preempted. 0, too, if it waits: for the next step, which may move more pages together, or
-        for a transfer to end.
+        0 if the sequence itself was preempted. 0, too, if it waits: for the next step, which may move more pages together,
+        for a transfer to end, or for steps in flight that may have accepted fewer drafts. Drafts are left out before anybody is preempted.
         """
-        while not (found := self._manager.grow(grant, start, end)):
+        while not (found := self._manager.grow(grant, start, end, low)):
             if self._manager.waits:
+                return 0
+            if low is not None and end > start + 1:
+                end = start + 1
+                if end <= grant.capacity:
+                    return end
+                continue
+            if low is not None and start > low:
                 return 0
             # Rows already in this plan belong to sequences before this one, so the victim has none.
             self._state.preempt(victim := self._state.running.pop())
@@ -151,6 +185,7 @@ class StepPlanner:
         sequence.pending += samples
         if samples:
             sequence.sampled_in = self._state.counts.steps
+            sequence.drafts = self._drafts if sequence.guide is None else 0
         if end >= grant.next_publish:
             self._manager.publish(grant, tokens, end)
         if samples and sequence.parent_id:
@@ -246,6 +281,13 @@ class StepPlanner:
                 rows.append(self._row(sequence, grant, start, end))
                 sequences.append(sequence)
         return budget
+
+
+def _certain(row: StepRow, sequence: Sequence) -> tuple[int, int]:
+    """The least first position of a row of the plan that was made last, and the most that it computes for certain: a prompt's part, or one token."""
+    if row.tokens:
+        return row.start, row.start + row.num_tokens
+    return len(sequence.tokens) + sequence.pending - 2, row.start + 1
 
 
 def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, bytes]:

@@ -29,8 +29,9 @@ class SlotInit(msgspec.Struct, frozen=True):
 class StepRow(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on.
 
-    `tokens` are the ids of a prompt's part. A row that generates has none: the device knows the slot's last token and where that is.
-    With `samples` the last position's logits are sampled.
+    `tokens` are the ids of a prompt's part. A row that generates has none: the device knows the slot's last token, where that is, and the
+    drafts that follow it, of which the row has `num_tokens` - 1. Its `start` is the latest that is possible. With `samples` the last position's
+    logits are sampled; of a row with drafts those of all positions, up to the first draft that isn't the token sampled before it.
     """
 
     slot: int
@@ -105,6 +106,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     and stored once its forward has run. No step touches pages that are loaded, and none writes pages that are stored. A plan
     without rows is made where only transfers are to begin.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
+    After the step, `num_drafts` drafts are made for each slot that samples, for its next row.
     Where there are several teams of ranks, `most_tokens` are those of the team that has most of them in this step, and `graphs` says which graphs
     suit the rows of all. So all ranks choose alike. A team's plan has no rows if others alone have something to do.
     """
@@ -118,6 +120,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     state_saves: list[StateSave] = []
     transfers: list[PageTransfer] = []
     masks: dict[int, bytes] = {}
+    num_drafts: int = 0
     most_tokens: int = 0
     graphs: Literal["none", "mixed", "decode"] = "none"
 
@@ -134,7 +137,8 @@ class TeamsPlan(StepPlan, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list.
+    """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list. A row with drafts has one
+    token and as many more as drafts were right.
 
     `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
     that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a

@@ -1,0 +1,156 @@
+"""What the scheduler plans for rows with drafts, whose number of tokens only the device knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.plans import one_group
+from pagerunner.memory.manager import KVManager
+from pagerunner.sched.draft_length import DraftLength, FixedLength, LengthByRows
+from pagerunner.sched.scheduler import Scheduler
+from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
+
+
+def scheduler_of(drafts: int | DraftLength = 3, pages: int = 40, **limits: int) -> Scheduler:
+    length = FixedLength(drafts) if isinstance(drafts, int) else drafts
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 16 * pages, "max_in_flight": 2, **limits}
+    return Scheduler(KVManager(one_group(pages)), draft_length=length, **given)
+
+
+def add(scheduler: Scheduler, prompt: int, max_tokens: int = 100, name: str = "a") -> EngineRequest:
+    tokens = [len(name) * 1000 + at for at in range(prompt)]
+    request = EngineRequest(
+        request_id=name,
+        prompt_token_ids=tokens,
+        params=SamplingParams(max_tokens=None),
+        seed=0,
+        max_tokens=max_tokens,
+    )
+    scheduler.add(request)
+    return request
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, *tokens: list[int]) -> list[RequestUpdate]:
+    return scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=list(tokens)))
+
+
+def bounds(plan: StepPlan) -> list[tuple[int, int]]:
+    return [(row.start, row.num_tokens) for row in plan.rows]
+
+
+def test_plans_go_on_from_the_most_that_may_be_accepted_and_commits_lower_it() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, 30)
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    assert (bounds(first), first.num_drafts) == ([(0, 30)], 3)
+    assert (bounds(second), second.num_drafts) == ([(30, 4)], 3), "the token that the first one samples, and 3 drafts"
+    commit(scheduler, first, [7])
+    third = plan_of(scheduler)
+    assert bounds(third) == [(34, 4)], "at most: between 31 and 34"
+    (update,) = commit(scheduler, second, [8, 9])
+    assert update.new_token_ids == [8, 9]
+    assert bounds(plan_of(scheduler)) == [(36, 4)], "two of four drafts were wrong"
+    commit(scheduler, third, [10, 11, 12, 13])
+    assert bounds(plan_of(scheduler)) == [(40, 4)]
+
+
+def test_only_what_is_certainly_computed_is_found_by_others() -> None:
+    scheduler = scheduler_of(max_in_flight=1)
+    prompt = add(scheduler, 30).prompt_token_ids
+    commit(scheduler, plan_of(scheduler), [7])
+    commit(scheduler, plan_of(scheduler), [8])
+    text = [*prompt, 7, 8, 99]
+    chain = scheduler.manager.chain()
+    assert scheduler.manager.cached_tokens(chain, text) == 16, "of 32 tokens the last one isn't computed yet"
+    plan = plan_of(scheduler)
+    commit(scheduler, plan, [99])
+    assert scheduler.manager.cached_tokens(scheduler.manager.chain(), text) == 32
+
+
+@pytest.mark.parametrize(("max_tokens", "wanted"), [(2, 1), (3, 2), (4, 3), (100, 4)])
+def test_a_row_has_no_drafts_beyond_its_requests_end(max_tokens: int, wanted: int) -> None:
+    scheduler = scheduler_of()
+    add(scheduler, 30, max_tokens)
+    plan_of(scheduler)
+    assert bounds(plan_of(scheduler)) == [(30, wanted)]
+
+
+def test_a_request_waits_where_it_may_have_ended_and_ends_where_it_has() -> None:
+    scheduler = scheduler_of(max_in_flight=3)
+    add(scheduler, 30, 5)
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    third = plan_of(scheduler)
+    assert bounds(third) == [(34, 1)], "the last position that the request can have"
+    commit(scheduler, first, [7])
+    assert scheduler.schedule() is None
+    commit(scheduler, second, [8])
+    commit(scheduler, third, [9])
+    fourth = plan_of(scheduler)
+    assert bounds(fourth) == [(32, 2)], "33 tokens are known, and 35 are the most"
+    (update,) = commit(scheduler, fourth, [10, 11])
+    assert (update.new_token_ids, update.finish_reason) == ([10, 11], "length")
+
+
+def test_tokens_after_the_one_that_ends_a_request_are_dropped() -> None:
+    scheduler = scheduler_of()
+    request = EngineRequest(
+        request_id="a", prompt_token_ids=[1, 2], params=SamplingParams(max_tokens=None, stop_token_ids=[9]), seed=0, max_tokens=50,
+    )  # fmt: skip
+    scheduler.add(request)
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    commit(scheduler, first, [7])
+    (update,) = commit(scheduler, second, [8, 9, 10, 11])
+    assert (update.new_token_ids, update.finish_reason, update.stop_reason) == ([8, 9], "stop", 9)
+    assert scheduler.stats().generation_tokens_total == 3
+
+
+def test_drafts_are_left_out_before_anybody_is_preempted() -> None:
+    scheduler = scheduler_of(pages=4, max_in_flight=1)
+    add(scheduler, 31, 20, name="a")
+    add(scheduler, 31, 20, name="bb")
+    commit(scheduler, plan_of(scheduler), [7], [8])
+    assert bounds(plan_of(scheduler)) == [(31, 1), (31, 1)]
+    assert scheduler.stats().preemptions_total == 0
+
+
+def test_a_row_whose_length_is_uncertain_waits_before_anybody_is_preempted() -> None:
+    scheduler = scheduler_of(pages=4)
+    add(scheduler, 30, 20, name="a")
+    add(scheduler, 30, 20, name="bb")
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    assert bounds(second) == [(30, 1), (30, 1)], "there are no pages for positions from 32 on"
+    commit(scheduler, first, [7], [8])
+    assert bounds(plan_of(scheduler)) == [(31, 1), (31, 1)]
+    commit(scheduler, second, [7], [8])
+    assert scheduler.stats().preemptions_total == 0
+
+
+def test_rows_share_a_step_however_few_tokens_it_has() -> None:
+    scheduler = scheduler_of(drafts=7, max_num_batched_tokens=8, max_in_flight=1)
+    for name in ("a", "bb", "ccc"):
+        add(scheduler, 2, name=name)
+    commit(scheduler, plan_of(scheduler), [7], [8], [9])
+    assert plan_of(scheduler).num_drafts == 1, "2 tokens for each of 3 rows"
+
+
+def test_a_choice_of_drafts_counts_from_the_next_row_on() -> None:
+    scheduler = scheduler_of(drafts=LengthByRows([(1, 3), (2, 0)]), max_in_flight=1)
+    add(scheduler, 4, name="a")
+    commit(scheduler, plan_of(scheduler), [7])
+    add(scheduler, 4, name="bb")
+    both = plan_of(scheduler)
+    assert (bounds(both), both.num_drafts) == ([(4, 4), (0, 4)], 3), "one was running when the number was chosen"
+    commit(scheduler, both, [8, 9], [7])
+    without = plan_of(scheduler)
+    assert (bounds(without), without.num_drafts) == ([(6, 1), (4, 1)], 0), "drafts that nobody wants any more"
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(1, 4), (8, 4), (9, 2), (16, 2), (17, 2), (31, 2), (32, 0), (500, 0)])
+def test_numbers_by_rows(rows: int, wanted: int) -> None:
+    assert LengthByRows([(1, 4), (9, 2), (32, 0)]).choose(rows, 1000) == wanted
