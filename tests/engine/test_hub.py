@@ -40,7 +40,8 @@ from pagerunner.errors import PagerunnerError
 for options in json.loads(sys.argv[1]):
     try:
         args = fetch_checkpoint(EngineArgs(**options), show_progress=False)
-        print(json.dumps({"model": args.model, "tokenizer": args.tokenizer, "name": args.served_model_name}))
+        found = {"model": args.model, "tokenizer": args.tokenizer, "name": args.served_model_name}
+        print(json.dumps(found | ({"drafter": args.speculative_config} if args.speculative_config else {})))
     except PagerunnerError as error:
         print(json.dumps({"error": str(error)}))
 """
@@ -123,6 +124,30 @@ def test_shards_are_those_that_the_index_of_the_same_commit_names(client: Client
     assert all((directory / name).is_file() for name in names)
     asked = [path for _, path, _ in client.hub.requests if "/resolve/" in path]
     assert all(f"/resolve/{COMMIT}/" in path for path in asked)
+
+
+def test_a_drafter_comes_as_a_model_does(client: Client, tmp_path: Path) -> None:
+    client.hub.repositories["org/Tiny-eagle3"] = sharded(tmp_path) | JUNK
+    wish = {"model": "org/Tiny-eagle3", "num_speculative_tokens": 2}
+    client.hub.repositories["org/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"p"}
+    wishes: list[Any] = [
+        wish,
+        {**wish, "revision": "v1"},
+        {"model": "demo"},
+        {"model": "org/pickled"},
+        {"model": str(tmp_path), "revision": "v1"},
+    ]
+    one, two, demo, pickled, local = client.fetch_each([{"speculative_config": each} for each in wishes])
+    directory = Path(one["drafter"]["model"])
+    assert (
+        "eagle3" in str(directory)
+        and (directory / "model.safetensors-00001-of-00003.safetensors").is_file()
+        and two == one
+    )
+    assert not (directory / "tokenizer.json").exists() and one["drafter"]["num_speculative_tokens"] == 2
+    assert demo["drafter"]["model"] == str(demo_path())
+    assert "org/pickled on the hub has no model.safetensors. Only safetensors are read" in pickled["error"]
+    assert "revision='v1' is of a repository on the hub" in local["error"]
 
 
 def test_dummy_weights_are_not_fetched(client: Client) -> None:

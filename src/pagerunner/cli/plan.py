@@ -55,13 +55,13 @@ def run(namespace: argparse.Namespace) -> int:
     if model is None:
         note(namespace, "No model named: planning for the demo model inside the package.")
         model = str(demo_model_path())
-    from pagerunner.engine.startup.hub import fetch_config
+    from pagerunner.engine.startup.hub import fetch_config, fetch_drafter
 
     place = fetch_config(
         find_model(model)[0], getattr(namespace, "revision", None), getattr(namespace, "download_dir", None)
     )
     with _directory(place) as directory:
-        args = engine_args(namespace, directory)
+        args = fetch_drafter(engine_args(namespace, directory), weights=False)
         from pagerunner.engine.startup.resolve import resolve
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state
         from pagerunner.memory.report import plan_json, plan_table

@@ -22,6 +22,8 @@ from typing import Any
 import msgspec
 
 from pagerunner.config import EngineArgs
+from pagerunner.demo import find_model
+from pagerunner.engine.startup.speculation import read_options
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.json_files import read_json
 
@@ -59,7 +61,7 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
         fetched = _fetch(args.model, args.revision, args.download_dir, (*_MODEL_FILES, *_TOKENIZER_FILES))
         directory = _with_config(args.model, fetched)
         if args.load_format != "dummy":
-            _fetch_weights(args, directory, show_progress)
+            _fetch_weights(args.model, args.download_dir, directory, show_progress)
         found |= {"model": str(directory), "served_model_name": args.served_model_name or args.model}
     elif args.revision is not None and not Path(args.model).exists():
         raise CheckpointError(f"There is no model directory {args.model}, and it is not a name on the hub (ORG/NAME).")
@@ -70,7 +72,37 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
         )
     elif args.tokenizer_revision is not None and args.tokenizer is None:
         raise ConfigError("tokenizer_revision needs tokenizer: the model's own comes with revision.")
-    return msgspec.structs.replace(args, **found) if found else args
+    return fetch_drafter(
+        msgspec.structs.replace(args, **found) if found else args,
+        weights=args.load_format != "dummy",
+        show_progress=show_progress,
+    )
+
+
+def fetch_drafter(args: EngineArgs, *, weights: bool, show_progress: bool = False) -> EngineArgs:
+    """`args` with the directory of a drafter that speculative_config names as on the hub, or as a demo. Of one on the hub the config comes, and its `weights` if wanted.
+
+    Raises:
+        CheckpointError: as `fetch_checkpoint`.
+    """
+    options = read_options(args.speculative_config)
+    if options is None or options.model is None:
+        return args
+    place, demo = find_model(options.model)
+    if demo is None and not is_hub_name(options.model):
+        if options.revision is not None:
+            raise ConfigError(
+                f"speculative_config: revision={options.revision!r} is of a repository on the hub, and model={options.model!r} is none. Leave it out."
+            )
+        return args
+    if demo is None:
+        wanted = (*_CONFIG_FILES, _INDEX)
+        directory = _with_config(options.model, _fetch(options.model, options.revision, args.download_dir, wanted))
+        if weights:
+            _fetch_weights(options.model, args.download_dir, directory, show_progress)
+        place = str(directory)
+    given = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+    return msgspec.structs.replace(args, speculative_config={**given, "model": place, "revision": None})
 
 
 def fetch_config(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
@@ -90,7 +122,7 @@ def _with_config(model: str, directory: Path) -> Path:
     return directory
 
 
-def _fetch_weights(args: EngineArgs, directory: Path, show_progress: bool) -> None:
+def _fetch_weights(model: str, download_dir: str | None, directory: Path, show_progress: bool) -> None:
     """Download the weights of the commit that `directory` is a snapshot of."""
     commit = directory.name
     names = {"model.safetensors"}
@@ -98,12 +130,12 @@ def _fetch_weights(args: EngineArgs, directory: Path, show_progress: bool) -> No
         weight_map = read_json(directory / _INDEX).get("weight_map")
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise CheckpointError(f"{args.model}: {_INDEX} has no weight_map of tensor names to plain file names.")
-    _fetch(args.model, commit, args.download_dir, tuple(map(glob.escape, sorted(names))), show_progress)
+            raise CheckpointError(f"{model}: {_INDEX} has no weight_map of tensor names to plain file names.")
+    _fetch(model, commit, download_dir, tuple(map(glob.escape, sorted(names))), show_progress)
     missing = [name for name in sorted(names) if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{args.model} on the hub has no {missing[0]}. Only safetensors are read, never pickles (*.bin, *.pt) or GGUF; "
+            f"{model} on the hub has no {missing[0]}. Only safetensors are read, never pickles (*.bin, *.pt) or GGUF; "
             "look for a repository of the model that has them."
         )
 
