@@ -23,6 +23,8 @@ long pagerunner_threads(const char *commands, long bytes, long most) { return mo
 long pagerunner_bytes(long kind) { return kind; }
 long pagerunner_scratch(const char *commands, long bytes, long threads) { return 0; }
 long pagerunner_run(const char *commands, long bytes, float *scratch, long threads) { return 0; }
+void pagerunner_suffix_extend(void) {}
+double pagerunner_suffix_best(void) { return 0; }
 int pagerunner_init(void *parallel, void *thread, void *threads) { return 8; }
 """
 

@@ -5,6 +5,7 @@
 #include "mixture.h"
 #include "latent.h"
 #include "recurrent.h"
+#include "suffix.h"
 
 // Commands stand one behind another: a header, then the command's structure. Sizes are multiples of 8.
 typedef struct {
