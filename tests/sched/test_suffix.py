@@ -24,7 +24,7 @@ def model(text: Sequence[int], tail: Sequence[int], most: int, above: float, bou
     """What an index of `text` should say, from the texts alone. `tail` may be the text itself."""
     tokens: list[int] = []
     for least in LENGTHS:
-        if len(tail) < least:
+        if min(len(tail), bounds.longest) < least:
             continue
         ends = [
             end
