@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from helpers.attention_cases import Case, check_sampled, plain
-from helpers.paged_kernels import check_attention, check_projected, check_store
+from helpers.paged_kernels import (
+    check_attention,
+    check_drafts,
+    check_projected,
+    check_projected_drafts,
+    check_store,
+)
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
 
 pytest.importorskip("triton")
+
+from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 ONE = (plain(3, 1), plain(0, 1), plain(1700, 1), *[plain(20 + 37 * i, 1) for i in range(30)])
@@ -128,3 +136,44 @@ def test_a_long_row_in_the_library() -> None:
     check_attention(Case((plain(0, 4096),), 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
     rows = (plain(0, 4096), plain(0, 4096), plain(0, 8192))
     check_attention(Case(rows, 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
+
+
+DRAFTS = (plain(1700, 4), plain(0, 1), plain(3, 2), plain(126, 4), plain(0, 3))
+MORE_DRAFTS = (*DRAFTS, *[plain(20 + 37 * i, 1 + i % 4) for i in range(90)])
+SHARED_DRAFTS = (plain(1100, 4), *[plain(1030 + i, 1 + i % 4, 64) for i in range(40)])
+ROWS = {"few": DRAFTS, "many": MORE_DRAFTS, "shared": SHARED_DRAFTS}
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, E5M2])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (4, 8, 128), (8, 8, 64), (2, 8, 256), (3, 1, 80)])
+def test_strided_batches(kv_heads: int, group: int, dim: int, rows: tuple, kv_dtype: torch.dtype) -> None:
+    case = Case(rows, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=kv_dtype, padding=3)
+    check_drafts(case, 4, "cuda", **CLOSE)
+
+
+@pytest.mark.parametrize("group", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("stride", [2, 3, 5, 8])
+@pytest.mark.parametrize("reach", [None, Reach(128), Reach(64, chunked=True)], ids=["full", "window", "chunk"])
+def test_strides_and_groups(group: int, stride: int, reach: Reach | None) -> None:
+    rows = tuple(plain(start, 1 + i % stride) for i, start in enumerate((62, 0, 1000, 63, 127, 128, 300)))
+    case = Case(rows, 16, 2, group, 128, dtype=BF16, kv_dtype=BF16, reach=reach, sinks=True, softcap=3.0)
+    check_drafts(case, stride, "cuda", **CLOSE)
+    check_projected_drafts(case, stride, "cuda", atol=6e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(("group", "stride"), [(4, 2), (4, 4), (4, 8), (8, 8), (1, 8), (16, 4)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_drafts_get_what_rows_of_one_token_get(
+    monkeypatch: pytest.MonkeyPatch, group: int, stride: int, dim: int
+) -> None:
+    """Bit for bit, where slices cut no row: as many multiprocessors as make one slice."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 1)
+    rows = tuple(plain(start, stride) for start in (0, 62, 500, 127, 1300))
+    check_drafts(Case(rows, 16, 4, group, dim, dtype=BF16, kv_dtype=BF16), stride, "cuda", **CLOSE, equal=True)
+
+
+@pytest.mark.parametrize("stride", [4, 8])
+def test_drafts_store_fp8_pages(stride: int) -> None:
+    case = Case(DRAFTS, 16, 8, 4, 128, dtype=BF16, kv_dtype=E4M3, padding=2)
+    check_projected_drafts(case, stride, "cuda", atol=6e-2, rtol=0.26)

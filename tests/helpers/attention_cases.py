@@ -45,6 +45,7 @@ class Case:
     softcap: float = 0.0
     padding: int = 0  # rows and tokens that a graph has beyond the step's own
     spare_columns: int = 0  # of the page table, for backends that read whole tables
+    drafts: bool = False  # all of the step's tokens have pages, as any may be the row's last
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -120,7 +121,7 @@ def make_step(case: Case, device: str = "cpu", seed: int = 0) -> Step:
         oldest, kept_from = 0, row.start
         if case.reach is not None:  # what this step doesn't read, and what no later step reads, is in no page
             oldest = max(case.reach.oldest(row.start), 0)
-            kept_from = max(case.reach.oldest(length), row.start)
+            kept_from = row.start if case.drafts else max(case.reach.oldest(length), row.start)
         pages: list[int] = []
         if i and case.reach is None:
             parent = row.parent % i
@@ -218,6 +219,28 @@ def padded(rows: StepRows, count: int) -> StepRows:
         row_T=more(rows.row_T, -1),
         positions_T=more(rows.positions_T, 0),
     )
+
+
+def strided(rows: StepRows, stride: int, more: int = 0) -> tuple[StepRows, torch.Tensor]:
+    """The same rows with room for `stride` tokens each, and `more` rows of padding; and the places of the tokens there."""
+    count, device = rows.num_rows, rows.row_T.device
+    row_T = rows.row_T.long()
+    places = row_T * stride + torch.arange(rows.num_tokens, device=device) - rows.query_start_R1[row_T]
+    total = (count + more) * stride
+
+    def spread(x: torch.Tensor, value: int) -> torch.Tensor:
+        return x.new_full((total,), value).index_copy_(0, places, x)
+
+    of_rows = replace(
+        padded(rows, more),
+        query_start_R1=torch.arange(0, total + 1, stride, dtype=torch.int32, device=device),
+        row_T=spread(rows.row_T, -1),
+        positions_T=spread(rows.positions_T, 0),
+        max_query_len=stride,
+        one_token=False,
+        stride=stride,
+    )
+    return of_rows, places
 
 
 def make_call(case: Case, step: Step, batch: ForwardBatch, inputs: Heads | Projection, **more: Any) -> AttentionCall:

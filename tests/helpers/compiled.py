@@ -37,7 +37,8 @@ from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
 from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
 from pagerunner.ops.kernels.moe_streams import streams_config
 from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
-from pagerunner.ops.kernels.paged_attention import FEW_ROWS, few_tiles, merged_at_once
+from pagerunner.ops.kernels.paged_attention import FEW_ROWS, draft_tiles, few_tiles, merged_at_once
+from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
@@ -241,6 +242,43 @@ def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
     strides = [name for name in few_kernel.arg_names if re.search("_s[tehs]$", name)]
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
     return gluon(few_kernel, types, constants, pointers + strides, ASTSource, **options)
+
+
+def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict[str, Any]:
+    """Decode attention of several tokens a row, `ops/kernels/paged_drafts.py`, as it is launched for bfloat16."""
+    tiles, count, tokens = draft_tiles(padded(dim) * (1 if fp8 else 2), group, stride, fp8, few_rows)
+    constants = {
+        "S": 132 * tiles.programs // 8,
+        "K": 8,
+        "G": group,
+        "STRIDE": stride,
+        "TOKENS": tokens,
+        "M": tiles.rows,
+        "TILES": count,
+        "D": dim,
+        "DP": padded(dim),
+        "DV": dim,
+        "DVP": padded(dim),
+        "PAGE": 16,
+        "BN": tiles.keys,
+        "REACH": False,
+        "SHARED": not few_rows,
+        "SINKS": False,
+        "SOFTCAP": False,
+        "FP8": tl.float8e4nv if fp8 else None,
+        "TO": tl.float16 if fp8 else tl.bfloat16,
+        "PDL": True,
+        "EARLY": few_rows,
+    }
+    pointers = [name for name in drafts_kernel.arg_names if name.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("kp_ptr", "vp_ptr"), "*u8" if fp8 else "*bf16")
+    types |= dict.fromkeys(("position_ptr", "table_ptr"), "*i64")
+    types |= dict.fromkeys(("row_ptr", "begin_ptr", "unit_ptr", "counter_ptr", "shared_count_ptr"), "*i32")
+    types |= dict.fromkeys(("part_ptr", "sums_ptr", "scales_ptr", "shared_ptr", "shared_sums_ptr"), "*fp32")
+    strides = [name for name in drafts_kernel.arg_names if re.search("_s[tehs]$", name)]
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
+    return gluon(drafts_kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
 @triton.jit

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from helpers.attention_cases import FP8, Case, Step, make_batch, make_step, padded_heads
+from helpers.attention_cases import FP8, Case, Step, make_batch, make_step, padded_heads, strided
+from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.paged import PagedBackend
-from pagerunner.batch import KVPages
+from pagerunner.batch import ForwardBatch, KVPages, StepRows
 from pagerunner.ops.paged_attention import (
     HeadPrep,
+    PagedPlan,
     Scores,
     paged_attention,
     prepare_heads_,
@@ -161,4 +163,74 @@ def check_projected(
         again = projected_attention.kernel(qkv.clone(), prep, got_pages, *args[1:])
         assert torch.equal(again, got)
     torch.testing.assert_close(got, want, atol=atol * loud, rtol=rtol)
+    assert_pages_close(got_pages, want_pages, rtol, 1e-2 if case.dtype == torch.bfloat16 else atol)
+
+
+def in_strides(case: Case, batch: ForwardBatch, stride: int) -> tuple[StepRows, PagedPlan, torch.Tensor]:
+    """The batch as a strided one in a graph, with as many more rows as the case has padding: its rows, the plan, and where tokens are."""
+    rows, places = strided(batch.rows, stride, case.padding)
+    group, backend = batch.groups[0], PagedBackend()
+    shape = GraphShape(rows.num_rows, rows.num_tokens, rows.max_seq_len)
+    inputs = PlanInputs(rows, [], [], [], group.page_table, case.page_tokens, case.reach)
+    return rows, backend.plan(inputs, backend.new_state(shape)), places
+
+
+def spread(x: torch.Tensor, places: torch.Tensor, count: int, value: float) -> torch.Tensor:
+    """The tokens of `x` at their places among `count`."""
+    return x.new_full((count, *x.shape[1:]), value).index_copy_(0, places, x)
+
+
+def check_drafts(
+    case: Case, stride: int, device: str, atol: float = 2e-5, rtol: float = 2e-5, *, equal: bool = False
+) -> None:
+    """`paged_attention` of a strided batch against the twin's of the same rows without room for more tokens. `equal`: bit for bit what the
+    kernel for rows of one token gives to the rows' first tokens, to their second ones, and so on.
+    """
+    step = make_step(replace(case, drafts=True), device)
+    batch = make_batch(step, replace(case, padding=0), PagedBackend())
+    rows, plan, places = in_strides(case, batch, stride)
+    group, pages, scores = batch.groups[0], step.layer, Scores(step.scale, case.softcap, step.sinks)
+    store_kv_.twin(step.k, step.v, pages, step.write_entry, step.write_offset)
+    want = paged_attention.twin(
+        step.q, step.k, step.v, pages, group.page_table, batch.rows, replace(group.plan, scratch={}), scores
+    )
+    heads = [spread(x, places, rows.num_tokens, 10.0) for x in (step.q, step.k, step.v)]
+    args = (*heads, pages, group.page_table, rows, plan, scores)
+    twin = paged_attention.twin(*args)
+    torch.testing.assert_close(twin[places], want, atol=atol, rtol=rtol)
+    for _ in range(2):  # a second layer reuses what the first computed
+        got = paged_attention.kernel(*args)
+        torch.testing.assert_close(got, twin, atol=atol, rtol=rtol)
+    one_token = replace(group.plan, one_token=True)
+    for number in range(stride) if equal else ():
+        at = (places % stride == number).nonzero().squeeze(-1)
+        heads = [x.index_select(0, at) for x in (step.q, step.k, step.v)]
+        alone, fresh = batch.rows.of_tokens(at), replace(one_token, scratch={})
+        one = paged_attention.kernel(*heads, pages, group.page_table, alone, fresh, scores)
+        assert torch.equal(got[places[at]], one)
+
+
+def check_projected_drafts(case: Case, stride: int, device: str, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    """`projected_attention` of a strided batch against its twin: what it returns, and what it leaves in pages."""
+    step = make_step(replace(case, drafts=True), device)
+    batch = make_batch(step, replace(case, padding=0), PagedBackend())
+    rows, plan, places = in_strides(case, batch, stride)
+    heads, dim, total = step.q.shape[1], case.head_dim, rows.num_tokens
+    gen = torch.Generator().manual_seed(5)
+    qkv = torch.randn(total, heads + 2 * case.kv_heads, dim, generator=gen).to(case.dtype).to(device)
+    angle = torch.randn(total, 1, dim // 2, generator=gen)
+    cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
+    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
+    write = (
+        spread(step.write_entry, places, total, -1).to(torch.int64),
+        spread(step.write_offset, places, total, 0).to(torch.int64),
+    )
+    scores, results = Scores(step.scale, case.softcap, step.sinks), []
+    for run in (projected_attention.twin, projected_attention.kernel):
+        pages, _ = snapshot(step)
+        plan.scratch.clear()
+        results.append((run(qkv.clone(), prep, pages, *write, batch.groups[0].page_table, rows, plan, scores), pages))
+    (want, want_pages), (got, got_pages) = results
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
     assert_pages_close(got_pages, want_pages, rtol, 1e-2 if case.dtype == torch.bfloat16 else atol)

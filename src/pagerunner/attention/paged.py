@@ -46,6 +46,7 @@ class PagedBackend:
         wanted=True,
         graphs=True,
         min_sharing_rows=MIN_SHARING_ROWS,
+        drafts=True,
         triton=True,
     )
     ops: ClassVar[PagedOps] = PagedOps(store_kv_, prepare_heads_, paged_attention, projected_attention)

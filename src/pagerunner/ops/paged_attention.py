@@ -167,12 +167,14 @@ def paged_attention(
     """Causal attention of every token over its sequence, [T, H, V], after `store_kv_`. Padding tokens give zeros.
 
     A row's past is in its pages, which the group's table of all slots gives. A row's tokens of this step are in k and v. Tokens
-    that later steps read are in pages too.
+    that later steps read are in pages too. In a strided batch all tokens are, and kernels need not read k and v.
     """
     out_THV = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_TKV.shape[2])
     slots, starts, lengths = (x.tolist() for x in (rows.slots_R, rows.query_start_R1, rows.seq_lens_R))
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         first, last = starts[row], starts[row + 1]
+        if rows.stride:
+            last = first + int((rows.row_T[first:last] >= 0).sum())
         if length == 0 or first == last:
             continue
         start = length - (last - first)

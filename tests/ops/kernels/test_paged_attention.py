@@ -18,7 +18,13 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs these on the device", allow_module_level=True)
 install()
 
-from helpers.paged_kernels import check_attention, check_projected, check_store  # noqa: E402
+from helpers.paged_kernels import (  # noqa: E402
+    check_attention,
+    check_drafts,
+    check_projected,
+    check_projected_drafts,
+    check_store,
+)
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
@@ -120,6 +126,91 @@ def test_whose_keys_are_divided(monkeypatch: pytest.MonkeyPatch, rows: tuple, di
             check_attention(Case(rows, 4, 2, 3, 8), "cpu")
         return
     check_attention(Case(rows, 4, 2, 3, 8), "cpu")
+
+
+# a row of its own first token, of fewer tokens than the stride, across the border of a page, of a tile, and of a window or chunk
+DRAFTS = (plain(70, 4), plain(0, 1), plain(14, 4), plain(0, 3), plain(29, 2))
+
+
+@cases_and_slices(
+    Case(DRAFTS, 4, 2, 3, 8, padding=2),
+    Case(DRAFTS, 3, 1, 1, 6, padding=1, spare_columns=2, sinks=True, softcap=1.5, head_dim_v=20),
+    Case(DRAFTS, 4, 2, 2, 8, kv_dtype=torch.float16),
+    Case(DRAFTS, 48, 1, 2, 32, kv_dtype=E4M3, sinks=True),
+    Case(DRAFTS, 4, 1, 5, 8, reach=Reach(6), padding=1),
+    Case(DRAFTS, 1, 1, 2, 8, reach=Reach(3)),
+    Case(DRAFTS, 1, 1, 2, 8, reach=Reach(16, chunked=True), sinks=True),
+    Case(DRAFTS, 4, 1, 2, 8, kv_dtype=E5M2, reach=Reach(30), softcap=1.5, padding=1),
+)
+def test_strided_batches(case: Case) -> None:
+    check_drafts(case, 4, "cpu")
+
+
+MANY = (plain(40, 3), plain(6, 8), plain(17, 1))
+
+
+@pytest.mark.parametrize(
+    ("group", "stride", "kv_dtype", "count", "blocks"),
+    [
+        (1, 8, torch.float32, 1, 1),
+        (4, 8, torch.float32, 2, 1),
+        (8, 8, torch.float32, 4, 1),
+        (20, 8, torch.float32, 4, 3),
+        (3, 8, E4M3, 1, 1),
+        (16, 8, E5M2, 1, 2),
+    ],
+)
+def test_tiles_and_blocks_of_queries(group: int, stride: int, kv_dtype: torch.dtype, count: int, blocks: int) -> None:
+    tiles = kernels.draft_tiles(64, group, stride, kv_dtype != torch.float32, True)
+    assert (tiles.count, -(-stride // tiles.tokens)) == (count, blocks)
+    check_drafts(Case(MANY, 4, 1, group, 8, kv_dtype=kv_dtype, padding=1), stride, "cpu")
+
+
+WHOLE, CUT = DRAFTS, (plain(76, 4),)
+
+
+@pytest.mark.parametrize(("rows", "kv_heads"), [(WHOLE, 4), (CUT, 1)], ids=["whole", "cut"])
+@pytest.mark.parametrize(("kv_dtype", "group"), [(torch.float32, 3), (torch.float16, 8)])
+def test_drafts_get_what_rows_of_one_token_get(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple, kv_heads: int, kv_dtype: torch.dtype, group: int
+) -> None:
+    """Rows that lie in one slice, and a row of five tiles in four slices."""
+    tiles, draft_tiles = kernels.Tiles(16, 16, 4, 5, 1, 0), kernels.draft_tiles
+    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: tiles)
+    monkeypatch.setattr(kernels, "draft_tiles", lambda *of: draft_tiles(*of)._replace(tiles=tiles))
+    check_drafts(Case(rows, 4, kv_heads, group, 8, kv_dtype=kv_dtype, sinks=True), 4, "cpu", equal=True)
+
+
+@cases_and_slices(
+    Case(DRAFTS, 4, 2, 3, 8, padding=1),
+    Case(DRAFTS, 4, 2, 3, 8, kv_dtype=torch.float16),
+    Case(DRAFTS, 4, 1, 2, 8, kv_dtype=E4M3, padding=1),
+    Case(DRAFTS, 4, 1, 2, 8, reach=Reach(6)),
+)
+def test_strided_batches_from_the_projection_on(case: Case) -> None:
+    check_projected_drafts(case, 4, "cpu", rtol=0.13 if case.kv_dtype == E4M3 else 2e-5)
+
+
+SHARING_DRAFTS = (plain(70, 4), plain(70, 1, 33), plain(66, 2, 33), plain(90, 3, 35))
+
+
+@cases_and_slices(
+    Case(SHARING_DRAFTS, 2, 2, 3, 8, padding=2, spare_columns=3),
+    Case(SHARING_DRAFTS, 2, 1, 2, 8, kv_dtype=E4M3, padding=1),
+)
+def test_a_prefix_that_all_drafted_rows_share(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
+    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
+    used = []
+    original = kernels._Call.run_shared
+
+    def spy(self, schedule):
+        used.append(schedule.info.tolist())
+        return original(self, schedule)
+
+    monkeypatch.setattr(kernels._Call, "run_shared", spy)
+    check_drafts(case, 4, "cpu")
+    assert used[0][1] == 64  # of the 66 tokens before the second row's, whole blocks of 16 pages
 
 
 SHARING = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))

@@ -14,6 +14,7 @@ from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.fresh_rows import attend_fresh_rows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel
+from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_parts import merge_kernel
@@ -80,6 +81,39 @@ def few_tiles(row_bytes: int, group: int, tokens: int) -> Tiles:
     if group > 8:
         return Tiles(padded(group), max(keys // 2, 16), 2, 3, 4)
     return Tiles(8, keys, 4, 3, 2 if tokens < FEW_ROWS else 4)
+
+
+class DraftTiles(NamedTuple):
+    """Tiles of `drafts_kernel`: how a tile of queries is launched, how many of them a program has, and for how many tokens of a row."""
+
+    tiles: Tiles
+    count: int
+    tokens: int
+
+
+def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, few: bool) -> DraftTiles:
+    """Tiles of decode for rows of up to `stride` tokens.
+
+    Queries are rows of tiles as large as those of rows of one token, so that results are the same. With fp8 they are the products'
+    columns, and any number is one tile. Registers hold 64 queries of 256 bytes, fewer of larger ones; more are several blocks of tokens.
+    Programs have as many registers as their results need (compiled for sm_90: docs/performance.md).
+    """
+    most = min(64, max(16384 // row_bytes, 16))
+    parts = blocks(stride, max(most // group, 1))
+    tokens = blocks(stride, parts)
+    if not fp8:
+        tiles = decode_tiles(row_bytes, group, fp8, few)
+        count = blocks(tokens * group, tiles.rows)
+        if count > 1:
+            tiles = tiles._replace(programs=3 if count * tiles.rows * row_bytes <= 8192 else 2)
+        return DraftTiles(tiles, count, tokens)
+    rows = max(8, padded(tokens * group))
+    if rows == 8:
+        return DraftTiles(decode_tiles(row_bytes, group, fp8, few), 1, tokens)
+    keys = min(max(8192 // row_bytes, 16), 64)
+    if rows == 16:
+        return DraftTiles(Tiles(16, keys, 4, 2, 3, 1) if few else Tiles(16, keys, 2, 4, 4, 1), 1, tokens)
+    return DraftTiles(Tiles(rows, keys, 4, 3, 2, 1), 1, tokens)
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
@@ -158,9 +192,10 @@ class _Choices(NamedTuple):
     prefill: Tiles
     slices: int
     entry_tiles: int
+    drafts: DraftTiles
 
 
-def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -> _Choices:
+def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, stride: int, plan: PagedPlan) -> _Choices:
     heads, dim = q.shape[1:]
     kv_heads, dim_v = v.shape[1:]
     fp8 = fp8_type(pages.k.dtype)
@@ -170,9 +205,14 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -
     row_bytes = padded(max(dim, dim_v, 16)) * held
     least = 16 if fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
     group, group_padded = heads // kv_heads, padded(heads // kv_heads)
-    tokens = q.shape[0]
-    decode = decode_tiles(row_bytes, group, fp8 is not None, tokens <= SMALL_TILES_ROWS)
-    slices = max(1, multiprocessors(q.device) * decode.programs // kv_heads)
+    units = q.shape[0] // max(stride, 1)
+    small = units <= SMALL_TILES_ROWS
+    decode, columns = decode_tiles(row_bytes, group, fp8 is not None, small), kv_heads
+    drafts = DraftTiles(decode, 1, 1)
+    if stride:
+        drafts = draft_tiles(row_bytes, group, stride, fp8 is not None, small)
+        decode, columns = drafts.tiles, kv_heads * blocks(stride, drafts.tokens)
+    slices = max(1, multiprocessors(q.device) * decode.programs // columns)
     return _Choices(
         group=group,
         group_padded=group_padded,
@@ -185,16 +225,17 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -
         prefill=prefill_tiles(row_bytes, plan.usual_query_len, group_padded, exact, plan.window),
         slices=slices,
         # with fewer rows than slices, no slice has to go over to many of them
-        entry_tiles=decode.entry if tokens > slices else 0,
+        entry_tiles=decode.entry if units > slices else 0,
+        drafts=drafts,
     )
 
 
-def _choices(q: torch.Tensor, v: torch.Tensor, pages: KVPages, plan: PagedPlan) -> _Choices:
+def _choices(q: torch.Tensor, v: torch.Tensor, pages: KVPages, stride: int, plan: PagedPlan) -> _Choices:
     """Made once a step for all layers that are alike."""
     key = q.dtype, pages.k.dtype, q.shape[1:], v.shape[1:]
     found = plan.scratch.get(key)
     if found is None:
-        found = plan.scratch[key] = _choose(q, v, pages, plan)
+        found = plan.scratch[key] = _choose(q, v, pages, stride, plan)
     return found
 
 
@@ -229,17 +270,20 @@ class _Call:
         self.kv_heads, self.dim_v = v.shape[1:]
         self.pages = pages
         self.page = pages.k.shape[1]
-        choices = _choices(q, v, pages, plan)
+        self.stride = rows.stride
+        self.units = rows.num_rows if self.stride else self.tokens
+        choices = _choices(q, v, pages, self.stride, plan)
         self.group, self.group_padded, self.padded, self.fp8, self.exact, self.dot, self.row_bytes = choices[:7]
-        self.decode, self.prefill, self.slices, self.entry_tiles = choices[7:]
+        self.decode, self.prefill, self.slices, self.entry_tiles, self.drafts = choices[7:]
         self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
         self.reach = bool(plan.window or plan.chunk)
         self.sharing = shares(rows, plan)
-        self.shared_split = rows.slots_R.shape[0] * self.heads
-        self.shared = shared_tiles(self.row_bytes, rows.slots_R.shape[0] * self.group, self.exact)
+        shared_queries = rows.num_rows * max(self.stride, 1)
+        self.shared_split = shared_queries * self.heads
+        self.shared = shared_tiles(self.row_bytes, shared_queries * self.group, self.exact)
         self.shared_splits = self._shared_splits()
-        self.own = self.reach or prep is not None
-        self.long = not plan.one_token
+        self.own = (self.reach or prep is not None) and not self.stride
+        self.long = not (plan.one_token or self.stride)
         self.prefill_parts = self._prefill_parts()
         few = few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
@@ -261,10 +305,10 @@ class _Call:
         schedule_kernel[(1,)](
             self.table, self.table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
-            self.tokens, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
+            self.units, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
             self.shared_splits, self.entry_tiles, self.prefill_parts,
             PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded,
-            BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
+            BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, STRIDE=self.stride, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(*parts, self.sharing)
 
@@ -301,7 +345,7 @@ class _Call:
             self.table, self.table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
             self.scale, self.softcap, programs, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0],
             self.dim_v, self.padded[1], self.page, tiles.keys, bool(self.softcap), self.fp8, self.dot,
-            ASM=dependent(device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
+            ASM=dependent(device)["PDL"], STRIDED=bool(self.stride), num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         return acc, sums
 
@@ -325,6 +369,24 @@ class _Call:
             maxnreg=tiles.registers, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
             PAGE_P=padded(self.page), **launch,
+        )  # fmt: skip
+
+    def run_drafts(self, schedule: _Schedule, *, early: bool) -> None:
+        rows, plan, (tiles, count, tokens) = self.rows, self.plan, self.drafts
+        launch = dependent(self.q.device)
+        shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
+        columns = self.kv_heads * blocks(self.stride, tokens)
+        parts = self.slices * 2 * columns * count * tiles.rows
+        part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=self.q.device)
+        drafts_kernel[(self.slices * columns,)](
+            self.q, *self.q.stride()[:2], self.out, *self.out.stride()[:2], *self.page_args(), rows.row_T, rows.positions_T,
+            self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, self.entry_tiles,
+            schedule.counters, part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
+            self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
+            self.slices, self.kv_heads, self.group, self.stride, tokens, tiles.rows, count, self.dim, self.padded[0],
+            self.dim_v, self.padded[1], self.page, tiles.keys, self.reach, schedule.shared, self.sinks is not None,
+            bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
     def run_few(self, schedule: _Schedule, *, early: bool) -> None:
@@ -425,10 +487,12 @@ class _Call:
         key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
-        early = schedule is not None and (self.few or self.tokens < FEW_ROWS)
+        early = schedule is not None and (self.few or self.units < FEW_ROWS)
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
-        if self.few:
+        if self.stride:
+            self.run_drafts(schedule, early=early and not schedule.shared)
+        elif self.few:
             self.run_few(schedule, early=early)
         else:
             self.run_decode(schedule, early=early and not schedule.shared)
@@ -477,7 +541,7 @@ def projected_attention(
     reach = bool(plan.window or plan.chunk)
     cheap = pages.scales is not None or reach or rows.slots_R.shape[0] < MIN_SHARING_ROWS
     single = plan.one_token and cheap and not shares(rows, plan)
-    if not (single and _writes_pages(_choices(q, v, pages, plan), pages)):
+    if not (single and _writes_pages(_choices(q, v, pages, rows.stride, plan), pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()
     write = write_entry_T, write_offset_T

@@ -33,10 +33,11 @@ from pagerunner.ops.kernels.paged_tiles import (
 
 
 @triton.jit
-def _store_part(
+def store_part(
     part_ptr, sums_ptr, place, highest, total, acc,
     G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
+    """A slice's result for a unit that other slices have, too."""
     g = tl.arange(0, M)
     dv = tl.arange(0, DVP)
     at = place * G + g
@@ -46,7 +47,7 @@ def _store_part(
 
 
 @triton.jit
-def _merged_parts(
+def merged_parts(
     part_ptr, sums_ptr, first, pieces, head,
     K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +82,7 @@ def _merged_parts(
 
 
 @triton.jit
-def _slice(begin_ptr, num_units, piece, S: tl.constexpr):
+def slice_of(begin_ptr, num_units, piece, S: tl.constexpr):
     """Tiles of a full slice; and of slice `piece` the first tile, the number of tiles, and the unit of the first tile."""
     total_tiles = tl.load(begin_ptr + num_units)
     per = tl.maximum(tl.cdiv(total_tiles, S), 1)
@@ -97,7 +98,8 @@ def _slice(begin_ptr, num_units, piece, S: tl.constexpr):
 
 
 @triton.jit
-def _unit(begin_ptr, unit_ptr, unit, num_units):
+def unit_of(begin_ptr, unit_ptr, unit, num_units):
+    """A unit: its first tile and the one after its last, and what `decode_kernel` says of `unit`. Padding if there are no more units."""
     there = unit < num_units
     begin = tl.load(begin_ptr + unit, mask=there, other=0)
     end = tl.load(begin_ptr + unit + 1, mask=there, other=0)
@@ -159,46 +161,47 @@ def _attend_fp8(
         )
         highest, total, even, odd = attend_fp8_few(
             q_even, q_odd, highest, total, even, odd, kp_ptr, entry * kp_se + inside * kp_ss,
-            vp_ptr, entry * vp_se + inside * vp_ss, k_scale, exponent, share, mask, scale, softcap,
+            vp_ptr, entry * vp_se + inside * vp_ss, k_scale, exponent, share, mask, mask[:, None], scale, softcap,
             D, DP, DV, DVP, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
     return highest, total, even, odd
 
 
 @triton.jit
-def _finish(
-    highest, total, acc, unit, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
+def finish(
+    highest, total, acc, of_shared, token, real, q_head, there, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
     shared_count_ptr, shared_split, sinks_ptr,
-    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SHARED: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge with the result of the shared prefix, add the sinks, and write the unit's output."""
-    g = tl.arange(0, M)
+    """Merge with the result of the shared prefix, add the sinks, and write the output of queries [M] that are `there`.
+
+    `token`, `of_shared` (the place among a split's queries) and `real` (no padding) are one for all, or one for each.
+    """
     dv = tl.arange(0, DVP)
-    q_head = head * G + g
-    mask = (g < G)[:, None] & (dv < DV)[None, :]
+    mask = there[:, None] & (dv < DV)[None, :]
     if SHARED:
-        if slot >= 0:
-            count = tl.load(shared_count_ptr)
-            for split in range(count):
-                at = split * shared_split + unit * (K * G) + q_head
-                other = tl.load(shared_sums_ptr + at * 2, mask=g < G, other=LOWEST)
-                other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=g < G, other=0.0)
-                other_acc = tl.load(shared_ptr + at[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-                new = tl.maximum(highest, other)
-                a = tl.math.exp2(highest - new)
-                b = tl.math.exp2(other - new)
-                total = total * a + other_total * b
-                acc = acc * a[:, None] + other_acc * b[:, None]
-                highest = new
+        sharing = there & real
+        count = tl.load(shared_count_ptr)
+        for split in range(count):
+            at = split * shared_split + of_shared * HEADS + q_head
+            other = tl.load(shared_sums_ptr + at * 2, mask=sharing, other=LOWEST)
+            other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=sharing, other=0.0)
+            at_values = shared_ptr + at[:, None] * DV + dv[None, :]
+            other_acc = tl.load(at_values, mask=sharing[:, None] & (dv < DV)[None, :], other=0.0)
+            new = tl.maximum(highest, other)
+            a = tl.math.exp2(highest - new)
+            b = tl.math.exp2(other - new)
+            total = total * a + other_total * b
+            acc = acc * a[:, None] + other_acc * b[:, None]
+            highest = new
     if SINKS:
-        sink = tl.load(sinks_ptr + q_head, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + q_head, mask=there, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(highest, sink)
         shrink = tl.math.exp2(highest - new)
         total = total * shrink + tl.math.exp2(sink - new)
         acc = acc * shrink[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_at = out_ptr + tl.cast(token, tl.int64) * out_st + q_head[:, None] * out_sh + dv[None, :]
+    out_at = out_ptr + (tl.cast(token, tl.int64) * out_st + q_head * out_sh)[:, None] + dv[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -276,7 +279,7 @@ def _unit_part(
 
 
 @triton.jit
-def _prefetch(
+def prefetch(
     kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, start, oldest, stop,
     K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
     FP8: tl.constexpr,
@@ -317,22 +320,22 @@ def decode_kernel(
     wait_turn(PDL and not EARLY)
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
-    per, tile, left, unit = _slice(begin_ptr, num_units, piece, S)
+    per, tile, left, unit = slice_of(begin_ptr, num_units, piece, S)
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     scales_ptr += head
-    begin, end, token, slot, oldest, stop = _unit(begin_ptr, unit_ptr, unit, num_units)
+    begin, end, token, slot, oldest, stop = unit_of(begin_ptr, unit_ptr, unit, num_units)
     if EARLY:
         if left > 0:
             start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
-            _prefetch(
+            prefetch(
                 kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
                 table_ptr + tl.cast(slot, tl.int64) * table_st, width, start, oldest, stop,
                 K, D, DV, PAGE, BN, RING, FP8,
             )  # fmt: skip
         wait_turn(EARLY)
     while left > 0:
-        next_begin, next_end, next_token, next_slot, next_oldest, next_stop = _unit(
+        next_begin, next_end, next_token, next_slot, next_oldest, next_stop = unit_of(
             begin_ptr, unit_ptr, unit + 1, num_units
         )
         run = tl.minimum(left, end - tile)
@@ -349,16 +352,17 @@ def decode_kernel(
         done = pieces == 1
         if pieces > 1:
             place = (piece * 2 + (1 if tile == begin else 0)) * K + head
-            _store_part(part_ptr, sums_ptr, place, highest, total, acc, G, M, DV, DVP)
+            store_part(part_ptr, sums_ptr, place, highest, total, acc, G, M, DV, DVP)
             tl.debug_barrier()
             done = tl.atomic_add(counter_ptr + unit * K + head, 1, sem="acq_rel", scope="gpu") == pieces - 1
             if done:
                 tl.store(counter_ptr + unit * K + head, 0)
-                highest, total, acc = _merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
+                highest, total, acc = merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
         if done:
-            _finish(
-                highest, total, acc, unit, token, slot, head, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
-                shared_count_ptr, shared_split, sinks_ptr, K, G, M, DV, DVP, SHARED, SINKS,
+            g = tl.arange(0, M)
+            finish(
+                highest, total, acc, unit, token, slot >= 0, head * G + g, g < G, out_ptr, out_st, out_sh, shared_ptr,
+                shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, K * G, DV, DVP, SHARED, SINKS,
             )  # fmt: skip
         tile += run
         left -= run

@@ -1,7 +1,7 @@
 """What the attention kernels of a step need to know about its rows, computed once a step on the device.
 
-Rows with one new token are units of `paged_decode`, rows with more are blocks of `paged_prefill`. Shape letters: T
-tokens, R rows, U units.
+Rows with one new token are units of `paged_decode`, rows of strided batches those of `paged_drafts`, rows with more tokens are blocks of
+`paged_prefill`. Shape letters: T tokens, R rows, U units.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot0, column, num_rows,
 
 @triton.jit
 def _shared_tokens(
-    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, position_ptr, num_rows, least,
+    PAGE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many tokens of leading pages all rows of a step share, and the slot of a row that has these pages.
 
@@ -42,11 +43,13 @@ def _shared_tokens(
     for start in range(0, num_rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
-        queries = tl.load(starts_ptr + row + 1, mask=row < num_rows, other=0) - tl.load(
-            starts_ptr + row, mask=row < num_rows, other=0
-        )
+        if STRIDE:
+            past = tl.load(position_ptr + row * STRIDE, mask=row < num_rows, other=0).to(tl.int32)
+        else:
+            past = length + tl.load(starts_ptr + row, mask=row < num_rows, other=0)
+            past -= tl.load(starts_ptr + row + 1, mask=row < num_rows, other=0)
         rows += tl.sum((length > 0).to(tl.int32), 0)
-        shortest = tl.minimum(shortest, tl.min(tl.where(length > 0, length - queries, 0x7FFFFFFF), 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(length > 0, past, 0x7FFFFFFF), 0))
         any_row = tl.maximum(any_row, tl.max(tl.where(length > 0, row, 0), 0))
     slot = tl.load(slots_ptr + any_row)
     pages = 0
@@ -106,17 +109,17 @@ def _divide_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "window", "chunk", "num_counters", "least", "entry_tiles", "slices"]
+    do_not_specialize=["num_units", "num_rows", "window", "chunk", "num_counters", "least", "entry_tiles", "slices"]
 )
 def schedule_kernel(
     table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, row_ptr, position_ptr,
     info_ptr, begin_ptr, unit_ptr, part_ptr, counter_ptr,
-    num_tokens, num_rows, num_counters, window, chunk, least, shared_splits, entry_tiles, slices,
+    num_units, num_rows, num_counters, window, chunk, least, shared_splits, entry_tiles, slices,
     PAGE: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, BNP: tl.constexpr, OWN: tl.constexpr,
-    SHARED: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, LONG: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Padding tokens are units too, because a program has to write their zeros. `entry_tiles`: see `decode_kernel`.
-    A row's first tile begins at a multiple of ALIGN.
+    """One program. Units are tokens; with a STRIDE they are rows, whose tokens are all in pages. Those of padding are units too, because a
+    program has to write their zeros. `entry_tiles`: see `decode_kernel`. A row's first tile begins at a multiple of ALIGN.
 
     `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `part` [R + 1]: prefix sums of the
     parts of rows' blocks of BT queries; `counter`: zeros. Blocks' keys are divided so that the step has at most `slices` parts, if it has
@@ -129,13 +132,14 @@ def schedule_kernel(
     slot0 = 0
     if SHARED:
         shared, slot0 = _shared_tokens(
-            table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE, BLOCK
+            table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, position_ptr, num_rows, least, PAGE, STRIDE, BLOCK
         )
     units = 0
     tiles = 0
-    for start in range(0, num_tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < num_tokens
+    for start in range(0, num_units, BLOCK):
+        unit = start + tl.arange(0, BLOCK)
+        there = unit < num_units
+        token = unit * STRIDE if STRIDE else unit
         row = tl.load(row_ptr + token, mask=there, other=-1)
         real = row >= 0
         short = there
@@ -145,12 +149,15 @@ def schedule_kernel(
         position = tl.load(position_ptr + token, mask=real, other=0).to(tl.int32)
         slot = tl.load(slots_ptr + row, mask=real, other=-1)
         oldest = tl.zeros([BLOCK], tl.int32) + shared
-        if OWN:
+        if OWN or STRIDE:
             if chunk > 0:
                 oldest = position // chunk * chunk
             elif window > 0:
                 oldest = tl.maximum(position - window + 1, 0)
-        stop = position if OWN else position + 1
+        if STRIDE:
+            stop = tl.load(lengths_ptr + row, mask=real, other=0)
+        else:
+            stop = position if OWN else position + 1
         stop = tl.where(real, stop, oldest)
         count = tl.where(short, tl.maximum(tl.cdiv(stop - oldest // ALIGN * ALIGN, BN), 1) + entry_tiles, 0)
         index = units + tl.cumsum(short.to(tl.int32), 0) - 1
@@ -163,14 +170,14 @@ def schedule_kernel(
         units += tl.sum(short.to(tl.int32), 0)
         tiles += tl.sum(count, 0)
     tl.store(begin_ptr, 0)
-    tl.store(info_ptr, units)
+    tl.store(info_ptr, units * STRIDE if STRIDE else units)
     tl.store(info_ptr + 1, shared)
     tl.store(info_ptr + 2, tl.where(shared > 0, shared_splits, 0))
     tl.store(info_ptr + 3, slot0)
     if LONG:
         # units that aren't there have no tiles
         tl.debug_barrier()
-        for start in range(0, num_tokens, BLOCK):
+        for start in range(0, num_units, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(begin_ptr + 1 + at, tl.zeros([BLOCK], tl.int32) + tiles, mask=(at >= units) & (at < num_tokens))
+            tl.store(begin_ptr + 1 + at, tl.zeros([BLOCK], tl.int32) + tiles, mask=(at >= units) & (at < num_units))
         _divide_blocks(starts_ptr, lengths_ptr, part_ptr, num_rows, window, chunk, slices, BT, BNP, BLOCK)

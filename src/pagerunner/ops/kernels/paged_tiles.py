@@ -174,20 +174,20 @@ def attend_fp8(
 
 @triton.jit
 def attend_fp8_few(
-    q_even, q_odd, highest, total, even, odd, kp_ptr, k_offsets, vp_ptr, v_offsets, k_scale, exponent, share, there,
+    q_even, q_odd, highest, total, even, odd, kp_ptr, k_offsets, vp_ptr, v_offsets, k_scale, exponent, share, there, seen,
     scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
     TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `attend_fp8`, for as few as 8 queries. Queries [DP / 2, M] and results [DVP / 2, M] are the products' columns. Keys and
-    values are the rows.
+    values are the rows, and `seen` is [BN, M or 1].
     """
     k_even, k_odd = load_pairs(kp_ptr, k_offsets, there, D, DP, FP8, TO, ASM)
     v_even, v_odd = load_pairs(vp_ptr, v_offsets, there, DV, DVP, FP8, TO, ASM, True)
     scores = tl.dot(k_even, q_even, input_precision="ieee")
     scores = tl.dot(k_odd, q_odd, scores, input_precision="ieee")
     scores = scaled(scores, k_scale[:, None], exponent[:, None], scale, softcap, SOFTCAP)
-    scores = tl.where(there[:, None], scores, float("-inf"))
+    scores = tl.where(seen, scores, float("-inf"))
     weights, highest, total, shrink = online(scores, share[:, None], highest, total, 0)
     weights = weights.to(TO)
     even = tl.dot(v_even, weights, even * shrink[None, :], input_precision="ieee")
