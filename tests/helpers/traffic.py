@@ -162,6 +162,7 @@ class Traffic(RuleBasedStateMachine):
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.drafts = [0, 0, 0]  # rows with drafts, their drafts, those accepted
         self.made = 0
         self.failed = False
 
@@ -264,6 +265,11 @@ class Traffic(RuleBasedStateMachine):
             request = self.requests[name]
             first = not self.outputs[name] and update.new_token_ids
             self.outputs[name] += update.new_token_ids
+            if update.drafted is not None:
+                drafted, accepted = update.drafted
+                assert 0 <= accepted <= drafted >= 1
+                assert len(update.new_token_ids) == 1 + accepted or update.finish_reason in ("stop", "length")
+                self.drafts = [self.drafts[0] + 1, self.drafts[1] + drafted, self.drafts[2] + accepted]
             if first and request.params.prompt_logprobs is not None:
                 assert update.prompt_logprobs is not None and update.num_cached_tokens == 0
                 head, *rest = update.prompt_logprobs
@@ -305,6 +311,8 @@ class Traffic(RuleBasedStateMachine):
         self.finish()
         assert not self.scheduler.has_work, "some request never finishes"
         assert set(self.ended) == set(self.requests)
+        if (spec := self.scheduler.stats().spec) is not None:
+            assert self.drafts == [spec.num_drafts, spec.num_draft_tokens, spec.num_accepted_tokens]
         self.manager.check_integrity()
         assert not any(self.manager.pool.used), "pages are still in use after the last request"
         if not self.caching:

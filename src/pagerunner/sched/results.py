@@ -33,7 +33,8 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
             if more and (update := _end_row(state, sequence, row, number, result)) is not None:
                 updates.append(update)
             elif row.samples:
-                updates.append(_append(state, sequence, token_ids, logprobs.get(number) if logprobs else None))
+                own = logprobs.get(number) if logprobs else None
+                updates.append(_append(state, sequence, token_ids, own, _drafted(state, row, token_ids)))
         except Exception as error:
             state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))
@@ -60,10 +61,24 @@ def _end_row(
     return None
 
 
+def _drafted(state: SchedulerState, row: StepRow, token_ids: list[int]) -> tuple[int, int] | None:
+    """How many tokens were drafted for a row, and how many of them were right, which is counted. None if it had no drafts."""
+    if row.num_tokens == 1 or row.tokens:
+        return None
+    drafted, accepted = row.num_tokens - 1, len(token_ids) - 1
+    if state.counts.spec is not None:
+        state.counts.spec.add(drafted, accepted)
+    return drafted, accepted
+
+
 def _append(
-    state: SchedulerState, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    state: SchedulerState,
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    drafted: tuple[int, int] | None,
 ) -> RequestUpdate:
-    """Append sampled tokens up to the one that ends the sequence."""
+    """Append sampled tokens up to the one that ends the sequence. `drafted` goes with them."""
     tokens = sequence.tokens
     known = len(tokens)
     reason: FinishReason | None = None
@@ -83,7 +98,7 @@ def _append(
     ):  # the next row in flight begins with the last token
         state.manager.publish(grant, tokens, len(tokens) - (not sequence.pending))
     if reason is not None:
-        return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs)
+        return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs, drafted=drafted)
     if sequence.guide is not None:
         sequence.guide.advance(token_ids)
     if sequence.reported:
@@ -92,5 +107,6 @@ def _append(
             new_token_ids=token_ids,
             logprobs=logprobs,
             num_preemptions=sequence.preemptions,
+            drafted=drafted,
         )
-    return state.update(sequence, token_ids=token_ids, logprobs=logprobs)
+    return state.update(sequence, token_ids=token_ids, logprobs=logprobs, drafted=drafted)

@@ -24,7 +24,7 @@ from pagerunner.sched.pace import Pace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.results import commit
 from pagerunner.sched.state import SchedulerState
-from pagerunner.sched.stats import SchedulerStats
+from pagerunner.sched.stats import SchedulerStats, SpecCounts
 from pagerunner.sched.step_planner import StepPlanner
 from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
@@ -83,6 +83,8 @@ class Scheduler:
         self._state = SchedulerState(
             manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers
         )
+        if draft_length is not None and draft_length.most:
+            self._state.counts.spec = SpecCounts.of(draft_length.most)
         self._planner = StepPlanner(
             self._state,
             max_num_batched_tokens=max_num_batched_tokens,

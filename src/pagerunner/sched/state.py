@@ -121,6 +121,7 @@ class SchedulerState:
         error: str | None = None,
         param: str | None = None,
         pooled: list[float] | None = None,
+        drafted: tuple[int, int] | None = None,
     ) -> RequestUpdate:
         """An update. One with a `reason` is the last: the sequence ends, wherever it stands.
 
@@ -148,6 +149,7 @@ class SchedulerState:
             error=error,
             param=param,
             pooled=pooled,
+            drafted=drafted,
         )
 
     def _end(self, sequence: Sequence) -> None:
