@@ -38,6 +38,7 @@ class DraftHarness:
         self, model: Any, config: ModelConfig, rows: int, page_tokens: int = 16, *, whole: bool = False
     ) -> None:
         self.drafter, self.whole = model.drafter, whole
+        self.logits: Any = getattr(model.drafter, "compute_logits", None)
         specs = config.specs("float32")
         plan = plan_memory(
             specs,
@@ -113,7 +114,7 @@ class DraftHarness:
         logit_input, left = (torch.stack([rows[-1][-1] for rows in kept]) for kept in (inputs, hidden))
         found: list[list[int]] = [[] for _ in range(self.rows)]
         for number in range(count):
-            best = self.drafter.to_target(self.drafter.compute_logits(logit_input).argmax(-1))
+            best = self.drafter.to_target(self.logits(logit_input).argmax(-1))
             for row, token in enumerate(best.tolist()):
                 found[row].append(token)
             if number < count - 1:

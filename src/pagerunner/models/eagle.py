@@ -75,7 +75,7 @@ class EagleDrafter(DraftModel):
             ),
         )
         self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
-        self.vocab_size = config.vocab_size
+        self.target_vocab_size = config.target_vocab_size
         if config.own_embedding:
             self.embed_tokens = Embedding(config.vocab_size, hidden, dtype)
         else:
@@ -125,7 +125,7 @@ class EagleDrafter(DraftModel):
 
     def sink(self, name: str) -> Sink:
         """See Module. A checkpoint's table has offsets; in memory there are ids."""
-        return OffsetSink(self.weights[name], self.vocab_size, "token id")
+        return OffsetSink(self.weights[name], self.target_vocab_size, "token id")
 
     def randomize(self, generator: torch.Generator) -> None:
         """See Module. Ids of the drafter's vocabulary are the target's lowest ones."""

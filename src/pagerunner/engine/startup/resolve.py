@@ -41,11 +41,13 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import Spec
 from pagerunner.memory.units import human_bytes
+from pagerunner.models.checkpoint.drafters import with_draft_model
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
 from pagerunner.models.checkpoint.kv_scales import Scales, read_kv_scales, with_static_scales
 from pagerunner.models.checkpoint.loader import checkpoint_files
 from pagerunner.models.checkpoint.ranks import LAYERS_OF_STAGES, configs_of_ranks, layers_of_stages
 from pagerunner.models.configs.base import ExpertShare, ModelConfig
+from pagerunner.models.configs.drafter import check_draft_length
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
@@ -121,14 +123,12 @@ def resolve(
         raise ConfigError(" ".join(limits.FAULTS))
     asked = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only, quantization=args.quantization)
-    if model.format is not None and args.activation_quantization == "none":
-        model = replace(model, format=replace(model.format, rounds=False))
     args = _without_idle_expert_parallel(args)
-    if args.enable_expert_parallel:
-        model = replace(model, expert_share=ExpertShare())
+    model = _as_asked(model, args)
     device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
     transfer_backend(args, device)  # it may refuse
     drafts = resolve_speculation(args, model)
+    model = with_draft_model(model, drafts)
     if not plan_only:
         _check_host_memory(args, available)
     # "auto" on a CPU: its kernels are fastest in float32
@@ -141,6 +141,8 @@ def resolve(
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
+    if model.drafter is not None:
+        check_draft_length(model.drafter, longest)
     if memory_bytes is not None and device == "cpu":
         memory_bytes //= args.num_ranks * args.engines  # ranks and engines on CPUs share it
     stages = _stages(args, model)
@@ -154,7 +156,7 @@ def resolve(
     offline_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS) if large else batched_tokens
     batched_tokens = offline_tokens if offline else batched_tokens
     kv_scales = _kv_scales(args, model, kv_dtype)
-    specs = with_static_scales(of_ranks[0].layer_specs(kv_dtype), kv_scales)
+    specs = with_static_scales(of_ranks[0].specs(kv_dtype), kv_scales)
     if memory_bytes is None and card is None and available is None:
         available = available_memory() // (args.num_ranks * args.engines)  # this too
     available = None if isinstance(available, DeviceMemory) else available
@@ -185,6 +187,13 @@ def _check_host_memory(args: EngineArgs, available: int | DeviceMemory | None) -
     if asked.host_bytes and not isinstance(available, DeviceMemory):
         each = available_memory() // (args.num_ranks * args.engines) if available is None else available
         check_host_memory(asked, args, each)
+
+
+def _as_asked(model: ModelConfig, args: EngineArgs) -> ModelConfig:
+    """The model's config with what the arguments say of its products."""
+    if model.format is not None and args.activation_quantization == "none":
+        model = replace(model, format=replace(model.format, rounds=False))
+    return replace(model, expert_share=ExpertShare()) if args.enable_expert_parallel else model
 
 
 def _without_idle_expert_parallel(args: EngineArgs) -> EngineArgs:
@@ -375,9 +384,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             for own in wish.of_ranks
             for layers in stages
         ),
-        key=lambda weights: weights.size,
+        key=lambda weights: weights.size + weights.drafter,
     )
-    weights = counted.name, counted.size
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
     num_groups = len({spec.lifetime for spec in specs})
@@ -385,7 +393,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
-            weights,
+            *counted.rows,
             ("page tables", 8 * max_num_seqs * table_width),
             ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
@@ -420,19 +428,22 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=wish.in_flight,
-            stages=[stage for layer in model.spec_layers for stage, own in enumerate(wish.stages) if layer in own],
+            stages=[stage for layer in model.spec_layers for stage, own in enumerate(wish.stages) if layer in own]
+            + [0] * (len(specs) - len(model.spec_layers)),  # a drafter's: there is one stage then
             chunked_prefill=args.enable_chunked_prefill,
         )
 
     if args.num_gpu_blocks_override is not None:
         made = plan(None)
         asked = args.num_gpu_blocks_override
-        _check_fixed(made, "num_gpu_blocks_override", asked, weights[1], wish.memory(memory_bytes))
+        _check_fixed(made, "num_gpu_blocks_override", asked, counted.size + counted.drafter, wish.memory(memory_bytes))
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
         if card is not None:  # on a CPU the arena says it, so that plans for other machines can be made
             asked = args.kv_cache_memory_bytes
-            _check_fixed(made, "kv_cache_memory_bytes", asked, weights[1], wish.memory(memory_bytes))
+            _check_fixed(
+                made, "kv_cache_memory_bytes", asked, counted.size + counted.drafter, wish.memory(memory_bytes)
+            )
     else:
         widest = num_groups * -(-longest // args.block_size)
         made = _plan_in(memory_bytes, card, wish, other(longest, widest), longest, plan)

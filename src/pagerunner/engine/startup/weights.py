@@ -46,13 +46,21 @@ class Weights(NamedTuple):
 
     `work_space`: bytes that a CPU's kernels work in for the largest product or mixture of a step, 0 without matrices in panels.
     `activations`: bytes of a step's tensors on a CPU with its kernels, at most; but for what torch's recurrences and an indexer work in.
+    `drafter`: bytes of the drafter's weights, which aren't part of `size`.
     """
 
     name: str
     size: int
+    drafter: int = 0
     unpacked: int = 0
     work_space: int = 0
     activations: int = 0
+
+    @property
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """Their rows of a plan."""
+        own = (self.name, self.size)
+        return (own, ("weights of the drafter", self.drafter)) if self.drafter else (own,)
 
 
 def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, layers: range | None = None) -> Weights:
@@ -72,12 +80,12 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
             kept += f", {human_bytes(dense)} of them unpacked to {dtype}"
         unpacked = max(unpacked_bytes(made.modules(), tokens)) if keep else 0
         activations = _activations(made, model.hidden_size, tokens)
-        return Weights(f"weights ({name}, {kept})", weights_bytes(made), unpacked, work_space, activations)
+        return Weights(f"weights ({name}, {kept})", *_divided_bytes(made), unpacked, work_space, activations)
     if model.quantization is None:
         made = build_model(model, dtype, layers=layers)
         work_space = 0 if keep else _put_in_panels(made, tokens)  # panels may be larger than matrices
         activations = _activations(made, model.hidden_size, tokens)
-        return Weights("weights", weights_bytes(made), work_space=work_space, activations=activations)
+        return Weights("weights", *_divided_bytes(made), work_space=work_space, activations=activations)
     method = str(model.quantization.get("quant_method", "quantised"))
     directory = Path(model.path)
     if any(directory.glob("model*.safetensors")):
@@ -85,7 +93,13 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
             f"weights ({method}, as stored)", sum(file.stat().st_size for file in checkpoint_files(directory))
         )
     made = build_model(model, dtype, layers=layers)
-    return Weights(f"weights ({method}: size unknown, counted in {dtype})", weights_bytes(made))
+    return Weights(f"weights ({method}: size unknown, counted in {dtype})", *_divided_bytes(made))
+
+
+def _divided_bytes(model: Model) -> tuple[int, int]:
+    """Bytes of the model's weights and of its drafter's."""
+    drafter = 0 if model.drafter is None else weights_bytes(model.drafter)
+    return weights_bytes(model) - drafter, drafter
 
 
 def weights_with_unpacked_experts(model: ModelConfig, dtype: Dtype) -> int | None:

@@ -33,7 +33,7 @@ from pagerunner.models.checkpoint.loader import (
     weights_bytes,
 )
 from pagerunner.models.checkpoint.panels import store_in_panels
-from pagerunner.models.checkpoint.ranks import build_share, join_ranks, token_ids
+from pagerunner.models.checkpoint.ranks import build_share, join_ranks, share_of_drafter, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
@@ -94,8 +94,13 @@ def load_model(
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
+        drafter = model.drafter if model.drafter is not None and not model.drafter.prefix else None
+        drafter_share: Share | None = None
         if share is not None:
             join_ranks(model, share, comm, teams)
+            if drafter is not None and isinstance(share.whole, Model):
+                drafter_share = share_of_drafter(share.whole, share)
+                join_ranks(drafter, drafter_share, comm)
 
     def fill_weights() -> None:
         with torch.inference_mode():  # weights that were made in this mode change only in it
@@ -105,6 +110,8 @@ def load_model(
             return
         copy = ThreadStagers(device) if device.type == "cuda" else copy_now
         load_weights(model, Path(config.model_path), progress, copy, share)
+        if drafter is not None and resolved.model.drafter is not None:
+            load_weights(drafter, resolved.model.drafter.path, None, copy, drafter_share)
 
     with meter.phase("weights"):
         weights = arena.reserve("weights", weights_bytes(model))

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from pagerunner.config import SpeculativeConfig
 from pagerunner.errors import CheckpointError
 from pagerunner.models.checkpoint.loader import checkpoint_files, opened
 from pagerunner.models.configs.base import ModelConfig
@@ -38,6 +39,13 @@ def with_drafter(
     names = {tensor_name(name): one for name, one in held.items()}
     same = "embed_tokens.weight" in names and _is_same(names["embed_tokens.weight"], _held(Path(config.path)))
     return replace(config, drafter=read_eagle_config(path, method, config, names, same_embedding=same))
+
+
+def with_draft_model(config: ModelConfig, drafts: SpeculativeConfig | None) -> ModelConfig:
+    """The config of a model with the drafter that `drafts` names, if that is a model. Raises as `with_drafter`."""
+    if drafts is None or drafts.method not in ("eagle", "eagle3", "mtp"):
+        return config
+    return with_drafter(config, drafts.method, drafts.model)
 
 
 class _Held(NamedTuple):

@@ -129,12 +129,12 @@ def _drafter(
     return made
 
 
-def weights_bytes(model: Model) -> int:
+def weights_bytes(model: Module) -> int:
     """Bytes of the region that `materialize` needs."""
     return sum(_aligned(tensor.nbytes) for _, tensor in stored_tensors(model))
 
 
-def stored_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(model: Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights in the forms in which they are stored, with their modules' names for them, in an order that the config decides."""
     for module in model.modules():
         yield from module.weights.items()

@@ -83,6 +83,8 @@ def layers_of_stages(count: int, stages: int, asked: str = "") -> list[range]:
 def _of_rank(config: ModelConfig, whole: Model, share: Share) -> ModelConfig:
     """The config of the model of the share's rank. Raises ConfigError if there are fewer experts than ranks."""
     own, (rank, ranks) = config.of_rank(share.counts), share.of_experts
+    if config.drafter is not None:
+        own = replace(own, drafter=config.drafter.of_rank(share_of_drafter(whole, share).counts))
     if config.expert_share is None:
         return own
     sizes = {module.sizes for module in whole.modules() if isinstance(module, Experts)}
@@ -95,6 +97,13 @@ def _of_rank(config: ModelConfig, whole: Model, share: Share) -> ModelConfig:
         )
     (inner,) = {one.inner for one in sizes}
     return replace(own, expert_share=ExpertShare(rank, ranks, inner))
+
+
+def share_of_drafter(whole: Model, share: Share) -> Share:
+    """A rank's share of the drafter of the `whole` model, of which it has a `share`. A drafter in the model's own checkpoint is part of that share."""
+    drafter = whole.drafter
+    assert drafter is not None
+    return share if drafter.prefix else Share.of(drafter, share.rank, len(share.ranks))
 
 
 def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int, teams: int = 1) -> list[ModelConfig]:
@@ -113,7 +122,7 @@ def configs_of_ranks(config: ModelConfig, dtype: Dtype, device: str, ranks: int,
     return [_of_rank(config, whole, share) for share in different.values()]
 
 
-def join_ranks(model: Model, share: Share, comm: Comm, teams: Comm | None = None) -> None:
+def join_ranks(model: Module, share: Share, comm: Comm, teams: Comm | None = None) -> None:
     """Make the layers of a rank's `model` compute what the whole model's do, together with those of the other ranks.
 
     `comm` joins the ranks of the team, `teams` those of all teams if there are several.

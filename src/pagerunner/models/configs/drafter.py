@@ -53,7 +53,7 @@ class EagleConfig(DecoderConfig):
     """A drafter of EAGLE's first version or of its third.
 
     `takes` are the numbers of the target's layers after which its residual stream is taken; empty: the hidden state behind its final norm is.
-    `target_size` are the target's hidden features. What is taken is brought to the drafter's hidden features by a product, where there is one: `joins`. Of it and of
+    `target_size` are the target's hidden features, `target_vocab_size` its token ids. What is taken is brought to the drafter's hidden features by a product, where there is one: `joins`. Of it and of
     the embedding EAGLE-1 always makes one. `norm_before_fc` is a norm of all that is taken, `fc_norm` one of each part. With `norm_before_residual`
     the stream begins with the normed hidden state. With `norm_output` the next pass gets the hidden state behind the final norm.
 
@@ -64,6 +64,7 @@ class EagleConfig(DecoderConfig):
     method: EagleMethod
     takes: tuple[int, ...]
     target_size: int
+    target_vocab_size: int
     draft_vocab_size: int
     joins: bool
     fc_bias: bool
@@ -158,6 +159,7 @@ def _read_own(
         **flags,
         "takes": takes,
         "target_size": outer.integer("target_hidden_size", target.hidden_size),
+        "target_vocab_size": target.vocab_size,
         "draft_vocab_size": draft_vocab,
         "joins": "fc.weight" in held if held else method == "eagle" or len(takes) > 1,
         "fc_bias": "fc.bias" in held,
