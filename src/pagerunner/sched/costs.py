@@ -88,17 +88,26 @@ class _Curve:
         share = (size - below) / (above - below)
         return [(self._figures[place - 1], 1 - share), (self._figures[place], share)]
 
+    def seconds(self, size: int) -> float:
+        """The seconds of a size. The curve must not be empty."""
+        return _sum(self.parts(size))
+
     def know(self, size: int, seconds: float | None = None, variance: float = _UNSURE) -> None:
         """Have a figure of about this size from now on: `seconds`, or what the curve has said so far."""
         node = self._computed(size)
         node = node if node in self._graphs else _rounded(node)
         place = bisect_left(self._sizes, node)
         if place == len(self._sizes) or self._sizes[place] != node:
-            self._figures.insert(place, _Figure(_sum(self.parts(node)) if self else 0.0))
+            self._figures.insert(place, _Figure(self.seconds(node) if self else 0.0))
             self._sizes.insert(place, node)
         if seconds is not None:
             self._figures[place] = _Figure(seconds, variance)
             self.level(self._figures[place])
+
+    def begin_like(self, plain: _Curve, tokens: int) -> None:
+        """Take over what steps take whose rows have one token, for rows of so many `tokens`."""
+        self._sizes = list(plain._sizes)
+        self._figures = [_Figure(plain.seconds(size * tokens), _GUESSED) for size in self._sizes]
 
     def level(self, latest: _Figure) -> None:
         """Make smaller sizes take no longer than the `latest` figure says, and larger ones no less."""
@@ -162,7 +171,9 @@ class CostModel:
         return self.seconds(StepShape(rows, rows * (1 + drafts), keys, 0, drafts))
 
     def planned(self, step_id: int, shape: StepShape) -> None:
-        """A step of this shape is under way."""
+        """A step of this shape is under way. One that only has drafts made, and computes none yet, is neither a step with drafts nor one without."""
+        if shape.decode and shape.drafts and shape.tokens == shape.rows:
+            return
         self._planned[step_id] = shape
         if len(self._planned) > _LATE:
             del self._planned[next(iter(self._planned))]
@@ -179,6 +190,8 @@ class CostModel:
         predicted = self.seconds(shape)
         if predicted:
             self.stats = self.stats.with_step(predicted, seconds)
+        if not curve and shape.drafts and (plain := self._decode.get(0)):
+            curve.begin_like(plain, 1 + shape.drafts)
         if not curve:
             read = shape.keys * self._key.value + shape.pairs * self._pair.value
             curve.know(size, max(seconds - read, seconds / 2))
@@ -207,8 +220,8 @@ class CostModel:
         curve, size = self._curve(shape)
         if not curve:  # another one says what so many tokens take
             size = shape.tokens
-            others = (self._eager, self._decode.get(0), self._mixed, *self._decode.values())
-            curve = next((other for other in others if other), curve)
+            alike, others = self._decode.get(0, curve), (self._eager, self._mixed)
+            curve = next((one for one in ((alike, *others) if shape.decode else (*others, alike)) if one), curve)
         own = curve.parts(size) if curve else []
         return [*own, (self._key, shape.keys), (self._pair, shape.pairs)]
 

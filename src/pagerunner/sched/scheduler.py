@@ -79,7 +79,7 @@ class Scheduler:
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
-        self.max_in_flight, self._costs = max_in_flight, costs
+        self.max_in_flight, self._costs, self._draft_length = max_in_flight, costs, draft_length
         self._state = SchedulerState(
             manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers
         )
@@ -220,7 +220,7 @@ class Scheduler:
         while plan is None and self.manager.moves_unfinished:  # with nothing to run, nobody waits for the moves
             plan = self._planner.next_plan()
         if self._costs is not None and plan is not None and plan.rows:
-            self._costs.planned(plan.step_id, StepShape.of(plan))
+            self._costs.planned(plan.step_id, StepShape.of(plan, plan.num_drafts))
         return plan
 
     @property
@@ -280,6 +280,8 @@ class Scheduler:
         """Take the tokens of the oldest plan in flight. Returns one update per request that got something."""
         if self._costs is not None:
             self._costs.timed(result.timed)
+        if plan.num_drafts and self._draft_length is not None:
+            self._draft_length.learn(plan, result)
         return commit(self._state, plan, result)
 
     def take_failed(self) -> list[RequestUpdate]:

@@ -1,0 +1,140 @@
+"""How many drafts: many where they are right and the step has room, none where they cost more than they bring, and soon so after a change."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from helpers.device_costs import KEY_BYTES, Device
+from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
+from pagerunner.types import StepPlan, StepResult, StepRow
+from pagerunner.types.steps import StepShape
+
+CHOICES = (1, 2, 3, 5, 7)
+Rates = Callable[[int], float]
+"""How often a draft of a row is right, if those before it were."""
+
+
+class Decoding:
+    """Rows that generate for ever on a device whose costs are known."""
+
+    def __init__(self, rows: int, *, length: DraftLength | None = None, measured: bool = True, noise: float = 0.02):
+        self.device = Device(noise=noise)
+        self.costs = CostModel(self.device.measured(CHOICES if measured else ()) if measured else None, KEY_BYTES)
+        self.length = length or AdaptiveLength(self.costs, CHOICES)
+        self.rows, self.random = rows, random.Random(3)
+        self.made = self.steps = 0
+        self.seconds, self.tokens = 0.0, 0
+        self.chosen: list[int] = []
+
+    def run(self, steps: int, rate: Rates | float) -> float:
+        """Tokens a second of these steps."""
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(steps):
+            self._step(rate if callable(rate) else lambda row: rate)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _step(self, rate: Rates) -> None:
+        keys = 1000 * self.rows
+        drafts = self.length.choose(self.rows, keys)
+        self.chosen.append(drafts)
+        tried, self.made = min(self.made, drafts), drafts
+        rows = [StepRow(slot, 1000, 1 + tried, [], True) for slot in range(self.rows)]
+        plan = StepPlan(step_id=self.steps, rows=rows, num_drafts=drafts)
+        shape = StepShape.of(plan, drafts)
+        self.costs.planned(self.steps, shape)
+        seconds = self.device.run(shape)
+        found = []
+        for row in range(self.rows):
+            accepted = 0
+            while accepted < tried and self.random.random() < rate(row):
+                accepted += 1
+            found.append([7] * (1 + accepted))
+        result = StepResult(step_id=self.steps, token_ids=found, timed=[(self.steps, seconds)])
+        self.costs.timed(result.timed)
+        if drafts:
+            self.length.learn(plan, result)
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += sum(map(len, found))
+
+    def usual(self, steps: int) -> int:
+        """What was chosen most often in the last steps."""
+        return Counter(self.chosen[-steps:]).most_common(1)[0][0]
+
+
+def best_fixed(rows: int, rate: Rates | float, steps: int = 200) -> float:
+    return max(Decoding(rows, length=FixedLength(drafts)).run(steps, rate) for drafts in (0, *CHOICES))
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(1, 0.8), (1, 0.3), (8, 0.6), (64, 0.7), (256, 0.3), (256, 0.9)])
+def test_it_brings_what_the_best_fixed_number_brings(rows: int, rate: float) -> None:
+    engine = Decoding(rows)
+    engine.run(100, rate)
+    assert engine.run(300, rate) > 0.95 * best_fixed(rows, rate)
+
+
+def test_good_drafts_at_one_row_are_many() -> None:
+    engine = Decoding(1)
+    assert engine.run(300, 0.85) > 2 * Decoding(1, length=FixedLength(0)).run(300, 0.85)
+    assert engine.usual(100) >= 5
+
+
+def test_poor_drafts_at_256_rows_are_none_and_cost_less_than_3_percent() -> None:
+    poor = 0.23  # 1.3 tokens a step with many drafts
+    engine = Decoding(256)
+    without = Decoding(256, length=FixedLength(0)).run(400, poor)
+    assert engine.run(400, poor) > 0.97 * without, "from the first step on"
+    assert engine.run(1000, poor) > 0.985 * without
+    assert engine.usual(1000) == 0
+    assert Decoding(256, length=FixedLength(3)).run(100, poor) < 0.75 * without, "the loss that it avoids"
+
+
+@pytest.mark.parametrize(("rows", "within"), [(1, 80), (64, 40), (256, 100)])
+def test_a_change_is_followed(rows: int, within: int) -> None:
+    engine = Decoding(rows)
+    engine.run(300, 0.02)
+    assert engine.usual(100) == 0
+    engine.run(within, 0.95)
+    assert engine.chosen[-1] >= 1
+    assert engine.run(200, 0.95) > 0.9 * best_fixed(rows, 0.95)
+    engine.run(within, 0.02)
+    assert engine.usual(5) == 0
+
+
+def test_one_requests_poor_drafts_leave_the_others_theirs() -> None:
+    def one_poor(row: int) -> float:
+        return 0.0 if row == 0 else 0.8
+
+    engine = Decoding(8)
+    engine.run(100, one_poor)
+    assert engine.run(300, one_poor) > 0.97 * best_fixed(8, one_poor)
+    assert engine.usual(200) >= 3
+
+
+def test_without_a_measurement_it_tries_and_learns() -> None:
+    for rows, rate in ((1, 0.8), (64, 0.05)):
+        engine = Decoding(rows, measured=False)
+        engine.run(300, rate)
+        assert engine.run(300, rate) > 0.95 * best_fixed(rows, rate)
+
+
+def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
+    engine = Decoding(256)
+    engine.run(300, 0.1)
+    begun = [place for place in range(301, 2300) if engine.run(1, 0.1) and engine.chosen[-1] > engine.chosen[-2]]
+    apart = [later - one for one, later in zip(begun, begun[1:], strict=False)]
+    assert 10 < len(begun) < 60
+    assert min(apart) > 32
+
+
+def test_a_step_that_only_has_drafts_made_teaches_nothing() -> None:
+    costs = CostModel(Device().measured(CHOICES), KEY_BYTES)
+    before = costs.decode_seconds(64, 0, 3)
+    costs.planned(0, StepShape(64, 64, 0, 0, 3))
+    costs.timed([(0, 0.5)])
+    assert costs.decode_seconds(64, 0, 3) == before
