@@ -96,7 +96,7 @@ def test_anything_else_is_refused_by_name(name: str, given: Any, words: str) -> 
 def test_a_target_is_refused_beside_what_it_cannot_bound(others: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         engine_args(model="x", target_itl_ms=25, **others)
-    assert engine_args(model="x", target_itl_ms=25, data_parallel_size=2).prices_steps, "each engine has its own"
+    assert engine_args(model="x", target_itl_ms=25, data_parallel_size=2).engines == 2, "each has a target of its own"
 
 
 def test_llm_knows_the_demos_by_name() -> None:

@@ -52,11 +52,6 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     target_itl_ms: float | None = None
 
     @property
-    def prices_steps(self) -> bool:
-        """Whether the engine learns what steps cost."""
-        return self.target_itl_ms is not None
-
-    @property
     def teams(self) -> int:
         """How many teams of ranks an engine has. Each has requests and pages of its own, and the ranks of all divide the experts."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
@@ -427,6 +422,16 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     kv_events: KVEventsConfig | None = None
     exchange: ExchangeConfig | None = None
     speculative: SpeculativeConfig | None = None
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether the number of drafts follows from what steps cost and how often drafts are right."""
+        return self.speculative is not None and not self.speculative.num_speculative_tokens_per_batch_size
+
+    @property
+    def prices_steps(self) -> bool:
+        """Whether the engine learns what steps cost."""
+        return self.target_itl_ms is not None or self.adapts_drafts
 
 
 def engine_args(**values: object) -> EngineArgs:

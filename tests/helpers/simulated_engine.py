@@ -11,8 +11,9 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, SamplingParams, StepResult
+from pagerunner.types import EngineRequest, SamplingParams, StepResult, StepRow
 from pagerunner.types.steps import StepShape
 
 HOST_SECONDS = 0.0004  # to commit a step and launch another
@@ -68,8 +69,9 @@ def poisson(rate: float, count: int, prompt: int, output: int, seed: int = 5) ->
     return arrivals
 
 
-def make_scheduler(costs: CostModel | None, target: float | None, *, rows: int = 256, tokens: int = 8192) -> Scheduler:
+def make_scheduler(costs: CostModel | None, target: float | None, length: DraftLength | None = None) -> Scheduler:
     """A scheduler with pages for all that these loads have at once."""
+    rows, tokens = 256, 8192
     plan = plan_memory(
         [FullKV(8, 128, "bfloat16")] * 36,
         page_tokens=16,
@@ -79,6 +81,7 @@ def make_scheduler(costs: CostModel | None, target: float | None, *, rows: int =
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         max_in_flight=2,
+        num_drafts=length.most if length is not None else 0,
     )
     return Scheduler(
         KVManager(plan),
@@ -88,13 +91,26 @@ def make_scheduler(costs: CostModel | None, target: float | None, *, rows: int =
         max_in_flight=2,
         costs=costs,
         target_itl=target,
+        draft_length=length,
     )
 
 
-def simulate(arrivals: Sequence[Arrival], device: Device, target: float | None, *, measured: bool = True) -> Outcome:
-    """Run a load with two plans in flight. `target`: seconds of target_itl_ms. `measured`: the start has measured steps."""
-    costs = CostModel(device.measured() if measured else None, KEY_BYTES)
-    scheduler = make_scheduler(costs, target)
+def simulate(
+    arrivals: Sequence[Arrival],
+    device: Device,
+    target: float | None,
+    *,
+    measured: bool = True,
+    rate: float | None = None,
+    fixed: int | None = None,
+) -> Outcome:
+    """Run a load with two plans in flight. `target`: seconds of target_itl_ms. `measured`: the start has measured steps. `rate`: how often a draft
+    is right if those before it were; None: there are none. Their number is `fixed`, or adapts itself.
+    """
+    choices = (1, 3, 7) if rate is not None else ()
+    costs = CostModel(device.measured(choices) if measured else None, KEY_BYTES)
+    length = FixedLength(fixed or 0) if rate is None or fixed is not None else AdaptiveLength(costs, choices)
+    scheduler = make_scheduler(costs, target, length)
     out, last, waiting = Outcome(), {}, list(arrivals)[::-1]
     now = free = 0.0
     in_flight: list[tuple[object, float, float]] = []
@@ -107,7 +123,7 @@ def simulate(arrivals: Sequence[Arrival], device: Device, target: float | None, 
             scheduler.add(request(name, arrival))
             last[name] = (arrival.at, True)
         while (plan := scheduler.schedule()) is not None:
-            seconds = device.run(StepShape.of(plan))
+            seconds = device.run(StepShape.of(plan, plan.num_drafts))
             free = max(free, now) + seconds
             in_flight.append((plan, free, seconds))
             out.steps += 1
@@ -115,7 +131,7 @@ def simulate(arrivals: Sequence[Arrival], device: Device, target: float | None, 
             continue
         plan, done, seconds = in_flight.pop(0)
         now = max(now, done)
-        tokens = [[7] if row.samples else [] for row in plan.rows]
+        tokens = [[7] * (row.samples + _accepted(row, rate or 0.0, device.random)) for row in plan.rows]
         for update in scheduler.commit(
             plan, StepResult(step_id=plan.step_id, token_ids=tokens, timed=[(plan.step_id, seconds)])
         ):
@@ -123,11 +139,17 @@ def simulate(arrivals: Sequence[Arrival], device: Device, target: float | None, 
                 before, first = last[update.request_id]
                 (out.first_token if first else out.between).append(now - before)
                 last[update.request_id] = (now, False)
-                out.tokens += 1
+                out.tokens += len(update.new_token_ids)
         now += HOST_SECONDS
     out.seconds = now
     out.error = costs.stats.error_seconds_total / costs.stats.measured_seconds_total
     return out
+
+
+def _accepted(row: StepRow, rate: float, generator: random.Random) -> int:
+    """How many of a row's drafts are right."""
+    drafts = 0 if row.tokens else row.num_tokens - 1
+    return next((place for place in range(drafts) if generator.random() >= rate), drafts)
 
 
 def request(name: str, arrival: Arrival) -> EngineRequest:

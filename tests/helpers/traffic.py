@@ -17,6 +17,7 @@ from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ForgettingRule
+from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
@@ -99,11 +100,12 @@ def mixes(draw: st.DrawFn, names: tuple[str, ...] = (), drafts: tuple[int, ...] 
     return mixed(kinds, budget, batched=batched, chunked_prefill=chunked, num_drafts=num_drafts)
 
 
-class AnyLength:
+class AnyLength(FixedLength):
     """Another number of drafts for each plan."""
 
     def __init__(self, most: int, seed: int) -> None:
-        self.most, self._rng = most, random.Random(seed)
+        super().__init__(most)
+        self._rng = random.Random(seed)
 
     def choose(self, rows: int, keys: int) -> int:
         """Some number, often the most."""

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from helpers.device_costs import KEY_BYTES, Device
+from helpers.effort import effort
+from helpers.simulated_engine import Arrival, simulate
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, draft_choices
 from pagerunner.types import StepPlan, StepResult, StepRow
 from pagerunner.types.steps import StepShape
 
@@ -132,9 +134,32 @@ def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
     assert min(apart) > 32
 
 
+def test_there_are_few_numbers_to_choose_from() -> None:
+    assert {most: draft_choices(most) for most in (1, 2, 3, 4, 5, 7, 16)} == {
+        1: [1],
+        2: [1, 2],
+        3: [1, 3],
+        4: [1, 4],
+        5: [1, 3, 5],
+        7: [1, 3, 7],
+        16: [1, 3, 7, 16],
+    }
+
+
 def test_a_step_that_only_has_drafts_made_teaches_nothing() -> None:
     costs = CostModel(Device().measured(CHOICES), KEY_BYTES)
     before = costs.decode_seconds(64, 0, 3)
     costs.planned(0, StepShape(64, 64, 0, 0, 3))
     costs.timed([(0, 0.5)])
     assert costs.decode_seconds(64, 0, 3) == before
+
+
+@pytest.mark.parametrize(("rate", "least"), [(0.23, 0.97), (0.8, 1.02)])
+def test_256_requests_at_once_with_two_plans_in_flight(rate: float, least: float) -> None:
+    load = [Arrival(0, 100, effort(120, 400)) for _ in range(256)]
+    without = simulate(load, Device(noise=0.03), None)
+    fixed = simulate(load, Device(noise=0.03), None, rate=rate, fixed=3)
+    found = simulate(load, Device(noise=0.03), None, rate=rate)
+    assert found.tokens == without.tokens
+    assert found.tokens_per_second > least * without.tokens_per_second
+    assert found.tokens_per_second > fixed.tokens_per_second

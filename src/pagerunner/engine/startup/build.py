@@ -37,6 +37,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows, draft_choices
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.teams import TeamsScheduler
@@ -153,6 +154,17 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
     )
 
 
+def _draft_length(config: EngineConfig, costs: CostModel | None) -> DraftLength | None:
+    """What chooses the number of drafts; None if there are no drafts."""
+    asked = config.speculative
+    if asked is None:
+        return None
+    if not config.adapts_drafts:
+        return LengthByRows(asked.num_speculative_tokens_per_batch_size)
+    assert costs is not None, "an engine that adapts the number of drafts prices its steps"
+    return AdaptiveLength(costs, draft_choices(asked.num_speculative_tokens))
+
+
 def key_bytes(plan: MemoryPlan) -> int:
     """Bytes that a generated token reads for each token before it, in the layers that see all of them."""
     return sum(
@@ -214,6 +226,7 @@ def build_scheduler(
         stages=config.pipeline_parallel_size,
         tiers=tiers,
         load_failure=config.kv_load_failure_policy,
+        draft_length=_draft_length(config, costs),
         costs=costs,
         target_itl=config.target_itl_ms and config.target_itl_ms / 1e3,
     )
