@@ -39,6 +39,13 @@ cases = st.builds(
 )
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_strided_batches(raw: bool) -> None:
+    rows = RowCase(37, 4), RowCase(0, 1), RowCase(200, 3, 1)
+    got, want = run(Case(rows, stride=4, padding=1, in_graph=True, raw=raw), PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 @settings(max_examples=effort(33, 200), deadline=None)
 @given(cases)
 def test_equals_attention_row_by_row(case: Case) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helpers.attention_cases import padded
+from helpers.attention_cases import padded, strided
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows
@@ -42,6 +42,7 @@ class Case:
     compute: torch.dtype = torch.float32
     padding: int = 0  # rows and tokens that a graph has beyond the step's own
     in_graph: bool = False
+    stride: int = 0  # a strided batch, with room for so many tokens in each of the rows, and of the rows of padding
     raw: bool = False  # the backend also norms and rotates
     pairs: bool = True
 
@@ -97,13 +98,15 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         for own, held in zip(vectors[1:], tables[1:], strict=True):
             count = sum(a == b for a, b in zip(held, tables[0], strict=False)) * size
             own[:count] = vectors[0][:count]
-        prep = _on(prep, case.padding, device)
+    places, count = _places(case)
+    if prep is not None:
+        prep = _on(prep, places, count, device)
     pool = pool.to(device)
     pages = pool.as_strided((num_pages, size, vector), (stride, vector, 1), size * vector)
-    layer, more = LatentPages(0, pages, None if scales is None else scales.to(device)), case.padding
-    batch = _batch(case, backend, device, tables, query_lens, seq_lens, entries, offsets, layer)
-    given = torch.cat((given, torch.full_like(q[:1], 1e4).expand(more, -1, -1))).to(device)
-    stored = torch.cat((stored, torch.full_like(new[:1], 1e4).expand(more, -1))).to(device)
+    layer = LatentPages(0, pages, None if scales is None else scales.to(device))
+    where = (_spread(torch.tensor(x), places, count, fill).to(device) for x, fill in ((entries, -1), (offsets, 0)))
+    batch = _batch(case, backend, device, tables, query_lens, seq_lens, *where, layer)
+    given, stored = (_spread(x, places, count, 1e4).to(device) for x in (given, stored))
     for _ in range(2):  # a second layer of the same step reuses the plan
         inputs = torch.cat((given.flatten(1), stored), -1)  # as one projection makes them
         q_THD, vectors_TL = inputs[:, : given[0].numel()].unflatten(-1, given.shape[1:]), inputs[:, given[0].numel() :]
@@ -115,17 +118,41 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         for own, held in zip(vectors, tables, strict=True):
             at = torch.arange(own.shape[0])
             own[:] = read_latent(pages, torch.tensor(held)[at // size], at % size, torch.float32, _one(scales))
-    start = torch.tensor([0, *query_lens]).cumsum(0)
-    weight, q = weight.double(), q.double()
-    want = []
-    for own, row, first in zip(vectors, case.rows, start.tolist(), strict=False):
+    want = _expected(case, vectors, weight.double(), q.double())
+    out = out.double().cpu()
+    if case.stride:
+        missing = torch.ones(count, dtype=torch.bool).index_fill_(0, places, False)
+        assert not out[missing].any(), "tokens that aren't there get zeros"
+    return out[places], want
+
+
+def _expected(case: Case, vectors: list[torch.Tensor], weight: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Attention over expanded keys and values, [T, H, V] in float64."""
+    want, first = [], 0
+    for own, row in zip(vectors, case.rows, strict=True):
         both = (own[:, : case.latent_dim].double() @ weight.T).unflatten(-1, (case.heads, -1))
         rope = own[:, None, case.latent_dim :].double().expand(-1, case.heads, -1)
         keys, values = torch.cat((both[..., : case.key_dim], rope), -1), both[..., case.key_dim :]
         scores = torch.einsum("qhd,lhd->hql", q[first : first + row.queries], keys) * 0.4
         later = torch.arange(own.shape[0]) > row.start + torch.arange(row.queries).unsqueeze(-1)
         want.append(torch.einsum("hql,lhv->qhv", scores.masked_fill(later, float("-inf")).softmax(-1), values))
-    return out[:tokens].double().cpu(), torch.cat(want)
+        first += row.queries
+    return torch.cat(want)
+
+
+def _places(case: Case) -> tuple[torch.Tensor, int]:
+    """Where the step's tokens are, and among how many."""
+    lens = torch.tensor([row.queries for row in case.rows])
+    if not case.stride:
+        return torch.arange(int(lens.sum())), int(lens.sum()) + case.padding
+    inside = torch.cat([torch.arange(count) for count in lens.tolist()])
+    row_T = torch.arange(len(lens)).repeat_interleave(lens)
+    return row_T * case.stride + inside, (len(lens) + case.padding) * case.stride
+
+
+def _spread(x: torch.Tensor, places: torch.Tensor, count: int, fill: float) -> torch.Tensor:
+    """The tokens of `x` at their places among `count`."""
+    return x.new_full((count, *x.shape[1:]), fill).index_copy_(0, places, x)
 
 
 def _one(scales: torch.Tensor | None) -> torch.Tensor | None:
@@ -139,9 +166,9 @@ def _prep(case: Case, positions: torch.Tensor) -> LatentPrep:
     return LatentPrep(norm, rope_angles(positions, frequencies, 1.0, case.compute), case.pairs)
 
 
-def _on(prep: LatentPrep, padding: int, device: str) -> LatentPrep:
+def _on(prep: LatentPrep, places: torch.Tensor, count: int, device: str) -> LatentPrep:
     """For a step with more tokens."""
-    angles = (torch.cat((x, x[:1].expand(padding, -1, -1))).to(device) for x in prep.angles)
+    angles = (_spread(x, places, count, 1.0).to(device) for x in prep.angles)
     norm = prep.norm._replace(weight_I=prep.norm.weight_I.to(device))
     return prep._replace(norm=norm, angles=RopeAngles(*angles))
 
@@ -153,8 +180,8 @@ def _batch(
     tables: list[list[int]],
     query_lens: list[int],
     seq_lens: list[int],
-    entries: list[int],
-    offsets: list[int],
+    entry: torch.Tensor,
+    offset: torch.Tensor,
     layer: LatentPages,
 ) -> ForwardBatch:
     size, count, wide = case.page_tokens, len(tables), max(map(len, tables))
@@ -164,12 +191,12 @@ def _batch(
         table[slot, : len(held)] = torch.tensor(held)
     table = table.to(device)
     rows = StepRows.of(query_lens, seq_lens, slots, device)
-    if case.padding:
+    if case.stride:
+        rows, _ = strided(rows, case.stride, case.padding)
+    elif case.padding:
         rows = padded(rows, case.padding)
     shape = GraphShape(rows.num_rows, rows.num_tokens, rows.max_seq_len) if case.in_graph else None
     hosts = ([], [], []) if case.in_graph else (query_lens, seq_lens, slots)
     plan = backend.plan(PlanInputs(rows, *hosts, table, size, None), backend.new_state(shape))
-    entry = torch.tensor(entries + [-1] * case.padding, device=device)
-    offset = torch.tensor(offsets + [0] * case.padding, device=device)
     nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
     return ForwardBatch(nothing, rows, nothing, (GroupBatch(table, entry, offset, size, backend, plan),), (layer,))

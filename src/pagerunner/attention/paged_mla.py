@@ -145,6 +145,7 @@ class PagedLatentBackend:
         page_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"}),
         projection=True,
         graphs=True,
+        drafts=True,
         triton=True,
         shared_memory=SHARED_MEMORY,
     )

@@ -63,6 +63,36 @@ def test_keys_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, least: int) -
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
+DRAFTS = (RowCase(300, 4), RowCase(0, 1), RowCase(29, 4), RowCase(140, 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "raw", "least"),
+    [
+        (2, torch.float32, True, 1),
+        (16, torch.float16, False, 2),
+        (20, torch.float32, True, 9),
+        (3, torch.float8_e4m3fn, True, 1),
+    ],
+)
+def test_strided_batches(
+    monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype, raw: bool, least: int
+) -> None:
+    """Rows of fewer tokens than the stride, drafts across borders of tiles and pages, and one block of queries or two."""
+    tiles = latent_decode.decode_tiles
+    monkeypatch.setattr(latent_decode, "decode_tiles", lambda *of: tiles(*of)._replace(keys=16, least=least))
+    case = Case(DRAFTS, heads=heads, dtype=dtype, raw=raw, stride=4, padding=1, in_graph=True)
+    got, want = run(case, PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("stride", [2, 3, 8])
+def test_strides(stride: int) -> None:
+    rows = tuple(RowCase(start, 1 + start % stride) for start in (7, 31, 62, 0, 95))
+    got, want = run(Case(rows, stride=stride, in_graph=True, raw=True), PagedLatentBackend())
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 35])
 def test_numbers_of_rows(rows: int) -> None:
     """Programs take 1, 2 or 16 tokens; results are whole and in parts."""

@@ -1,4 +1,4 @@
-"""Attention of single queries in the latent space, and its way back to values. Twin: `ops.latent_attention.latent_values`.
+"""Attention of tokens in the latent space, and its way back to values. Twin: `ops.latent_attention.latent_values`.
 
 All heads share a token's vector. So a block of heads takes part in one matrix product, and the tile of vectors that a program
 holds serves both products.
@@ -8,7 +8,11 @@ All (query, key tile) pairs of a step, in order, are cut into slices of about eq
 to the border of two queries moves to that border. A query that lies in one slice is finished by it; of other queries each slice
 leaves a part. The kernel that carries results back to values merges the parts first.
 
-Scores are in units of log2. Shape letters: see the twin; S slices, BN keys of a tile.
+Such a query is a unit: a token with all its heads. In a strided batch (`StepRows.stride`) a unit is a row: all heads of all its tokens are the
+queries that take part in a product, so a row's vectors are read once for all of its tokens, or for as many as a tile has queries. A token
+sees the vectors up to its own. Example: 16 heads and 4 tokens are a tile of 64 queries.
+
+Scores are in units of log2. Shape letters: see the twin; S slices, BN keys of a tile, U units, Q queries of a unit.
 """
 
 from __future__ import annotations
@@ -35,57 +39,60 @@ EARLY_TOKENS = 160  # up to which it pays to read the schedule before the wait
 MOST_PARTS = 64  # of one query, because each costs as much to merge as a third of a tile to compute
 
 
-@triton.jit(do_not_specialize=["num_tokens", "slices"])
+@triton.jit(do_not_specialize=["num_units", "slices"])
 def _schedule_kernel(
-    row_ptr, slots_ptr, position_ptr, unit_ptr, part_ptr, slice_ptr, num_tokens, slices,
-    BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
+    row_ptr, slots_ptr, position_ptr, lengths_ptr, unit_ptr, part_ptr, slice_ptr, num_units, slices,
+    BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """One program. A slice has at least LEAST tiles, before its ends move.
 
-    `unit` [T + 1, 4]: a token's first tile, its number of keys (0: padding), and its slot. `slice` [S + 1, 2]: a slice's first tile,
-    and the token that it belongs to. `part` [T, 2]: the first slice with tiles of the token, and how many there are.
+    `unit` [U + 1, 4]: a unit's first tile, its number of keys (0: padding), and its slot. `slice` [S + 1, 2]: a slice's first tile,
+    and the unit that it belongs to. `part` [U, 2]: the first slice with tiles of the unit, and how many there are.
     """
     tiles = 0
-    for start in range(0, num_tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < num_tokens
-        row = tl.load(row_ptr + token, mask=there, other=-1)
-        length = tl.load(position_ptr + token, mask=row >= 0, other=-1).to(tl.int32) + 1
+    for start in range(0, num_units, BLOCK):
+        unit = start + tl.arange(0, BLOCK)
+        there = unit < num_units
+        row = tl.load(row_ptr + unit * STRIDE, mask=there, other=-1)
+        if STRIDE > 1:
+            length = tl.load(lengths_ptr + row, mask=row >= 0, other=0)
+        else:
+            length = tl.load(position_ptr + unit, mask=row >= 0, other=-1).to(tl.int32) + 1
         count = tl.cdiv(length, BN)
         ends = tiles + tl.cumsum(count, 0)
-        tl.store(unit_ptr + token * 4, ends - count, mask=there)
-        tl.store(unit_ptr + token * 4 + 1, length, mask=there)
-        tl.store(unit_ptr + token * 4 + 2, tl.load(slots_ptr + row, mask=row >= 0, other=0), mask=there)
+        tl.store(unit_ptr + unit * 4, ends - count, mask=there)
+        tl.store(unit_ptr + unit * 4 + 1, length, mask=there)
+        tl.store(unit_ptr + unit * 4 + 2, tl.load(slots_ptr + row, mask=row >= 0, other=0), mask=there)
         tiles += tl.sum(count, 0)
-    tl.store(unit_ptr + num_tokens * 4, tiles)
+    tl.store(unit_ptr + num_units * 4, tiles)
     per = tl.maximum(tl.cdiv(tiles, slices), LEAST)
     most = tl.minimum(SNAP, per // 2)
     tl.debug_barrier()  # units are read back below
-    for start in range(0, num_tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < num_tokens
-        begin = tl.load(unit_ptr + token * 4, mask=there, other=0)
-        end = tl.load(unit_ptr + token * 4 + 4, mask=there, other=0)
-        first_cut = tl.cdiv(begin + most + 1, per)  # the first that is inside the token
+    for start in range(0, num_units, BLOCK):
+        unit = start + tl.arange(0, BLOCK)
+        there = unit < num_units
+        begin = tl.load(unit_ptr + unit * 4, mask=there, other=0)
+        end = tl.load(unit_ptr + unit * 4 + 4, mask=there, other=0)
+        first_cut = tl.cdiv(begin + most + 1, per)  # the first that is inside the unit
         cuts = tl.maximum((end - most - 1) // per - first_cut + 1, 0)
-        # where no cut is inside, the slice is one of those that begin by the token's middle; nobody asks which
-        tl.store(part_ptr + token * 2, first_cut - 1, mask=there)
-        tl.store(part_ptr + token * 2 + 1, tl.where(end > begin, cuts + 1, 0), mask=there)
+        # where no cut is inside, the slice is one of those that begin by the unit's middle; nobody asks which
+        tl.store(part_ptr + unit * 2, first_cut - 1, mask=there)
+        tl.store(part_ptr + unit * 2 + 1, tl.where(end > begin, cuts + 1, 0), mask=there)
     for start in range(0, slices + 1, BS):
         at = start + tl.arange(0, BS)
         cut = tl.minimum(at * per, tiles)
-        token = tl.zeros((BS,), tl.int32)
-        for first in range(0, num_tokens, BLOCK):
+        unit = tl.zeros((BS,), tl.int32)
+        for first in range(0, num_units, BLOCK):
             other = first + tl.arange(0, BLOCK)
-            ends = tl.load(unit_ptr + other * 4 + 4, mask=other < num_tokens, other=0x7FFFFFFF)
-            token += tl.sum((ends[None, :] <= cut[:, None]).to(tl.int32), 1)
-        inside = token < num_tokens
-        begin = tl.load(unit_ptr + token * 4, mask=inside, other=0)
-        end = tl.load(unit_ptr + token * 4 + 4, mask=inside, other=0)
+            ends = tl.load(unit_ptr + other * 4 + 4, mask=other < num_units, other=0x7FFFFFFF)
+            unit += tl.sum((ends[None, :] <= cut[:, None]).to(tl.int32), 1)
+        inside = unit < num_units
+        begin = tl.load(unit_ptr + unit * 4, mask=inside, other=0)
+        end = tl.load(unit_ptr + unit * 4 + 4, mask=inside, other=0)
         to_end = inside & (cut - begin > most) & (end - cut <= most)
         moved = tl.where(inside & (cut - begin <= most), begin, tl.where(to_end, end, cut))
         tl.store(slice_ptr + at * 2, moved, mask=at <= slices)
-        tl.store(slice_ptr + at * 2 + 1, token + to_end.to(tl.int32), mask=at <= slices)
+        tl.store(slice_ptr + at * 2 + 1, unit + to_end.to(tl.int32), mask=at <= slices)
 
 
 @triton.jit
@@ -118,12 +125,14 @@ def _entries(row_table, key, length, PAGE: tl.constexpr, FEW: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    q_low, q_high, q_rope, pages, scales, row_table, entry, first, last, length, scale, page_stride, slot_stride, scale_stride,
+    q_low, q_high, q_rope, pages, scales, row_table, entry, first, last, length, length_Q, scale, page_stride, slot_stride, scale_stride,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr, FEW: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, last) of one query, of which those below `length` exist: log-sum-exp [BH] and both halves [BH, HC] of
-    weighted latents. `entry` [BN] are the first tile's pages.
+    """Keys [first, last) of one unit, of which those below `length` exist, and each query sees those below its `length_Q`: log-sum-exp [BH]
+    and both halves [BH, HC] of weighted latents. `entry` [BN] are the first tile's pages. A query that sees no key has a log-sum-exp that
+    nothing else is below, and some weighted latents.
 
     FEW: few programs have work, so a tile's time is its longest chain of instructions. A tile's scores are three sums then, which don't
     wait for each other. Each is scaled by itself, because the compiler makes one sum of products that are only added. With many rows the
@@ -163,7 +172,10 @@ def _tiles(
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * factor
         if FP8 is not None:
             scores += exponent[None, :]
-        scores = tl.where(live[None, :], scores, LOWEST)
+        seen = live[None, :]
+        if STRIDE > 1:
+            seen = key[None, :] < length_Q[:, None]
+        scores = tl.where(seen, scores, LOWEST)
         larger = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - larger)
         weights = tl.exp2(scores - larger[:, None])
@@ -179,18 +191,30 @@ def _tiles(
 
 
 @triton.jit
+def _tokens_of(unit, queries, there, length, num_heads, row_ptr, position_ptr, STRIDE: tl.constexpr):
+    """The tokens of a unit's queries, and how many keys each sees; tokens that aren't there see none."""
+    if STRIDE > 1:
+        token = unit * STRIDE + queries // num_heads
+        there = there & (tl.load(row_ptr + token, mask=there, other=-1) >= 0)
+        sees = tl.load(position_ptr + token, mask=there, other=-1).to(tl.int32) + 1
+    else:
+        token, sees = unit, length
+    return token.to(tl.int64), sees
+
+
+@triton.jit
 def _slices_kernel(
-    q_latent, q_rope, pages, scales, whole, parts, found, unit_ptr, slice_ptr, table,
+    q_latent, q_rope, pages, scales, whole, parts, found, unit_ptr, slice_ptr, row_ptr, position_ptr, table,
     num_heads, scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, scale_stride, table_stride,
     whole_token, whole_head,
     PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
-    FEW: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, STRIDE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One slice of BH heads. HC: half of the latents' elements, padded.
+    """One slice of BH of a unit's queries: heads, of one token after another. HC: half of the latents' elements, padded.
 
-    `parts` [S, 2, H, C] float32 and `found` [S, 2, H] are what the slice leaves of the query that began before it, and of
-    the query that goes on after it. `whole` are the queries that lie in one slice. Each is normalised.
+    `parts` [S, 2, Q, C] float32 and `found` [S, 2, Q] are what the slice leaves of the unit that began before it, and of
+    the unit that goes on after it. `whole` are units that lie in one slice. Each is normalised.
 
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself.
     So the schedule and the page table can be read while the predecessor still runs, and vectors are asked for from memory.
@@ -198,23 +222,25 @@ def _slices_kernel(
     wait_turn(PDL and not EARLY)
     start_next(PDL and not EARLY)
     piece = tl.program_id(0)
-    heads = tl.program_id(1) * BH + tl.arange(0, BH)
-    in_h = heads < num_heads
+    queries = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = queries < num_heads * STRIDE
+    heads = queries
+    if STRIDE > 1:
+        heads = queries % num_heads
     n, c, p = tl.arange(0, BN), tl.arange(0, HC), tl.arange(0, BP)
     in_low, in_high = in_h[:, None] & (c < C)[None, :], in_h[:, None] & (HC + c < C)[None, :]
     in_rope = in_h[:, None] & (p < P)[None, :]
     tile = tl.load(slice_ptr + piece * 2)
-    token = tl.load(slice_ptr + piece * 2 + 1)
+    unit = tl.load(slice_ptr + piece * 2 + 1)
     stop = tl.load(slice_ptr + piece * 2 + 2)
     waiting = EARLY
     while tile < stop:
-        first_tile = tl.load(unit_ptr + token * 4)
-        length = tl.load(unit_ptr + token * 4 + 1)
-        slot = tl.load(unit_ptr + token * 4 + 2).to(tl.int64)
+        first_tile = tl.load(unit_ptr + unit * 4)
+        length = tl.load(unit_ptr + unit * 4 + 1)
+        slot = tl.load(unit_ptr + unit * 4 + 2).to(tl.int64)
         end = first_tile + tl.cdiv(length, BN)
         upto = tl.minimum(stop, end)
         if upto > tile:
-            wide = token.to(tl.int64)
             row_table = table + slot * table_stride
             first = (tile - first_tile) * BN
             entry = _entries(row_table, first + n, length, PAGE, FEW)
@@ -228,38 +254,40 @@ def _slices_kernel(
                     wait_turn(EARLY)
                     start_next(EARLY)
                 waiting = False
-            latent_at = q_latent + wide * qc_token + heads.to(tl.int64)[:, None] * qc_head + c[None, :]
-            rope_at = q_rope + wide * qp_token + heads[:, None] * qp_head + p[None, :]
+            token, length_Q = _tokens_of(unit, queries, in_h, length, num_heads, row_ptr, position_ptr, STRIDE)
+            latent_at = q_latent + (token * qc_token + heads.to(tl.int64) * qc_head)[:, None] + c[None, :]
+            rope_at = q_rope + (token * qp_token + heads * qp_head)[:, None] + p[None, :]
             q_low = tl.load(latent_at, mask=in_low, other=0.0)
             q_high = tl.load(latent_at + HC, mask=in_high, other=0.0)
             q_turned = tl.load(rope_at, mask=in_rope, other=0.0)
             lse, low, high = _tiles(
-                q_low, q_high, q_turned, pages, scales, row_table, entry, first, (upto - first_tile) * BN, length, scale,
+                q_low, q_high, q_turned, pages, scales, row_table, entry, first, (upto - first_tile) * BN, length, length_Q, scale,
                 page_stride, slot_stride, scale_stride, PAGE, C, P, HC, BP, BH, BN, FP8, PRECISION, COMPILED, FEW,
+                STRIDE,
             )  # fmt: skip
             if (tile == first_tile) & (upto == end):
-                whole_at = whole + wide * whole_token + heads.to(tl.int64)[:, None] * whole_head + c[None, :]
+                whole_at = whole + (token * whole_token + heads.to(tl.int64) * whole_head)[:, None] + c[None, :]
                 tl.store(whole_at, low.to(whole.dtype.element_ty), mask=in_low)
                 tl.store(whole_at + HC, high.to(whole.dtype.element_ty), mask=in_high)
             else:
-                place = (piece * 2 + (tile == first_tile)).to(tl.int64) * num_heads + heads
+                place = (piece * 2 + (tile == first_tile)).to(tl.int64) * num_heads * STRIDE + queries
                 part_at = parts + place[:, None] * C + c[None, :]
                 tl.store(part_at, low, mask=in_low)
                 tl.store(part_at + HC, high, mask=in_high)
                 tl.store(found + place, lse, mask=in_h)
             tile = upto
-        token += 1
+        unit += 1
 
 
 @triton.jit
-def _place_of_part(first, piece, num_heads, head):
-    """Where tokens' parts are, [BT, X]: those of their slices `first` [BT] + `piece` [X]."""
-    return ((first[:, None] + piece[None, :]) * 2 + (piece == 0)[None, :]).to(tl.int64) * num_heads + head
+def _place_of_part(first, piece, queries, query):
+    """Where tokens' parts are, [BT, X]: those of their slices `first` [BT] + `piece` [X]. A slice leaves `queries`, of which one is meant."""
+    return ((first[:, None] + piece[None, :]) * 2 + (piece == 0)[None, :]).to(tl.int64) * queries + query
 
 
 @triton.jit
 def _merged(
-    x, parts, found, first, several, head, num_heads, c,
+    x, parts, found, first, several, query, queries, c,
     C: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """`x` [BT, BC] where a token has none of `several` parts, else its parts merged, BS at a time."""
@@ -270,7 +298,7 @@ def _merged(
         for start in range(0, most, BS):
             piece = start + tl.arange(0, BS)
             live = piece[None, :] < several[:, None]
-            lse = tl.load(found + _place_of_part(first, piece, num_heads, head), mask=live, other=LOWEST)
+            lse = tl.load(found + _place_of_part(first, piece, queries, query), mask=live, other=LOWEST)
             larger = tl.maximum(highest, tl.max(lse, 1))
             weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
             total = total * tl.exp2(highest - larger) + tl.sum(weights, 1)
@@ -279,7 +307,7 @@ def _merged(
     for start in range(0, most, BS):
         piece = start + tl.arange(0, BS)
         live = piece[None, :] < several[:, None]
-        place = _place_of_part(first, piece, num_heads, head)
+        place = _place_of_part(first, piece, queries, query)
         lse = tl.load(found + place, mask=live, other=LOWEST)
         some = tl.load(
             parts + place[:, :, None] * C + c[None, None, :], mask=live[:, :, None] & (c < C)[None, None, :], other=0.0
@@ -301,9 +329,9 @@ def _merged(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _values_kernel(
-    whole, parts, found, part_ptr, up, out, num_tokens, num_heads, whole_token, whole_head, up_head, out_token, out_head,
+    whole, parts, found, part_ptr, row_ptr, up, out, num_tokens, num_heads, whole_token, whole_head, up_head, out_token, out_head,
     C: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BV value elements of one head of TOKENS tokens, in a block of BT: their slices' parts, merged BS at a time, times the
     up-projection.
@@ -317,13 +345,20 @@ def _values_kernel(
     up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
     weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
     # the schedule is complete: the kernel before has waited for it before it let this one start
-    first = tl.load(part_ptr + tokens * 2, mask=there, other=0)
-    count = tl.load(part_ptr + tokens * 2 + 1, mask=there, other=0)
+    query = head
+    units = tokens
+    if STRIDE > 1:
+        units = tokens // STRIDE
+        query = (tokens % STRIDE * num_heads + head)[:, None]
+    first = tl.load(part_ptr + units * 2, mask=there, other=0)
+    count = tl.load(part_ptr + units * 2 + 1, mask=there, other=0)
+    if STRIDE > 1:
+        count = tl.where(tl.load(row_ptr + tokens, mask=there, other=-1) >= 0, count, 0)
     wait_turn(PDL)
     at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
     x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
     several = tl.where(count > 1, count, 0)
-    x = _merged(x, parts, found, first, several, head, num_heads, c, C, BT, BS)
+    x = _merged(x, parts, found, first, several, query, num_heads * STRIDE, c, C, BT, BS)
     x = x.to(whole.dtype.element_ty)
     if BT < 16:
         y = tl.sum(x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
@@ -354,7 +389,7 @@ class ValuesConfig(NamedTuple):
 
 
 def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
-    """By measurement (docs/performance.md). Parts of one or two tokens are merged faster than a second tile is computed.
+    """By measurement (docs/performance.md), for units of so many queries. Parts of one or two tokens are merged faster than a second tile is computed.
 
     `fp8` pages take two stages more, as a key's scale is found by its page's entry. They convert a tile of few rows in more warps.
     """
@@ -396,14 +431,15 @@ class Partial(NamedTuple):
 
 
 def run_schedule(rows: StepRows, slices: int, tiles: Tiles) -> Schedule:
-    """Divide the step's queries."""
-    tokens = rows.num_tokens
-    block = min(BLOCK, max(16, padded(tokens)))
-    sizes = [4 * (tokens + 1), -(-2 * tokens // 4) * 4, 2 * (slices + 1)]
+    """Divide the step's units."""
+    stride = max(rows.stride, 1)
+    units = rows.num_tokens // stride
+    block = min(BLOCK, max(16, padded(units)))
+    sizes = [4 * (units + 1), -(-2 * units // 4) * 4, 2 * (slices + 1)]
     schedule = Schedule(*torch.empty(sum(sizes), dtype=torch.int32, device=rows.row_T.device).split(sizes))
     _schedule_kernel[(1,)](
-        rows.row_T, rows.slots_R, rows.positions_T, *schedule, tokens, slices,
-        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, BLOCK=block, BS=min(256, PAIRS // block), num_warps=4,
+        rows.row_T, rows.slots_R, rows.positions_T, rows.seq_lens_R, *schedule, units, slices,
+        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, STRIDE=stride, BLOCK=block, BS=min(256, PAIRS // block), num_warps=4,
     )  # fmt: skip
     return schedule
 
@@ -413,6 +449,7 @@ def run_slices(
     q_THP: torch.Tensor,
     pages_EXL: torch.Tensor,
     table_SW: torch.Tensor,
+    rows: StepRows,
     scale: float,
     schedule: Schedule,
     tiles: Tiles,
@@ -423,25 +460,27 @@ def run_slices(
     """Launch `_slices_kernel`. `early`: another layer has done it with the same schedule."""
     launch = dependent(q_THC.device)
     tokens, heads, latent = q_THC.shape
-    device, rope = q_THC.device, q_THP.shape[-1]
+    device, rope, stride = q_THC.device, q_THP.shape[-1], max(rows.stride, 1)
+    queries = heads * stride
     slices = schedule.slice.shape[0] // 2 - 1
     whole_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
-    parts = torch.empty(slices, 2, heads, latent, dtype=torch.float32, device=device)
-    found = torch.empty(slices, 2, heads, dtype=torch.float32, device=device)
-    _slices_kernel[(slices, blocks(heads, tiles.heads))](
-        q_THC, q_THP, *page_arguments(pages_EXL, scales_E), whole_THC, parts, found, schedule.unit, schedule.slice, table_SW,
+    parts = torch.empty(slices, 2, queries, latent, dtype=torch.float32, device=device)
+    found = torch.empty(slices, 2, queries, dtype=torch.float32, device=device)
+    _slices_kernel[(slices, blocks(queries, tiles.heads))](
+        q_THC, q_THP, *page_arguments(pages_EXL, scales_E), whole_THC, parts, found, schedule.unit, schedule.slice, rows.row_T,
+        rows.positions_T, table_SW,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *pages_EXL.stride()[:2],
         scale_stride(scales_E), table_SW.stride(0), *whole_THC.stride()[:2],
         **page_sizes(pages_EXL), COMPILED=os.environ.get("TRITON_INTERPRET") != "1", C=latent, P=rope, HC=max(16, padded(latent) // 2), BP=max(16, padded(rope)),
         BH=tiles.heads, BN=tiles.keys, PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
-        FEW=tokens < FEW_TOKENS, num_warps=tiles.warps, num_stages=tiles.stages,
+        FEW=tokens // stride < FEW_TOKENS, STRIDE=stride, num_warps=tiles.warps, num_stages=tiles.stages,
         maxnreg=min(255, 65536 // (32 * tiles.warps * tiles.programs)) // 8 * 8, EARLY=early and launch["PDL"], **launch,
     )  # fmt: skip
     return Partial(whole_THC, parts, found)
 
 
 def run_values(
-    partial: Partial, schedule: Schedule, up_HVC: torch.Tensor, config: ValuesConfig | None = None
+    partial: Partial, schedule: Schedule, rows: StepRows, up_HVC: torch.Tensor, config: ValuesConfig | None = None
 ) -> torch.Tensor:
     """Launch `_values_kernel`."""
     tokens, heads, latent = partial.whole_THC.shape
@@ -449,10 +488,10 @@ def run_values(
     config = config or values_config(tokens, heads)
     out_THV = partial.whole_THC.new_empty(tokens, heads, value_dim)
     _values_kernel[(blocks(value_dim, config.values), heads, blocks(tokens, config.tokens))](
-        *partial, schedule.part, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
+        *partial, schedule.part, rows.row_T, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
         up_HVC.stride(0), *out_THV.stride()[:2],
         C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values,
-        BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens,
+        BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens, STRIDE=max(rows.stride, 1),
         PRECISION="tf32x3" if out_THV.dtype == torch.float32 else "tf32", num_warps=config.warps,
         **dependent(out_THV.device),
     )  # fmt: skip
@@ -471,13 +510,14 @@ def latent_values(
     scales_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the twin."""
-    tokens, heads = q_THC.shape[:2]
-    tiles = decode_tiles(heads, tokens, q_THC.dtype == torch.float32, scales_E is not None)
-    programs = multiprocessors(q_THC.device) * tiles.programs // blocks(heads, tiles.heads)
-    slices = max(1, min(programs, MOST_PARTS * tokens))
+    stride = max(rows.stride, 1)
+    units, queries = q_THC.shape[0] // stride, q_THC.shape[1] * stride
+    tiles = decode_tiles(queries, units, q_THC.dtype == torch.float32, scales_E is not None)
+    programs = multiprocessors(q_THC.device) * tiles.programs // blocks(queries, tiles.heads)
+    slices = max(1, min(programs, MOST_PARTS * units))
     schedule = scratch.get((slices, tiles))
-    early = schedule is not None and tokens <= EARLY_TOKENS
+    early = schedule is not None and units <= EARLY_TOKENS
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
-    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, scale, schedule, tiles, scales_E, early=early)
-    return run_values(partial, schedule, up_HVC)
+    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, rows, scale, schedule, tiles, scales_E, early=early)
+    return run_values(partial, schedule, rows, up_HVC)
