@@ -46,10 +46,15 @@ class LatentPages:
 
 @dataclass(frozen=True, slots=True)
 class StatePages:
-    """One layer's recurrent state, by page table entry: one tensor [num_entries, *shape] for each declared shape."""
+    """One layer's recurrent state, by page table entry: one tensor [num_entries, *shape] for each declared shape.
+
+    `journal`: what the recurrence took of a row's last drafts, one tensor [num_entries, drafts, ..] for each of its inputs; none
+    where there are no drafts. The state is that before the first of them.
+    """
 
     group: int
     states: tuple[torch.Tensor, ...]
+    journal: tuple[torch.Tensor, ...] = ()
 
 
 LayerMemory = KVPages | LatentPages | StatePages
@@ -68,6 +73,9 @@ class StepRows:
     take a token's place from `positions_T`, and whether it is there from `row_T`. All tokens that are there have pages, as any of them may
     become the row's last. Example: of two rows with stride 4 the first may have 4 tokens and the second 2; `row_T` is 0, 0, 0, 0, 1, 1,
     -1, -1.
+
+    `accepted_R` of a row that generates: so many drafts of its last step were taken. Its first token is certain, the others are drafts.
+    Where it is None, all tokens are certain.
     """
 
     slots_R: torch.Tensor

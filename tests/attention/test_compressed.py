@@ -16,7 +16,7 @@ from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.calls import CompressedCall, IndexerQueries
 from pagerunner.attention.compressed import CompressedBackend, SlotPooling
 from pagerunner.attention.torch_plan import scratch_bytes
-from pagerunner.batch import GroupBatch, LatentPages, StepRows
+from pagerunner.batch import GroupBatch, LatentPages, StatePages, StepRows
 from pagerunner.memory import specs
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.state_rows import spans
@@ -89,7 +89,14 @@ def test_pooling_all_rows_at_once_equals_pooling_each(overlap: bool) -> None:
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, step.lengths, strict=True)] + [torch.ones(3)])
     pooling = SlotPooling(tuple(torch.randn(ratio, shape[1] // 2) for shape in shapes), overlap)
 
-    out = pooling.rows((*inputs, positions.long()), tuple(found.states), found.rows)
+    memory = StatePages(0, tuple(found.states))
+    for state in (found.rows.step, wanted.rows.step):
+        state.positions_T.copy_(positions)
+        state.seq_lens_R[:5] += torch.tensor(starts)
+    shifts = torch.tensor(starts)[found.rows.saves.row_N]
+    found.rows.saves.position_N.add_(shifts)
+    wanted.rows.saves.position_N.add_(shifts)
+    out = pooling.rows((*inputs, positions.long()), memory, found.rows)
 
     for span in spans(wanted.rows):
         for upto, target in (*span.saves, (span.end, None)):

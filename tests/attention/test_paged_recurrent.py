@@ -22,11 +22,11 @@ def inputs(query_lens, seq_lens, saves):
 SAVES = (StateSave(2, 40, 0, 700), StateSave(0, 3, 0, 100), StateSave(2, 37, 0, 900))
 
 
-def test_saves_become_tokens_of_the_step_ordered_by_row():
+def test_saves_are_ordered_by_row_and_position():
     backend = PagedRecurrentBackend()
     saves = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), backend.new_state(None))
     assert saves.start_R1.tolist() == [0, 1, 1, 3]
-    assert saves.end_N.tolist() == [3, 11, 14]
+    assert saves.row_N.tolist() == [0, 2, 2] and saves.position_N.tolist() == [3, 37, 40]
     assert saves.target_N.tolist() == [100, 900, 700]
     assert backend.plan(inputs([1], [5], ()), backend.new_state(None)).start_R1.tolist() == [0, 0]
 
@@ -38,7 +38,7 @@ def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
     pointers = [x.data_ptr() for x in captured]
     replay = backend.plan(inputs([3, 1, 10], [3, 9, 40], SAVES), state)
     assert [x.data_ptr() for x in replay] == pointers
-    assert captured.start_R1.tolist() == [0, 1, 1, 3, 3] and captured.end_N[:3].tolist() == [3, 11, 14]
+    assert captured.start_R1.tolist() == [0, 1, 1, 3, 3] and captured.position_N[:3].tolist() == [3, 37, 40]
     other = backend.new_state(GraphShape(4, 16, 64))
     backend.plan(inputs([1], [5], ()), other)
     assert captured.start_R1.tolist() == [0, 1, 1, 3, 3]

@@ -120,6 +120,9 @@ def test_a_graph_replays_any_step_and_saves_states() -> None:
         most.query_start_R1[: rows + 1] = eager.query_start_R1
         most.row_T.fill_(-1)
         most.row_T[:tokens] = eager.row_T
+        most.positions_T[:tokens] = eager.positions_T
+        most.seq_lens_R.zero_()
+        most.seq_lens_R[:rows] = eager.seq_lens_R
         expected = pool.clone()
         backend.plan(PlanInputs(most, lens, seq, order, table, 16, None, wanted), state)
         plain = planned(eager, (lens, seq, order), backend.new_state(None), wanted)
@@ -139,4 +142,4 @@ def test_planning_an_eager_steps_saves_does_not_wait_for_the_device() -> None:
         saves = backend.plan(inputs, backend.new_state(None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (saves.start_R1.tolist(), saves.end_N.tolist(), saves.target_N.tolist()) == ([0, 0, 1], [63], [64])
+    assert [part.tolist() for part in saves] == [[0, 0, 1], [1], [80], [64]]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.state_rows import StateRows, StateSaves
@@ -14,16 +13,28 @@ from pagerunner.ops.state_rows import StateRows, StateSaves
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of `lengths` tokens, `padding` rows and tokens beyond them; saves (row, tokens of the row before them)."""
+    """Rows of `lengths` tokens, `padding` rows and tokens beyond them; saves (row, tokens of the row before them).
+
+    With `drafts` in a journal, `accepted` is as in StepRows. A step with `stride` has so many places for each row.
+    """
 
     lengths: tuple[int, ...]
     saves: tuple[tuple[int, int], ...] = ()
     padding: tuple[int, int] = (0, 0)
+    drafts: int = 0
+    accepted: tuple[int, ...] = ()
+    stride: int = 0
 
     @property
     def tokens(self) -> int:
         """T, padding included."""
-        return sum(self.lengths) + self.padding[1]
+        return self.stride * (len(self.lengths) + self.padding[0]) or sum(self.lengths) + self.padding[1]
+
+    @property
+    def real(self) -> list[int]:
+        """Tokens that aren't padding."""
+        places = [self.stride or length for length in self.lengths]
+        return [sum(places[:row]) + token for row, length in enumerate(self.lengths) for token in range(length)]
 
 
 class Memory:
@@ -57,30 +68,41 @@ class Memory:
         table[slots, 0] = torch.tensor(self.entries)
         pad_rows, pad_tokens = step.padding
         lengths = [*step.lengths, *[0] * pad_rows]
-        rows_alone = StepRows.of(lengths, lengths, [*slots, *[0] * pad_rows], device)
-        start = rows_alone.query_start_R1.tolist()
+        starts = [
+            7 + row if step.drafts else 0 for row in range(rows)
+        ]  # drafts are saved at positions before a row's first
+        ends = [start + length for start, length in zip(starts, step.lengths, strict=True)] + [0] * pad_rows
+        rows_alone = StepRows.of(lengths, ends, [*slots, *[0] * pad_rows], device)
         ordered = sorted(zip(step.saves, targets, strict=True))
-        ends = [start[row] + after for (row, after), _ in ordered] + [0]
-        owners = torch.tensor([row for (row, _), _ in ordered], dtype=torch.int64)
-        save_start = torch.cat(
-            (torch.zeros(1, dtype=torch.int64), torch.bincount(owners, minlength=len(lengths)).cumsum(0))
+        owners = [row for (row, _), _ in ordered]
+        counts = torch.bincount(torch.tensor(owners, dtype=torch.int64), minlength=len(lengths)).cumsum(0)
+        saves = (
+            (torch.cat((torch.zeros(1, dtype=torch.int64), counts)), torch.int32),
+            ([*owners, 0], torch.int32),
+            ([starts[row] + after for (row, after), _ in ordered] + [0], torch.int32),
+            ([target * unit for _, target in ordered] + [0], torch.int64),
         )
-        offsets = [target * unit for _, target in ordered] + [0]
-
-        def on(values: object, dtype: torch.dtype) -> torch.Tensor:
-            return torch.as_tensor(values).to(dtype).to(device)
-
+        total = step.tokens
+        row_T, positions_T = torch.full((total,), -1, dtype=torch.int32), torch.zeros(total, dtype=torch.int64)
+        row_T[step.real], positions_T[step.real] = rows_alone.row_T.cpu(), rows_alone.positions_T.cpu()
+        query_start_R1 = rows_alone.query_start_R1
+        if step.stride:
+            query_start_R1 = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * step.stride
+        accepted = [*step.accepted, *[9] * pad_rows]
         self.rows = StateRows(
             replace(
                 rows_alone,
-                row_T=F.pad(rows_alone.row_T, (0, pad_tokens), value=-1),
-                positions_T=F.pad(rows_alone.positions_T, (0, pad_tokens)),
-                one_token=max(step.lengths) == 1 and pad_rows == pad_tokens,
+                query_start_R1=query_start_R1,
+                row_T=row_T.to(device),
+                positions_T=positions_T.to(device),
+                one_token=max(step.lengths) == 1 and pad_rows == pad_tokens and not step.stride,
+                accepted_R=torch.tensor(accepted, dtype=torch.int32, device=device) if step.accepted else None,
+                stride=step.stride,
             ),
             table.to(device),
-            saves=None
-            if not step.saves
-            else StateSaves(on(save_start, torch.int32), on(ends, torch.int32), on(offsets, torch.int64)),
+            saves=StateSaves(*(torch.as_tensor(part).to(device, dtype) for part, dtype in saves))
+            if step.saves
+            else None,
         )
 
 
@@ -94,8 +116,7 @@ def compare(op, arguments, which: int, step: Step, shapes, dtypes, device: str, 
     out = op.kernel(*arguments(found.states[which], found.rows))
     want = op.twin(*arguments(wanted.states[which], wanted.rows))
     assert out.shape == want.shape and out.dtype == want.dtype and bool(out.isfinite().all())
-    real = sum(step.lengths)
-    close(out[:real], want[:real], tolerance)
+    close(out[step.real], want[step.real], tolerance)
     for state, expected in zip(found.states, wanted.states, strict=True):
         empty = expected.isnan()
         assert torch.equal(state.isnan(), empty)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pagerunner.config import KV_DTYPE_BYTES
 from pagerunner.errors import ConfigError
 from pagerunner.memory.planner import plan_memory
-from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV
+from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV, with_journal
 
 DTYPES = st.sampled_from(sorted(KV_DTYPE_BYTES))
 LIMITS = {"model_max_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
@@ -87,9 +88,24 @@ def test_recurrent_tensors_lie_in_order_and_aligned_whatever_the_page() -> None:
     assert spec.zero_fresh, "a new request's first token reads the state"
 
 
+def test_a_journal_follows_the_state_in_the_same_page() -> None:
+    spec = RecurrentState(((3, 5), (2, 2)), ("bfloat16", "float32"), entry=((5,), (2,)))
+    plain, three = (
+        with_journal((spec, FullKV(1, 8, "float32")), 3, "float16")[0],
+        with_journal((spec,), 3, "float16")[0],
+    )
+    assert plain == three == replace(spec, journal=3, entry_dtype="float16")
+    assert three.offsets == (0, 32, 48, 48 + 32) and three.page_bytes(1) == 80 + 12
+    assert three.lifetime == spec.lifetime and with_journal((spec,), 0, "float16") == (spec,)
+    own = replace(spec, entry_dtype="float32")
+    assert with_journal((own,), 2, "float16")[0].entry_dtype == "float32", "what a layer says goes before"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: RecurrentState(((4,),), ("float32",), journal=2), "A journal of 2 drafts needs the shapes"),
+        (lambda: RecurrentState(((4,),), ("float32",), journal=-1), "journal must be at least 0, got -1"),
         (lambda: WindowKV(1, 8, "float32", window=0), "window must be at least 1, got 0"),
         (lambda: ChunkedKV(1, 8, "float32", chunk=0), "chunk must be at least 1, got 0"),
         (lambda: WindowKV(0, 8, "float32", window=4), "num_kv_heads must be at least 1, got 0"),

@@ -52,7 +52,7 @@ def read(directory: Path, family: str, base: dict[str, Any], **overrides: Any) -
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_every_fourth_layer_is_attention_and_the_others_hold_one_state(tmp_path: Path, family: str) -> None:
     config = read(tmp_path, family, GATED_DELTA)
-    state = RecurrentState(((3, 2 * 2 * 8 + 4 * 16), (4, 8, 16)), ("bfloat16", "bfloat16"))
+    state = RecurrentState(((3, 2 * 2 * 8 + 4 * 16), (4, 8, 16)), ("bfloat16", "bfloat16"), entry=((96,), (4,), (4,)))
     assert config.layer_specs("bfloat16") == (state, state, state, FullKV(2, 32, "bfloat16"))
     assert config.rotary_dim == 8
 
@@ -71,7 +71,7 @@ def test_quantised_keys_and_values_leave_the_states_alone(tmp_path: Path, kv_dty
 
 def test_bamba_names_its_attention_layers(tmp_path: Path) -> None:
     config = read(tmp_path, "bamba", BAMBA, time_step_limit=[0.0, math.inf], partial_rotary_factor=0.5)
-    state = RecurrentState(((3, 128 + 2 * 16), (8, 16, 16)), ("bfloat16", "bfloat16"))
+    state = RecurrentState(((3, 128 + 2 * 16), (8, 16, 16)), ("bfloat16", "bfloat16"), entry=((160,), (8,)))
     assert config.layer_specs("bfloat16") == (state, FullKV(2, 16, "bfloat16"), state)
     assert config.rotary_dim == 8
 

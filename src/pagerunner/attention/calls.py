@@ -174,8 +174,11 @@ class Recurrence(Protocol):
     def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Tokens of one row: inputs [T, ..] and states [*shape] to outputs [T, ..] and new states."""
 
-    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
-        """All rows of a step: inputs [T, ..] to outputs [T, ..], states being read from and written to `pages`."""
+    def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
+        """All rows of a step: inputs [T, ..] to outputs [T, ..], states and journals being read from and written to `memory`.
+
+        A journal keeps the first inputs, as many as it has tensors.
+        """
 
 
 @runtime_checkable

@@ -17,7 +17,9 @@ vector size, I indexer key size, J indexer heads, W tokens that a slot is pooled
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +31,9 @@ from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
-from pagerunner.batch import GroupBatch
+from pagerunner.batch import GroupBatch, StatePages
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
-from pagerunner.ops.state_rows import StateRows
+from pagerunner.ops.state_rows import Span, StateRows, spans
 
 BLOCK_QUERIES = 256  # bounds the scores that exist at once
 
@@ -78,30 +80,27 @@ class SlotPooling:
             kept.append(both_C[-width:])
         return torch.cat(outputs, -1), tuple(kept)
 
-    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
-        """See Recurrence. Reads the device: which tokens complete slots, and how many states are saved."""
+    def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
+        """See Recurrence. Reads the device: which tokens complete slots, which states are saved, and what was accepted."""
         *projected, positions_T = inputs
         done_N = (((positions_T + 1) % self.ratio == 0) & (rows.step.row_T >= 0)).nonzero().squeeze(-1)
-        lengths_R = rows.step.query_start_R1.diff()
-        used_R = lengths_R.nonzero().squeeze(-1)
-        entries_R = rows.page_table[rows.step.slots_R.long(), 0]
+        found = list(spans(rows))
+        keeps = [(row.row, row.certain, row.entry) for row in found]
+        saves = [(row.row, upto, target) for row in found for upto, target in row.saves]
+        history = _History.of(found, rows)
         outputs = []
-        for x_TC, state_EWC, bias in zip(projected, pages, self.biases, strict=True):
-
-            def windows(
-                ends: torch.Tensor, of: torch.Tensor, x: torch.Tensor = x_TC, state: torch.Tensor = state_EWC
-            ) -> torch.Tensor:
-                return _windows(x, state, ends.long(), rows.step.query_start_R1.long()[of], entries_R[of])
-
-            pooled_ND = self._pool(windows(done_N + 1, rows.step.row_T[done_N].long()), bias, positions_T[done_N])
+        for at, (x_TC, state_EWC, bias) in enumerate(zip(projected, memory.states, self.biases, strict=True)):
+            journal = memory.journal[at] if memory.journal else None
+            windows = partial(history.windows, x_TC, state_EWC, journal)
+            pooled_ND = self._pool(windows(done_N + 1, rows.step.row_T[done_N]), bias, positions_T[done_N])
             outputs.append(pooled_ND.new_zeros(x_TC.shape[0], pooled_ND.shape[-1]).index_copy_(0, done_N, pooled_ND))
-            written = [(entries_R[used_R], windows(rows.step.query_start_R1[1:][used_R], used_R))]
-            if rows.saves is not None and (count := int(rows.saves.start_R1[-1])):
-                row_S = torch.repeat_interleave(rows.saves.start_R1.diff().long(), output_size=count)
-                targets_S = rows.saves.target_N[:count] // (state_EWC.stride(0) * state_EWC.element_size())
-                written.append((targets_S, windows(rows.saves.end_N[:count], row_S)))
-            for entries, states in written:  # all reads come before
-                state_EWC[entries] = states
+            unit = state_EWC.stride(0) * state_EWC.element_size()
+            targets = [*((row, upto, target // unit) for row, upto, target in saves), *keeps]
+            rows_N, ends_N, entries_N = torch.tensor(targets, device=x_TC.device).T
+            state_EWC[entries_N] = windows(ends_N, rows_N)  # all reads come before
+            if journal is not None:
+                for row in found:
+                    journal[row.entry, : row.end - row.certain] = x_TC[row.certain : row.end]
         return torch.cat(outputs, -1)
 
     def _pool(self, x_NWC: torch.Tensor, bias: torch.Tensor, last_N: torch.Tensor) -> torch.Tensor:
@@ -115,18 +114,41 @@ class SlotPooling:
         return (torch.cat((values[:, :ratio, :half], values[:, ratio:, half:]), 1) * weights).sum(1)
 
 
-def _windows(
-    x_TC: torch.Tensor, state_EWC: torch.Tensor, ends_N: torch.Tensor, first_N: torch.Tensor, entries_N: torch.Tensor
-) -> torch.Tensor:
-    """The last W inputs before each of the tokens `ends`, [N, W, C], of rows that begin with tokens `first` from the
-    states `entries` on.
-    """
-    width = state_EWC.shape[1]
-    tokens_NW = ends_N.unsqueeze(-1) + torch.arange(-width, 0, device=ends_N.device)
-    before_NW = (tokens_NW - first_N.unsqueeze(-1) + width).clamp(0, width - 1)  # places in the state
-    inside_NW = tokens_NW >= first_N.unsqueeze(-1)
-    past_NWC = state_EWC[entries_N.unsqueeze(-1), before_NW]
-    return torch.where(inside_NW.unsqueeze(-1), x_TC[tokens_NW.clamp(min=0)], past_NWC)
+@dataclass(frozen=True, slots=True)
+class _History:
+    """Where the last inputs before a token are: by row its first token, its accepted drafts, its page's table entry."""
+
+    first_R: torch.Tensor
+    replayed_R: torch.Tensor
+    entry_R: torch.Tensor
+
+    @classmethod
+    def of(cls, found: Sequence[Span], rows: StateRows) -> _History:
+        parts = torch.zeros(3, rows.step.num_rows, dtype=torch.int64)
+        for row in found:
+            parts[:, row.row] = torch.tensor((row.first, row.replayed, row.entry))
+        return cls(*parts.to(rows.page_table.device))
+
+    def windows(
+        self,
+        x_TC: torch.Tensor,
+        state_EWC: torch.Tensor,
+        journal_EKC: torch.Tensor | None,
+        ends_N: torch.Tensor,
+        rows_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """The last W inputs before each of the tokens `ends`, of the rows `rows`: [N, W, C]."""
+        width, rows_N = state_EWC.shape[1], rows_N.long()
+        first_N1, replayed_N1, entry_N1 = (
+            part[rows_N].unsqueeze(-1) for part in (self.first_R, self.replayed_R, self.entry_R)
+        )
+        tokens_NW = ends_N.unsqueeze(-1) + torch.arange(-width, 0, device=ends_N.device)
+        past_NW = tokens_NW - first_N1 + replayed_N1  # counted from the state in the page
+        found_NWC = state_EWC[entry_N1, (past_NW + width).clamp(0, width - 1)]
+        if journal_EKC is not None:
+            drafts_NWC = journal_EKC[entry_N1, past_NW.clamp(0, journal_EKC.shape[1] - 1)]
+            found_NWC = torch.where((past_NW >= 0).unsqueeze(-1), drafts_NWC, found_NWC)
+        return torch.where((tokens_NW >= first_N1).unsqueeze(-1), x_TC[tokens_NW.clamp(min=0)], found_NWC)
 
 
 @dataclass(slots=True)

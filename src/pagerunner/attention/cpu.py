@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.calls import LatentCall, NativeRecurrence, RecurrentCall
+from pagerunner.attention.calls import LatentCall, NativeRecurrence, Recurrence, RecurrentCall, Tensors
 from pagerunner.attention.capability import HEADS, Capabilities
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend, PagedOps
 from pagerunner.attention.recurrent import RecurrentBackend, TorchRecurrentPlan
 from pagerunner.attention.torch_ref import TorchPlan
-from pagerunner.batch import KVPages
+from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.native import latent, paged
 from pagerunner.ops.paged_attention import PagedPlan, Scores
 
@@ -91,8 +92,20 @@ class RecurrentPlan:
     divided: TorchRecurrentPlan | None = None
 
 
+class _OneByOne(RecurrentBackend):
+    """Tokens that rows take one after another run by the CPU kernels, longer rows by torch."""
+
+    def step(self, recurrence: Recurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """See RecurrentBackend."""
+        if not _native(recurrence, inputs, states):
+            return super().step(recurrence, inputs, states)
+        count = len(inputs[0])
+        rows = StepRows.of([1] * count, [1] * count, range(count))
+        return recurrence.one_token(inputs, states, torch.arange(count).unsqueeze(-1), rows), states
+
+
 class CpuRecurrentBackend:
-    """Recurrences. Steps of one token a row run by the CPU kernels, others by torch (`RecurrentBackend`)."""
+    """Recurrences. Tokens that rows take one after another run by the CPU kernels, others by torch."""
 
     name = "cpu_recurrent"
     capabilities = Capabilities(
@@ -103,25 +116,29 @@ class CpuRecurrentBackend:
     )
 
     def __init__(self) -> None:
-        self._torch = RecurrentBackend()
+        self._rest = _OneByOne()
 
     def new_state(self, shape: GraphShape | None) -> None:
         """None: it keeps nothing of a step."""
 
     def plan(self, inputs: PlanInputs, state: None) -> RecurrentPlan:
-        """Whether the kernels serve the step."""
+        """Whether the kernels find the states of the step in their pages."""
         return RecurrentPlan(inputs.rows.one_token and not inputs.state_saves, inputs)
 
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, rows = call
         plan: RecurrentPlan = group.plan
-        floats = all(x.dtype == torch.float32 for x in (*inputs, *pages.states))
-        if plan.native and floats and isinstance(recurrence, NativeRecurrence):
+        if plan.native and not pages.journal and _native(recurrence, inputs, pages.states):
             return recurrence.one_token(inputs, pages.states, group.page_table, rows)
         if plan.divided is None:
-            plan.divided = self._torch.plan(plan.inputs, None)
-        return self._torch.run(call._replace(group=replace(group, plan=plan.divided)))
+            plan.divided = self._rest.plan(plan.inputs, None)
+        return self._rest.run(call._replace(group=replace(group, plan=plan.divided)))
+
+
+def _native(recurrence: Recurrence, inputs: Tensors, states: Tensors) -> TypeGuard[NativeRecurrence]:
+    floats = all(x.dtype == torch.float32 for x in (*inputs, *states))
+    return floats and isinstance(recurrence, NativeRecurrence)
 
 
 CPU_KINDS: dict[str, type[CpuLatentBackend] | type[CpuRecurrentBackend]] = {

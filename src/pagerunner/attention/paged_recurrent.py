@@ -7,12 +7,12 @@ letters: R rows, T tokens of the step, N saves.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.capability import Capabilities
+from pagerunner.attention.recurrent import saves_by_row
 from pagerunner.ops.async_copy import put, to_device
 from pagerunner.ops.state_rows import StateRows, StateSaves
 
@@ -34,16 +34,13 @@ class SaveState:
         if self._shape is None:
             if not inputs.state_saves:
                 return _room(inputs.rows.num_rows, 1, device)
-            start, end, target = _by_row(inputs, len(inputs.slots))
-            return StateSaves(
-                to_device(start, torch.int32, device),
-                to_device(end, torch.int32, device),
-                to_device(target, torch.int64, device),
-            )
+            dtypes = torch.int32, torch.int32, torch.int32, torch.int64
+            found = zip(saves_by_row(inputs, len(inputs.slots)), dtypes, strict=True)
+            return StateSaves(*(to_device(part, dtype, device) for part, dtype in found))
         if self._saves is None:
             self._saves = _room(self._shape.rows, self._shape.tokens, device)
         if inputs.state_saves or not self._empty:
-            for mine, given in zip(self._saves, _by_row(inputs, self._shape.rows), strict=True):
+            for mine, given in zip(self._saves, saves_by_row(inputs, self._shape.rows), strict=True):
                 put(torch.from_numpy(given), mine[: len(given)])
         self._empty = not inputs.state_saves
         return self._saves
@@ -51,22 +48,8 @@ class SaveState:
 
 def _room(rows: int, saves: int, device: torch.device) -> StateSaves:
     """Tensors without saves, with room for some."""
-    sizes = ((rows + 1, torch.int32), (saves, torch.int32), (saves, torch.int64))
+    sizes = ((rows + 1, torch.int32), (saves, torch.int32), (saves, torch.int32), (saves, torch.int64))
     return StateSaves(*(torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes))
-
-
-def _by_row(inputs: PlanInputs, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start [rows + 1], end and target of the saves; see StateSaves."""
-    query_start = np.concatenate(([0], np.cumsum(inputs.query_lens)))
-    saves = sorted(inputs.state_saves, key=lambda save: (save.row, save.position))
-    for save in saves:
-        start = inputs.seq_lens[save.row] - inputs.query_lens[save.row]
-        assert start < save.position <= inputs.seq_lens[save.row], f"{save} of a row that begins at {start}"
-    counts = np.bincount([save.row for save in saves], minlength=rows)
-    first = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    # positions of a row's tokens, counted from the step's first token
-    ends = [query_start[save.row + 1] - inputs.seq_lens[save.row] + save.position for save in saves]
-    return first, np.array(ends, dtype=np.int32), np.array([save.target for save in saves], dtype=np.int64)
 
 
 class PagedRecurrentBackend:
@@ -88,4 +71,4 @@ class PagedRecurrentBackend:
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, step = call
-        return recurrence.rows(inputs, pages.states, StateRows(step, group.page_table, group.plan))
+        return recurrence.rows(inputs, pages, StateRows(step, group.page_table, group.plan))

@@ -1,17 +1,19 @@
 """The backend of recurrent groups: layers whose memory is one state per request instead of tokens in pages.
 
 A row's state is read from the page in column 0 of its table and written back after the row's tokens of the step. A row
-that begins at position 0 finds a zeroed page. Rows of one token take a step together. Longer rows run one after another, in
-chunks. If the plan asks for the state at a position inside a row, the row is divided there.
+that begins at position 0 finds a zeroed page. Rows that generate take one token after another, all rows together; drafts
+are journaled, see `ops.state_rows`. Longer rows run one after another, in chunks. If the plan asks for the state at a position
+inside a row, the row is divided there.
 
 Shape letters: T tokens of the step, B rows, L tokens of a row, C convolution channels, W taps of the convolution, H heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,11 +21,11 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
 from pagerunner.attention.capability import Capabilities
 from pagerunner.batch import StatePages, StepRows
-from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows
+from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows, journaled_conv_rows
 from pagerunner.ops.gdn import decay_logs, gated_delta_chunks, gated_delta_rows, gated_delta_step, split_heads
 from pagerunner.ops.mamba2 import mamba2_chunks, mamba2_rows, mamba2_step, split_parts
 from pagerunner.ops.native import recurrent as native
-from pagerunner.ops.state_rows import StateRows
+from pagerunner.ops.state_rows import Span, StateRows, StateSaves, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,11 @@ class GatedDelta:
         out, state = gated_delta_chunks(q, k, v, self._log_decay(decays_LH), rates_LH.sigmoid(), states[1])
         return out.to(x_LC.dtype), (conv.squeeze(0), state)
 
-    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+    def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
         """See Recurrence."""
-        x_TC, rates_TH, decays_TH = inputs
-        mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, None, rows)
+        mixed_TC, rates_TH, decays_TH = _convolved(inputs, memory, self.conv_weight_CW, None, rows)
         decay = (self.decay_log_H, self.decay_bias_H)
-        return gated_delta_rows(mixed_TC, rates_TH, decays_TH, *decay, pages[1], self.num_key_heads, rows)
+        return gated_delta_rows(mixed_TC, rates_TH, decays_TH, *decay, memory.states[1], self.num_key_heads, rows)
 
     def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """See NativeRecurrence."""
@@ -108,11 +109,10 @@ class Mamba2:
         out, state = mamba2_chunks(x, self._steps(steps_LH), self._decay(), b, c, self.skip_H, states[1])
         return out.to(x_LC.dtype), (conv.squeeze(0), state)
 
-    def rows(self, inputs: Tensors, pages: Tensors, rows: StateRows) -> torch.Tensor:
+    def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
         """See Recurrence."""
-        x_TC, steps_TH = inputs
-        mixed_TC = causal_conv_rows(x_TC, pages[0], self.conv_weight_CW, self.conv_bias_C, rows)
-        return mamba2_rows(mixed_TC, steps_TH, self.decay_log_H, self.step_bias_H, self.skip_H, pages[1], rows)
+        mixed_TC, steps_TH = _convolved(inputs, memory, self.conv_weight_CW, self.conv_bias_C, rows)
+        return mamba2_rows(mixed_TC, steps_TH, self.decay_log_H, self.step_bias_H, self.skip_H, memory.states[1], rows)
 
     def one_token(self, inputs: Tensors, pages: Tensors, table_SX: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """See NativeRecurrence."""
@@ -132,30 +132,34 @@ class Mamba2:
         return -self.decay_log_H.float().exp()
 
 
-@dataclass(frozen=True, slots=True)
-class _LongRow:
-    row: int
-    first: int
-    length: int
-    start: int
-    entry: int
+def _convolved(
+    inputs: Tensors, memory: StatePages, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
+) -> Tensors:
+    """The inputs with the first one convolved, and with accepted drafts behind the step's tokens if there is a journal."""
+    x_TC, *gates = inputs
+    if not memory.journal:
+        return causal_conv_rows(x_TC, memory.states[0], weight_CW, bias_C, rows), *gates
+    return journaled_conv_rows(x_TC, tuple(gates), memory.states[0], memory.journal, weight_CW, bias_C, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchRecurrentPlan:
-    """How a step's rows are divided into rows of one token and longer rows.
+    """A step's rows: those that take one token after another, with their pages' table entries, and longer ones.
 
-    Rows of one token have a row number, a position, a token index and a table entry. Longer rows have a first token, a
-    number of tokens, a start in the sequence and a table entry. `saves` are by row and in order. A save is (position, byte
-    offset of a page): the state after the tokens before the position goes to that page.
+    `saves` are by row, as (token of the step, byte offset of a page): the state after the tokens before it goes to that page.
     """
 
-    single_rows: list[int]
-    single_starts: list[int]
-    single_tokens: torch.Tensor
-    single_entries: torch.Tensor
-    long_rows: list[_LongRow]
-    saves: dict[int, list[tuple[int, int]]]
+    short: list[Span]
+    entries: torch.Tensor
+    long: list[Span]
+
+    @property
+    def steps(self) -> range:
+        """Tokens that rows take one after another, counted from each row's first one: accepted drafts come before it."""
+        return range(
+            -max((row.replayed for row in self.short), default=0),
+            max((row.end - row.first for row in self.short), default=0),
+        )
 
 
 class RecurrentBackend:
@@ -169,50 +173,84 @@ class RecurrentBackend:
 
     def plan(self, inputs: PlanInputs, state: None) -> TorchRecurrentPlan:
         """Divide the rows."""
-        query_lens, seq_lens = inputs.query_lens, inputs.seq_lens
-        entries_R = inputs.page_table[:, 0].index_select(0, inputs.rows.slots_R)
-        hosts, firsts = entries_R.tolist(), [0, *accumulate(query_lens)]
-        single = [row for row, length in enumerate(query_lens) if length == 1]
-        single_R = torch.tensor(single, dtype=torch.int64, device=entries_R.device)
-        saves: dict[int, list[tuple[int, int]]] = {}
-        for save in sorted(inputs.state_saves, key=lambda save: save.position):
-            saves.setdefault(save.row, []).append((save.position, save.target))
-        return TorchRecurrentPlan(
-            single_rows=single,
-            single_starts=[seq_lens[row] - 1 for row in single],
-            single_tokens=inputs.rows.query_start_R1[:-1][single_R].long(),
-            single_entries=entries_R[single_R],
-            long_rows=[
-                _LongRow(row, firsts[row], length, seq_lens[row] - length, hosts[row])
-                for row, length in enumerate(query_lens)
-                if length > 1
-            ],
-            saves=saves,
-        )
+        saves = StateSaves(*map(torch.from_numpy, saves_by_row(inputs, inputs.rows.num_rows)))
+        short: list[Span] = []
+        long: list[Span] = []
+        for row in spans(StateRows(inputs.rows, inputs.page_table, saves)):
+            (short if row.by_one or row.end - row.first == 1 else long).append(row)
+        entries = torch.tensor([row.entry for row in short], dtype=torch.int64, device=inputs.page_table.device)
+        return TorchRecurrentPlan(short, entries, long)
 
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, _ = call
         plan: TorchRecurrentPlan = group.plan
-        out: torch.Tensor | None = None
-        if plan.single_rows:
-            every = not plan.long_rows
-            chosen = inputs if every else tuple(x.index_select(0, plan.single_tokens) for x in inputs)
-            result = _step(recurrence, chosen, pages, plan)
-            if every:
-                return result
-            out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
-            out.index_copy_(0, plan.single_tokens, result)
-        for row in plan.long_rows:
-            part = slice(row.first, row.first + row.length)
-            result = _chunks(recurrence, tuple(x[part] for x in inputs), pages, row, plan.saves.get(row.row, []))
-            if row.length == inputs[0].shape[0]:
-                return result
-            if out is None:
-                out = result.new_empty(inputs[0].shape[0], *result.shape[1:])
-            out[part] = result
-        assert out is not None, "a step has no rows"
+        tokens = inputs[0].shape[0]
+        parts = [*self._one_by_one(recurrence, inputs, pages, plan)] if plan.short else []
+        for row in plan.long:
+            part = torch.arange(row.first, row.end, device=inputs[0].device)
+            parts.append((part, _chunks(recurrence, tuple(x[row.first : row.end] for x in inputs), pages, row)))
+        assert parts, "a step has no rows"
+        if len(parts) == 1 and len(parts[0][0]) == tokens:  # rows are in order
+            return parts[0][1]
+        out = parts[0][1].new_zeros(tokens, *parts[0][1].shape[1:])
+        for part, found in parts:
+            out.index_copy_(0, part, found)
         return out
+
+    def step(self, recurrence: Recurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """`Recurrence.step`, which may change `states` in place."""
+        return recurrence.step(inputs, states)
+
+    def _one_by_one(
+        self, recurrence: Recurrence, inputs: Tensors, memory: StatePages, plan: TorchRecurrentPlan
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens of the step, and their outputs."""
+        device, journal = plan.entries.device, memory.journal
+        states = tuple(pages.index_select(0, plan.entries) for pages in memory.states)
+        for offset in plan.steps:
+            rows = [at for at, row in enumerate(plan.short) if -row.replayed <= offset < row.end - row.first]
+            every = len(rows) == len(plan.short)
+            rows_N = torch.tensor(rows, dtype=torch.int64, device=device)
+            tokens_N = torch.tensor([plan.short[at].first + offset for at in rows], dtype=torch.int64, device=device)
+            if offset < 0:  # what isn't journaled, as positions, is of no account to states
+                places_N = torch.tensor([plan.short[at].replayed + offset for at in rows], device=device)
+                chosen = tuple(entries[plan.entries[rows_N], places_N] for entries in journal)
+                chosen += tuple(x.new_zeros(len(rows), *x.shape[1:]) for x in inputs[len(journal) :])
+            else:
+                chosen = tuple(x.index_select(0, tokens_N) for x in inputs)
+            before = states if every else tuple(state.index_select(0, rows_N) for state in states)
+            out, after = self.step(recurrence, chosen, before)
+            if every:
+                states = tuple(new.to(old.dtype) for new, old in zip(after, states, strict=True))
+            else:
+                for state, new in zip(states, after, strict=True):
+                    state.index_copy_(0, rows_N, new.to(state.dtype))
+            for at in rows:
+                row = plan.short[at]
+                for upto, target in row.saves:
+                    if upto == row.first + offset + 1:
+                        _store(memory, _entry(memory, target), tuple(state[at] for state in states))
+            if offset == 0:
+                for pages, state in zip(memory.states, states, strict=True):
+                    pages[plan.entries] = state
+            if offset >= 0:
+                yield tokens_N, out
+        for row in plan.short:
+            for entries, x in zip(journal, inputs, strict=False):
+                entries[row.entry, : row.end - row.certain] = x[row.certain : row.end]
+
+
+def saves_by_row(inputs: PlanInputs, rows: int) -> tuple[np.ndarray, ...]:
+    """Start [rows + 1], rows, positions and targets of the step's saves; see StateSaves."""
+    saves = sorted(inputs.state_saves, key=lambda save: (save.row, save.position))
+    for save in saves:
+        assert save.position <= inputs.seq_lens[save.row], f"{save} of a row that ends at {inputs.seq_lens[save.row]}"
+    counts = np.bincount([save.row for save in saves], minlength=rows)
+    first = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    owners, positions = ([save[at] for save in saves] for at in (0, 1))
+    targets = np.array([save.target for save in saves], dtype=np.int64)
+    return first, np.array(owners, dtype=np.int32), np.array(positions, dtype=np.int32), targets
 
 
 def _entry(memory: StatePages, target: int) -> int:
@@ -226,40 +264,13 @@ def _store(memory: StatePages, entry: int, states: Tensors) -> None:
         pages[entry].copy_(state)
 
 
-def _step(
-    recurrence: Recurrence,
-    inputs: Tensors,
-    memory: StatePages,
-    plan: TorchRecurrentPlan,
-) -> torch.Tensor:
-    entries = plan.single_entries
-    out, states = recurrence.step(inputs, tuple(pages.index_select(0, entries) for pages in memory.states))
-    for pages, state in zip(memory.states, states, strict=True):
-        pages[entries] = state.to(pages.dtype)
-    if plan.saves:
-        for index, (row, start) in enumerate(zip(plan.single_rows, plan.single_starts, strict=True)):
-            for position, target in plan.saves.get(row, []):
-                assert position == start + 1, f"state save at {position} of a row of position {start}"
-                _store(memory, _entry(memory, target), tuple(state[index] for state in states))
-    return out
-
-
-def _chunks(
-    recurrence: Recurrence, inputs: Tensors, memory: StatePages, row: _LongRow, saves: list[tuple[int, int]]
-) -> torch.Tensor:
+def _chunks(recurrence: Recurrence, inputs: Tensors, memory: StatePages, row: Span) -> torch.Tensor:
     states = tuple(pages[row.entry] for pages in memory.states)
-    outputs = []
-    done = 0
-    for position, target in saves:
-        upto = position - row.start
-        assert 0 < upto <= row.length, f"state save at {position} of a row of [{row.start}, +{row.length})"
-        if upto > done:
-            out, states = recurrence.chunks(tuple(x[done:upto] for x in inputs), states)
+    outputs, done = [], 0
+    for upto, target in (*row.saves, (row.end, None)):
+        if upto - row.first > done:
+            out, states = recurrence.chunks(tuple(x[done : upto - row.first] for x in inputs), states)
             outputs.append(out)
-            done = upto
-        _store(memory, _entry(memory, target), states)
-    if done < row.length:
-        out, states = recurrence.chunks(tuple(x[done:] for x in inputs), states)
-        outputs.append(out)
-    _store(memory, row.entry, states)
+            done = upto - row.first
+        _store(memory, row.entry if target is None else _entry(memory, target), states)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -7,7 +7,8 @@ only use the members of `Spec`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -275,12 +276,19 @@ class RecurrentState(Spec):
     A page is one state of every layer, whatever number of tokens it stands for. Tensors follow each other in order, each
     at a multiple of 16 bytes.
 
+    With drafted tokens a page ends with a journal: of the last `journal` drafts what the recurrence took of each, tensors of
+    `entry` in `entry_dtype` (empty: what the model computes in). Example: Qwen3-Next keeps 16.1 KiB of a draft and layer, beside a
+    state of 1 MiB.
+
     Raises:
-        ConfigError: there is no tensor, a dimension is not positive, a dtype is unknown or quantised.
+        ConfigError: there is no tensor, a dimension is not positive, a dtype is unknown or quantised, or a journal has no entries.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    entry: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+    entry_dtype: str = field(default="", kw_only=True)
+    journal: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.shapes or len(self.shapes) != len(self.dtypes):
@@ -288,7 +296,12 @@ class RecurrentState(Spec):
                 f"A recurrent layer needs one dtype for each of its state tensors, got {len(self.shapes)} shapes and "
                 f"{len(self.dtypes)} dtypes."
             )
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+        _check_sizes(0, journal=self.journal)
+        if self.journal and not (self.entry and self.entry_dtype):
+            raise ConfigError(
+                f"A journal of {self.journal} drafts needs the shapes and the dtype of what a recurrence takes."
+            )
+        for shape, dtype in self.tensors:
             if not shape or min(shape) < 1:
                 raise ConfigError(f"A recurrent state's dimensions must be at least 1, got {shape}.")
             _check_dtype("recurrent state dtype", dtype)
@@ -306,8 +319,14 @@ class RecurrentState(Spec):
         return True
 
     @property
+    def tensors(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the states' tensors, then of the journal's."""
+        journal = [((self.journal, *shape), self.entry_dtype) for shape in self.entry if self.journal]
+        return [*zip(self.shapes, self.dtypes, strict=True), *journal]
+
+    @property
     def offsets(self) -> tuple[int, ...]:
-        """Bytes from the layer's share of a page to each tensor."""
+        """Bytes from the layer's share of a page to each of `tensors`."""
         found, end = [], 0
         for size in self._sizes:
             found.append(end)
@@ -316,11 +335,21 @@ class RecurrentState(Spec):
 
     @property
     def _sizes(self) -> list[int]:
-        return [prod(shape) * KV_DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        return [prod(shape) * KV_DTYPE_BYTES[dtype] for shape, dtype in self.tensors]
 
     def page_bytes(self, page_tokens: int) -> int:
-        """Bytes of one state; `page_tokens` plays no part."""
+        """Bytes of one state and its journal; `page_tokens` plays no part."""
         return self.offsets[-1] + self._sizes[-1]
+
+
+def with_journal(specs: Iterable[Spec], drafts: int, dtype: str) -> tuple[Spec, ...]:
+    """The specs for steps of up to `drafts` drafts a row, of a model that computes in `dtype`: recurrent layers keep a journal."""
+    return tuple(
+        replace(spec, journal=drafts, entry_dtype=spec.entry_dtype or dtype)
+        if drafts and isinstance(spec, RecurrentState)
+        else spec
+        for spec in specs
+    )
 
 
 def _is_fp8(dtype: str) -> bool:

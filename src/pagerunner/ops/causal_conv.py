@@ -48,5 +48,37 @@ def causal_conv_rows(
             out, state = causal_conv(x_TC[part].unsqueeze(0), state_WC.unsqueeze(0), weight_CW, bias_C)
             return out.squeeze(0), state.squeeze(0)
 
-        run_span(span, state_EWC, run, out_TC)
+        run_span(span, state_EWC, run, out_TC, rows)
     return out_TC
+
+
+@gpu_kernel("causal_conv")
+def journaled_conv_rows(
+    x_TC: torch.Tensor,
+    gates: tuple[torch.Tensor, ...],
+    state_EWC: torch.Tensor,
+    journal: tuple[torch.Tensor, ...],
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+) -> tuple[torch.Tensor, ...]:
+    """`causal_conv_rows` with a journal [E, K, ..] of the inputs, which are x and one or two `gates` [T, H].
+
+    Returns the outputs, and copies of the gates, each with all rows' accepted drafts behind the step's tokens, [T + R * K, ..]: what
+    the recurrence after it is to run (`StateRows.entries`). The drafts of the step are in the journal then.
+    """
+    tokens, count = x_TC.shape[0], journal[0].shape[1]
+    inputs = [torch.cat((part, part.new_zeros(rows.step.num_rows * count, part.shape[1]))) for part in (x_TC, *gates)]
+    out = torch.zeros_like(inputs[0])
+    for span in spans(rows):
+        behind = tokens + span.row * count
+        for part, entries in zip(inputs, journal, strict=True):
+            part[behind : behind + span.replayed] = entries[span.entry, : span.replayed]
+            entries[span.entry, : span.end - span.certain] = part[span.certain : span.end]
+
+        def run(part: slice, state_WC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            result, state = causal_conv(inputs[0][part].unsqueeze(0), state_WC.unsqueeze(0), weight_CW, bias_C)
+            return result.squeeze(0), state.squeeze(0)
+
+        run_span(span, state_EWC, run, out, rows)
+    return out, *inputs[1:]

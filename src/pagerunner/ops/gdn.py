@@ -120,7 +120,8 @@ def gated_delta_rows(
 ) -> torch.Tensor:
     """Every row of a step, from and into its state in pages; [T, H, V] in mixed's dtype. Padding gets finite numbers.
 
-    `mixed` holds queries and keys of `key_heads` heads and values of H side by side; `rates` and `decays` are logits.
+    `mixed` holds queries and keys of `key_heads` heads and values of H side by side; `rates` and `decays` are logits. All three may
+    have tokens of journals behind the step's, see `ops.causal_conv.journaled_conv_rows`.
     """
     heads, key_dim, value_dim = state_EHKV.shape[1:]
     q, k, v = split_heads(mixed_TC, key_heads, heads, key_dim)
@@ -131,5 +132,5 @@ def gated_delta_rows(
         def run(part: slice, state_HKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return gated_delta_chunks(q[part], k[part], v[part], log_decay_TH[part], rate_TH[part], state_HKV)
 
-        run_span(span, state_EHKV, run, out_THV)
-    return out_THV
+        run_span(span, state_EHKV, run, out_THV, rows)
+    return out_THV[: rows.step.num_tokens]

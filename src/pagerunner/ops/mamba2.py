@@ -94,16 +94,17 @@ def mamba2_rows(
 ) -> torch.Tensor:
     """Every row of a step, from and into its state in pages; [T, H, P] in mixed's dtype. Padding gets finite numbers.
 
-    `mixed` holds x, B and C side by side; `steps` are step sizes before their bias and softplus.
+    `mixed` holds x, B and C side by side; `steps` are step sizes before their bias and softplus. Both may have tokens of journals
+    behind the step's, see `ops.causal_conv.journaled_conv_rows`.
     """
     heads, head_dim, state_size = state_EHPN.shape[1:]
     x, b, c = split_parts(mixed_TC, heads, head_dim, state_size)
     dt_TH, a_H = F.softplus(steps_TH.float() + step_bias_H), -decay_log_H.float().exp()
-    out_THP = torch.zeros_like(x)
+    out_THP = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for span in spans(rows):
 
         def run(part: slice, state_HPN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return mamba2_chunks(x[part], dt_TH[part], a_H, b[part], c[part], skip_H, state_HPN)
 
-        run_span(span, state_EHPN, run, out_THP)
-    return out_THP
+        run_span(span, state_EHPN, run, out_THP, rows)
+    return out_THP[: rows.step.num_tokens]

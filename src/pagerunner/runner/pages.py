@@ -75,19 +75,20 @@ def _page_scales(kv_bytes: torch.Tensor, group: GroupPlan, piece: LayerSlice) ->
 
 
 def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> StatePages:
-    """One layer's states as views [num_entries, *shape] whose first stride is the unit, in the order of its spec."""
+    """One layer's states and journal as views [num_entries, *shape] whose first stride is the unit, in the order of its spec."""
     spec = piece.spec
     if not isinstance(spec, RecurrentState):
         raise TypeError(f"{spec} is not recurrent state")
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
-    states = []
-    for shape, name, offset in zip(spec.shapes, spec.dtypes, spec.offsets, strict=True):
+    views = []
+    for (shape, name), offset in zip(spec.tensors, spec.offsets, strict=True):
         dtype = TORCH_DTYPES[name]
         strides = [group.unit // dtype.itemsize]
         strides += torch.empty(shape, device="meta").stride()
         first = (piece.offset + offset) // dtype.itemsize
-        states.append(kv_bytes.view(dtype).as_strided((num_entries, *shape), strides, first))
-    return StatePages(index, tuple(states))
+        views.append(kv_bytes.view(dtype).as_strided((num_entries, *shape), strides, first))
+    count = len(spec.shapes)
+    return StatePages(index, tuple(views[:count]), tuple(views[count:]))
 
 
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentPages:

@@ -101,7 +101,8 @@ class DeepseekV4Config(ModelConfig):
             tokens, parts = (2 * layer.ratio, 4) if layer.sparse else (layer.ratio, 2)
             shapes = ((tokens, parts * self.head_dim), (tokens, parts * keys))
             kept = shapes if layer.sparse else shapes[:1]
-            found.append(RecurrentState(kept, ("float32",) * len(kept)))
+            entry = tuple(shape[1:] for shape in kept)
+            found.append(RecurrentState(kept, ("float32",) * len(kept), entry=entry, entry_dtype="float32"))
         return tuple(found)
 
 

@@ -50,6 +50,11 @@ class HybridConfig(HeadsConfig):
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(taps - 1, channels) of the convolution, then the recurrence's state."""
 
+    @property
+    @abstractmethod
+    def entry(self) -> tuple[tuple[int, ...], ...]:
+        """What a recurrent layer takes of a token: the convolution's input, then numbers for each head."""
+
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """Keys and values of every token for attention layers, one state for recurrent ones.
 
@@ -58,7 +63,9 @@ class HybridConfig(HeadsConfig):
         kept = self.dtype if kv_dtype not in DTYPE_BYTES else kv_dtype
         specs: dict[LayerKind, Spec] = {
             "full_attention": FullKV(self.num_kv_heads, self.head_dim, kv_dtype),
-            "linear_attention": RecurrentState(self.state_shapes, (kept, self.recurrence_dtype or kept)),
+            "linear_attention": RecurrentState(
+                self.state_shapes, (kept, self.recurrence_dtype or kept), entry=self.entry
+            ),
         }
         if "sliding_attention" in self.layer_kinds:
             specs["sliding_attention"] = WindowKV(self.num_kv_heads, self.head_dim, kv_dtype, window=self.window)
@@ -125,6 +132,11 @@ class GatedDeltaConfig(HybridConfig):
         """See HybridConfig."""
         return (self.conv_taps - 1, self.conv_channels), (self.value_heads, self.key_head_dim, self.value_head_dim)
 
+    @property
+    def entry(self) -> tuple[tuple[int, ...], ...]:
+        """See HybridConfig: rates and decays."""
+        return (self.conv_channels,), (self.value_heads,), (self.value_heads,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BambaConfig(HybridConfig):
@@ -154,6 +166,11 @@ class BambaConfig(HybridConfig):
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See HybridConfig."""
         return (self.conv_taps - 1, self.conv_channels), (self.mamba_heads, self.mamba_head_dim, self.state_size)
+
+    @property
+    def entry(self) -> tuple[tuple[int, ...], ...]:
+        """See HybridConfig: step sizes."""
+        return (self.conv_channels,), (self.mamba_heads,)
 
 
 def read_qwen3_next(fields: Fields, common: dict[str, Any]) -> GatedDeltaConfig:

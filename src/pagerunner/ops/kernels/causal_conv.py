@@ -6,8 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import blocks
-from pagerunner.ops.kernels.state_rows import save_arguments, state_entry
+from pagerunner.ops.kernels.launch import blocks, padded
+from pagerunner.ops.kernels.state_rows import (
+    behind,
+    row_arguments,
+    row_tokens,
+    save_arguments,
+    save_token,
+    saves_of,
+    state_entry,
+)
 from pagerunner.ops.state_rows import StateRows
 
 BLOCK_TOKENS = 16
@@ -15,18 +23,49 @@ BLOCK_CHANNELS = 256
 
 
 @triton.jit
-def _input(x, state, channel, in_range, token, first, x_stride, channels, taps):
-    """A row's input at `token`, in x's dtype. Tokens before the row's first token of the step come from its state."""
-    value = tl.load(x + token.to(tl.int64) * x_stride + channel, mask=in_range & (token >= first), other=0.0)
-    held = tl.load(state + (taps - 1 + token - first) * channels + channel, mask=in_range & (token < first), other=0.0)
-    return tl.where(token >= first, value, held.to(value.dtype))
+def _input(
+    x, state, entries, channel, in_range, token, first, replayed, by_one, x_stride, channels, taps, JOURNAL: tl.constexpr
+):  # fmt: skip
+    """A row's input at `token`, in x's dtype. Before the row's first token of the step come its accepted drafts, and before them
+    what its state holds. If a row takes tokens one after another (`by_one`), each is rounded as a state is for those after it.
+    """
+    value = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=in_range & (token >= first), other=0.0)
+    before = token - first + replayed
+    held = tl.load(state + (taps - 1 + before) * channels + channel, mask=in_range & (before < 0), other=0.0)
+    if JOURNAL > 0:
+        draft = tl.load(
+            entries + before * channels + channel, mask=in_range & (before >= 0) & (token < first), other=0.0
+        )
+        value = tl.where(token >= first, value, draft)
+        if state.dtype != x.dtype:
+            value = tl.where(by_one, value.to(state.dtype.element_ty).to(value.dtype), value)
+    return tl.where(before >= 0, value, held.to(value.dtype))
+
+
+@triton.jit
+def _output(
+    x, own, entries, weight, bias, channel, in_range, token, first, replayed, by_one, x_stride, channels, weight_stride,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The output of one token of a row."""
+    total = tl.zeros((BC,), dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1 - tap)
+        late = by_one & (tap < TAPS - 1)  # the token's own input isn't rounded
+        value = _input(x, own, entries, channel, in_range, at, first, replayed, late, x_stride, channels, TAPS, JOURNAL)
+        total += value.to(tl.float32) * tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(
+            tl.float32
+        )
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32)
+    return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tokens(
-    x, out, state, weight, bias, table, slots, query_start, row_T,
-    num_tokens, channels, x_stride, weight_stride, state_stride, table_stride,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    x, out, state, journal, weight, bias, table, slots, query_start, seq_lens, positions, accepted, row_T,
+    num_tokens, channels, x_stride, weight_stride, state_stride, journal_stride, table_stride,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BT tokens and BC channels; states are read only."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -34,15 +73,21 @@ def _tokens(
     in_range = channel < channels
     row = tl.load(row_T + token, mask=token < num_tokens, other=-1)
     real = row >= 0
-    first = tl.load(query_start + row, mask=real, other=0)
+    first = tl.load(query_start + row, mask=real, other=0)[:, None]
     slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
     entry = tl.load(table + slot * table_stride, mask=real, other=0)
     states = state + (entry * state_stride)[:, None]
+    entries = journal + (entry * journal_stride)[:, None]
+    held = tl.load(accepted + row, mask=real, other=-1)[:, None] if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
     mask = real[:, None] & in_range[None, :]
     total = tl.zeros((BT, BC), dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
-        value = _input(x, states, channel[None, :], mask, at[:, None], first[:, None], x_stride, channels, TAPS)
+        late = (held >= 0) & (tap < TAPS - 1)
+        value = _input(
+            x, states, entries, channel[None, :], mask, at[:, None], first, tl.maximum(held, 0), late,
+            x_stride, channels, TAPS, JOURNAL,
+        )  # fmt: skip
         taps = tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(tl.float32)
         total += value.to(tl.float32) * taps[None, :]
     if HAS_BIAS:
@@ -53,39 +98,110 @@ def _tokens(
 
 
 @triton.jit
-def _keep(x, state, target, channel, in_range, first, upto, x_stride, channels, TAPS: tl.constexpr):
+def _keep(
+    x, state, entries, target, channel, in_range, first, replayed, upto, x_stride, channels,
+    TAPS: tl.constexpr, JOURNAL: tl.constexpr,
+):  # fmt: skip
     """Write the state before token `upto` to `target`, oldest first, which may be the state itself."""
     for tap in tl.static_range(TAPS - 1):
-        value = _input(x, state, channel, in_range, upto - (TAPS - 1) + tap, first, x_stride, channels, TAPS)
+        at = upto - (TAPS - 1) + tap
+        value = _input(
+            x, state, entries, channel, in_range, at, first, replayed, True, x_stride, channels, TAPS, JOURNAL
+        )
         tl.store(target + tap * channels + channel, value.to(target.dtype.element_ty), mask=in_range)
 
 
 @triton.jit
-def _states(
-    x, state, table, slots, query_start, save_start, save_end, save_target,
-    channels, x_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr,
+def _gates(
+    gate, gate_out, entries, row, first, end, certain, replayed, num_tokens, gate_stride,
+    OUTPUTS: tl.constexpr, JOURNAL: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """A row's saved states, then its last, of BC channels."""
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    """Accepted drafts' gates go from the journal to their places behind the step's tokens, and drafts' gates into the journal."""
+    head = tl.arange(0, BH)
+    inside = head < HEADS
+    for at in range(replayed):
+        value = tl.load(entries + at * HEADS + head, mask=inside)
+        tl.store(gate_out + (num_tokens + row * JOURNAL + at).to(tl.int64) * HEADS + head, value, mask=inside)
+    tl.debug_barrier()
+    for token in range(first if OUTPUTS else certain, end):
+        value = tl.load(gate + tl.cast(token, tl.int64) * gate_stride + head, mask=inside)
+        if OUTPUTS:
+            tl.store(gate_out + tl.cast(token, tl.int64) * HEADS + head, value, mask=inside)
+        tl.store(
+            entries + (token - certain) * HEADS + head,
+            value,
+            mask=inside & (token >= certain) & (token < certain + JOURNAL),
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rows(
+    x, out, state, journal, weight, bias, gate, gate_out, gate_journal, gate_2, gate_2_out, gate_2_journal,
+    table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
+    num_tokens, channels, x_stride, weight_stride, gate_stride, gate_2_stride, state_stride, journal_stride, table_stride,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr,
+    OUTPUTS: tl.constexpr, GATES: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A row's saved states, then its last, of BC channels. With a journal also the outputs of accepted drafts, and the drafts go
+    into the journal. With OUTPUTS also the outputs of the step's tokens. Behind the channels comes a program for each gate.
+    """
+    row, column = tl.program_id(0), tl.program_id(1)
+    channel = column * BC + tl.arange(0, BC)
     in_range = channel < channels
-    first = tl.load(query_start + row)
-    end = tl.load(query_start + row + 1)
+    first, end, certain, replayed, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    if OUTPUTS:
+        for token in range(end, tl.load(query_start + row + 1)):
+            tl.store(
+                out + tl.cast(token, tl.int64) * channels + channel,
+                tl.zeros((BC,), out.dtype.element_ty),
+                mask=in_range,
+            )
     if first == end:
         return
-    own = state + state_entry(table, slots, row, table_stride) * state_stride
-    if HAS_SAVES:
-        stop = tl.load(save_start + row + 1)
-        for at in range(tl.load(save_start + row), stop):
-            target = state + tl.load(save_target + at) // ITEM
-            _keep(x, own, target, channel, in_range, first, tl.load(save_end + at), x_stride, channels, TAPS)
-    _keep(x, own, own, channel, in_range, first, end, x_stride, channels, TAPS)
+    entry = state_entry(table, slots, row, table_stride)
+    if JOURNAL > 0:
+        which = column - tl.cdiv(channels, BC)
+        if which == 0:
+            _gates(
+                gate, gate_out, gate_journal + entry * journal_stride, row, first, end, certain, replayed, num_tokens,
+                gate_stride, OUTPUTS, JOURNAL, HEADS, BH,
+            )  # fmt: skip
+        if GATES > 1:
+            if which == 1:
+                _gates(
+                    gate_2, gate_2_out, gate_2_journal + entry * journal_stride, row, first, end, certain, replayed, num_tokens,
+                    gate_2_stride, OUTPUTS, JOURNAL, HEADS, BH,
+                )  # fmt: skip
+        if which >= 0:
+            return
+    own = state + entry * state_stride
+    entries = journal + entry * journal_stride
+    if JOURNAL > 0:
+        for token in range(first - replayed, end if OUTPUTS else first):
+            found = _output(
+                x, own, entries, weight, bias, channel, in_range, token, first, replayed, by_one, x_stride, channels,
+                weight_stride, TAPS, HAS_BIAS, JOURNAL, BC,
+            )  # fmt: skip
+            to = behind(token, first, replayed, row, num_tokens, JOURNAL).to(tl.int64)
+            tl.store(out + to * channels + channel, found.to(out.dtype.element_ty), mask=in_range)
+        tl.debug_barrier()  # all is read before anything is written
+    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    for save in range(at, stop):
+        upto = save_token(save_position, save, stop, shift, certain)
+        there = in_range & (upto > first - replayed) & (upto <= certain)
+        target = state + tl.load(save_target + save) // ITEM
+        _keep(x, own, entries, target, channel, there, first, replayed, upto, x_stride, channels, TAPS, JOURNAL)
+    _keep(x, own, entries, own, channel, in_range, first, replayed, certain, x_stride, channels, TAPS, JOURNAL)
+    if JOURNAL > 0:
+        tl.debug_barrier()
+        for token in range(certain, tl.minimum(end, certain + JOURNAL)):
+            value = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=in_range)
+            tl.store(entries + (token - certain) * channels + channel, value, mask=in_range)
 
 
 @triton.jit
 def _step(
-    x, out, state, weight, bias, table, slots, query_start, save_start, save_end, save_target,
+    x, out, state, weight, bias, table, slots, query_start, save_start, save_target,
     channels, x_stride, weight_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -98,22 +214,17 @@ def _step(
         tl.store(target, tl.zeros((BC,), dtype=out.dtype.element_ty), mask=in_range)
         return
     own = state + state_entry(table, slots, row, table_stride) * state_stride
-    total = tl.zeros((BC,), dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        value = _input(x, own, channel, in_range, row - (TAPS - 1 - tap), row, x_stride, channels, TAPS)
-        total += value.to(tl.float32) * tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(
-            tl.float32
-        )
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32)
-    total = total / (1.0 + tl.exp(-total))
+    total = _output(
+        x, own, own, weight, bias, channel, in_range, row, row, 0, False, x_stride, channels, weight_stride,
+        TAPS, HAS_BIAS, 0, BC,
+    )  # fmt: skip
     tl.store(target, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
         at = tl.load(save_start + row)
         if at < tl.load(save_start + row + 1):
             copy = state + tl.load(save_target + at) // ITEM
-            _keep(x, own, copy, channel, in_range, row, row + 1, x_stride, channels, TAPS)
-    _keep(x, own, own, channel, in_range, row, row + 1, x_stride, channels, TAPS)
+            _keep(x, own, own, copy, channel, in_range, row, 0, row + 1, x_stride, channels, TAPS, 0)
+    _keep(x, own, own, own, channel, in_range, row, 0, row + 1, x_stride, channels, TAPS, 0)
 
 
 def causal_conv_rows(
@@ -124,26 +235,54 @@ def causal_conv_rows(
     rows: StateRows,
 ) -> torch.Tensor:
     """See the twin."""
-    tokens, channels = x_TC.shape
-    out_TC = torch.empty(tokens, channels, dtype=x_TC.dtype, device=x_TC.device)
-    taps, bias = weight_CW.shape[1], weight_CW if bias_C is None else bias_C
-    where = (rows.page_table, rows.step.slots_R, rows.step.query_start_R1)
-    *saves, has_saves = save_arguments(rows)
-    strides = (x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0))
-    columns = blocks(channels, BLOCK_CHANNELS)
-    item = state_EWC.element_size()
-    if rows.step.one_token:
-        _step[(rows.step.num_rows, columns)](
-            x_TC, out_TC, state_EWC, weight_CW, bias, *where, *saves, channels, *strides,
-            has_saves, item, taps, bias_C is not None, BLOCK_CHANNELS,
-        )  # fmt: skip
-        return out_TC
-    _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
-        x_TC, out_TC, state_EWC, weight_CW, bias, *where, rows.step.row_T, tokens, channels, *strides,
-        taps, bias_C is not None, BLOCK_TOKENS, BLOCK_CHANNELS,
-    )  # fmt: skip
-    _states[(rows.step.num_rows, columns)](
-        x_TC, state_EWC, *where, *saves, channels, strides[0], *strides[2:],
-        has_saves, item, taps, BLOCK_CHANNELS,
+    if not rows.step.one_token:
+        return journaled_conv_rows(x_TC, (), state_EWC, (), weight_CW, bias_C, rows)[0]
+    channels = x_TC.shape[1]
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    start, _, _, target, has_saves = save_arguments(rows)
+    _step[(rows.step.num_rows, blocks(channels, BLOCK_CHANNELS))](
+        x_TC, out_TC, state_EWC, weight_CW, weight_CW if bias_C is None else bias_C, rows.page_table, rows.step.slots_R,
+        rows.step.query_start_R1, start, target, channels,
+        x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0),
+        has_saves, state_EWC.element_size(), weight_CW.shape[1], bias_C is not None, BLOCK_CHANNELS,
     )  # fmt: skip
     return out_TC
+
+
+def journaled_conv_rows(
+    x_TC: torch.Tensor,
+    gates: tuple[torch.Tensor, ...],
+    state_EWC: torch.Tensor,
+    journal: tuple[torch.Tensor, ...],
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+) -> tuple[torch.Tensor, ...]:
+    """See the twin."""
+    (tokens, channels), count = x_TC.shape, journal[0].shape[1] if journal else 0
+    places = tokens + rows.step.num_rows * count
+    out, *gates_out = (part.new_empty(places, part.shape[1]) for part in (x_TC, *gates))
+    where, _ = row_arguments(rows, out)
+    (*saves, has_saves), taps, one_launch = save_arguments(rows), weight_CW.shape[1], bool(journal) and rows.few
+    weights = (weight_CW, weight_CW if bias_C is None else bias_C)
+    strides = (state_EWC.stride(0), journal[0].stride(0) if journal else 0, rows.page_table.stride(0))
+    columns, entries = blocks(channels, BLOCK_CHANNELS), journal[0] if journal else state_EWC
+    if not one_launch:
+        _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
+            x_TC, out, state_EWC, entries, *weights, rows.page_table, *where, rows.step.row_T, tokens, channels,
+            x_TC.stride(0), weight_CW.stride(0), *strides,
+            taps, bias_C is not None, count, BLOCK_TOKENS, BLOCK_CHANNELS,
+        )  # fmt: skip
+        for gate, copy in zip(gates, gates_out, strict=True):
+            copy[:tokens].copy_(gate)
+    held = [(gate, copy, kept) for gate, copy, kept in zip(gates, gates_out, journal[1:], strict=True)]
+    nothing = (x_TC, out, entries)
+    one, two = (*held, nothing, nothing)[:2]
+    heads = gates[0].shape[1] if gates else 1
+    _rows[(rows.step.num_rows, columns + len(gates))](
+        x_TC, out, state_EWC, entries, *weights, *one, *two, rows.page_table, *where, *saves, tokens, channels,
+        x_TC.stride(0), weight_CW.stride(0), one[0].stride(0), two[0].stride(0), *strides,
+        has_saves, state_EWC.element_size(), taps, bias_C is not None, count, one_launch, len(gates), heads, padded(heads),
+        BLOCK_CHANNELS,
+    )  # fmt: skip
+    return out, *gates_out

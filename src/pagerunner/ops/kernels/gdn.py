@@ -1,6 +1,6 @@
 """The gated delta rule through pages of states. Twins: `pagerunner.ops.gdn`.
 
-A row of a few tokens takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
+A row of a few tokens, or with drafts, takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
 inside a block, masks separate them. Three kernels run one after another:
 
 * `_systems` does everything that doesn't depend on states, for all blocks in parallel. It solves the triangular systems (arXiv
@@ -21,14 +21,18 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.state_rows import (
+    behind,
+    row_arguments,
+    row_or_padding,
     row_sums,
+    row_tokens,
     save_arguments,
+    save_token,
     saved_entry,
     saves_of,
     softplus,
     stages,
     state_entry,
-    stretch,
     unfinished,
     unfinished_entry,
 )
@@ -50,54 +54,79 @@ def _scale(x, extra):
     return extra * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
+@triton.jit
+def _token(
+    held, token, to, answers, rounds, mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
+    mixed_stride, rates_stride, decays_stride, KEPT: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, the outputs of token `to` are stored."""
+    in_k, in_v = keys < K, values < V
+    q_at = (head // (HEADS // KEY_HEADS)) * K + keys
+    source = mixed + tl.cast(token, tl.int64) * mixed_stride
+    q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(source + KEY_HEADS * K + q_at, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(source + 2 * KEY_HEADS * K + head * V + values, mask=in_v, other=0.0).to(tl.float32)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head).to(tl.float32)))
+    fade = rate_of_decay * softplus(tl.load(decays + token * decays_stride + head).to(tl.float32) + bias)
+    held *= tl.exp(fade)
+    change = (v - tl.sum(held * k[:, None], 0)) * rate
+    held += k[:, None] * change[None, :]
+    if answers:
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
+        answer = tl.sum(held * q[:, None], 0)
+        tl.store(
+            out + tl.cast(to, tl.int64) * (HEADS * V) + head * V + values, answer.to(out.dtype.element_ty), mask=in_v
+        )
+    return tl.where(rounds, held.to(KEPT).to(tl.float32), held) if KEPT != tl.float32 else held
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, rates, decays, decay_log, decay_bias, state, out,
-    table, slots, query_start, save_start, save_end, save_target,
+    table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_rows, num_tokens, mixed_stride, rates_stride, decays_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """BV values of one head of one row of at most MOST tokens. Row R stands for the padding, whose outputs are zero."""
+    """BV values of one head of one row that takes one token after another. Row R stands for the padding, whose outputs are zero."""
     head, row = tl.program_id(1), tl.program_id(2)
     keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    in_k, in_v = keys < K, values < V
-    out += head * V + values
-    first = tl.load(query_start + row)
-    end = num_tokens if row == num_rows else tl.load(query_start + row + 1)
-    if row == num_rows:
-        for token in range(first, end):
-            nothing = tl.zeros((BV,), dtype=out.dtype.element_ty)
-            tl.store(out + tl.cast(token, tl.int64) * (HEADS * V), nothing, mask=in_v)
-        return
-    if (first == end) | (end - first > MOST):
+    in_v = values < V
+    first, end, certain, replayed, by_one, room = row_or_padding(
+        query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
+    )
+    for token in range(end, room):
+        nothing = tl.zeros((BV,), dtype=out.dtype.element_ty)
+        tl.store(out + tl.cast(token, tl.int64) * (HEADS * V) + head * V + values, nothing, mask=in_v)
+    if (first == end) | ((end - first > MOST) & (by_one == 0)):
         return
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
-    mask = in_k[:, None] & in_v[None, :]
+    mask = (keys < K)[:, None] & in_v[None, :]
     own = state_entry(table, slots, row, table_stride)
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
-    q_at = (head // (HEADS // KEY_HEADS)) * K + keys
-    at, stop = saves_of(save_start, row, HAS_SAVES)
+    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    begin = first - replayed
     for save in range(at, stop + 1):
-        begin, upto = stretch(save_end, save, at, stop, first, end)
-        for token in range(begin, upto):
-            source = mixed + tl.cast(token, tl.int64) * mixed_stride
-            q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
-            k = tl.load(source + KEY_HEADS * K + q_at, mask=in_k, other=0.0).to(tl.float32)
-            v = tl.load(source + 2 * KEY_HEADS * K + head * V + values, mask=in_v, other=0.0).to(tl.float32)
-            q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
-            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-            rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head).to(tl.float32)))
-            fade = rate_of_decay * softplus(tl.load(decays + token * decays_stride + head).to(tl.float32) + bias)
-            held *= tl.exp(fade)
-            change = (v - tl.sum(held * k[:, None], 0)) * rate
-            held += k[:, None] * change[None, :]
-            answer = tl.sum(held * q[:, None], 0)
-            tl.store(out + tl.cast(token, tl.int64) * (HEADS * V), answer.to(out.dtype.element_ty), mask=in_v)
+        upto = save_token(save_position, save, stop, shift, certain)
+        passed = (upto > first - replayed) & (upto <= certain)
+        for token in range(begin, tl.minimum(upto, certain)):
+            held = _token(
+                held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
+                mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
+                mixed_stride, rates_stride, decays_stride, state.dtype.element_ty, KEY_HEADS, HEADS, K, V,
+            )  # fmt: skip
+        begin = tl.maximum(begin, tl.minimum(upto, certain))
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & passed)
+    for token in range(certain, end):
+        held = _token(
+            held, token, token, True, True, mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
+            mixed_stride, rates_stride, decays_stride, state.dtype.element_ty, KEY_HEADS, HEADS, K, V,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -207,39 +236,42 @@ def _block(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, wanted, known, attended, factors, state, out, table, slots, query_start, save_start, save_end, save_target,
-    num_tokens, mixed_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    mixed, wanted, known, attended, factors, state, out, table, slots, query_start, seq_lens, positions, accepted,
+    save_start, save_row, save_position, save_target, num_tokens, mixed_stride, state_stride, table_stride,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BV values of one head of one row of more than MOST tokens, block by block from save to save."""
     head, row = tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    if end - first <= MOST:
+    first, end, _, _, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    if (end - first <= MOST) | (by_one != 0):
         return
     keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = (keys < K)[:, None] & (values < V)[None, :]
     own = state_entry(table, slots, row, table_stride)
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
-    at, stop = saves_of(save_start, row, HAS_SAVES)
+    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    begin = first
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
-        begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
+        upto = save_token(save_position, save, stop, shift, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
                 held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
                 num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
             )  # fmt: skip
+        begin = upto
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
         tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _finish_saves(
-    mixed, wanted, known, attended, factors, state, out, query_start, row_T, save_start, save_end, save_target,
-    num_rows, num_tokens, mixed_stride, state_stride,
-    ITEM: tl.constexpr, MOST: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    mixed, wanted, known, attended, factors, state, out, query_start, seq_lens, positions, accepted,
+    save_start, save_row, save_position, save_target, num_rows, num_tokens, mixed_stride, state_stride,
+    ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BV values of one head of states to be saved. Their pages hold the states before their blocks."""
@@ -247,7 +279,9 @@ def _finish_saves(
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = (keys < K)[:, None] & (values < V)[None, :]
     for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
-        cut, first, within = unfinished(save_end, save, query_start, row_T, MOST, C)
+        cut, first, within = unfinished(
+            save_row, save_position, save, query_start, seq_lens, positions, accepted, JOURNAL, MOST, C
+        )
         if within:
             own = state + unfinished_entry(save_target, save, state_stride, ITEM) * state_stride + inside
             held = tl.load(own, mask=mask, other=0.0).to(tl.float32)
@@ -268,7 +302,7 @@ def _long_rows(
 ) -> None:
     """Rows of more than FEW_TOKENS, block by block."""
     mixed_TC = inputs[0]
-    tokens, (heads, key_dim, value_dim) = mixed_TC.shape[0], state_EHKV.shape[1:]
+    tokens, (heads, key_dim, value_dim) = rows.step.num_tokens, state_EHKV.shape[1:]
     wide = mixed_TC.dtype == torch.float32
     sizes, block_k = (key_heads, heads, key_dim, value_dim), max(16, padded(key_dim))
     wanted, known, attended = (mixed_TC.new_empty(tokens, heads, size) for size in (value_dim, key_dim, CHUNK))
@@ -281,17 +315,19 @@ def _long_rows(
     )  # fmt: skip
     block_v, warps, most = CHUNKS if block_k <= LARGEST_KEY else (*NARROW, 1)
     tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
+    (slots, *where), entries = row_arguments(rows, mixed_TC)
     state_strides, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
-    constants, lengths = (state_EHKV.element_size(), FEW_TOKENS, *sizes, block_k), (tokens, mixed_TC.stride(0))
+    constants = (state_EHKV.element_size(), FEW_TOKENS, entries, *sizes, block_k)
+    lengths = (tokens, mixed_TC.stride(0))
     _chunks[(blocks(value_dim, block_v), heads, rows.step.num_rows)](
-        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
+        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, slots, *where, *saves,
         *lengths, *state_strides, has_saves, *constants, block_v, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_v, warps = NARROW
-        _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
-            mixed_TC, *parts, state_EHKV, out_THV, rows.step.query_start_R1, rows.step.row_T, *saves,
+        _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.row_N.shape[0]))](
+            mixed_TC, *parts, state_EHKV, out_THV, *where, *saves,
             rows.step.num_rows, *lengths, state_strides[0], *constants, block_v, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
@@ -307,17 +343,17 @@ def gated_delta_rows(
     rows: StateRows,
 ) -> torch.Tensor:
     """See the twin."""
-    tokens = mixed_TC.shape[0]
+    tokens = rows.step.num_tokens
     heads, key_dim, value_dim = state_EHKV.shape[1:]
     out_THV = torch.empty(tokens, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     inputs = (mixed_TC, rates_TH, decays_TH, decay_log_H, decay_bias_H)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
-    (*saves, has_saves), (block_v, warps) = save_arguments(rows), FEW
+    (*saves, has_saves), (block_v, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
     _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
+        *inputs, state_EHKV, out_THV, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
-        has_saves, state_EHKV.element_size(), FEW_TOKENS, key_heads, heads, key_dim, value_dim, max(16, padded(key_dim)),
-        block_v, num_warps=warps,
+        has_saves, state_EHKV.element_size(), FEW_TOKENS, entries, key_heads, heads, key_dim, value_dim,
+        max(16, padded(key_dim)), block_v, num_warps=warps,
     )  # fmt: skip
     if not rows.few:
         _long_rows(inputs, strides, state_EHKV, out_THV, key_heads, rows)

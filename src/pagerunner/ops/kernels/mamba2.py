@@ -1,6 +1,6 @@
 """Mamba-2's recurrence through pages of states. Twins: `pagerunner.ops.mamba2`.
 
-A row of a few tokens takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
+A row of a few tokens, or with drafts, takes them one after another (`_few`). Longer rows run in blocks of 64 tokens of the step. Where rows meet
 inside a block, masks separate them. Three kernels run one after another:
 
 * `_prepare` does everything that doesn't depend on states, for all blocks in parallel.
@@ -19,14 +19,18 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.state_rows import (
+    behind,
+    row_arguments,
+    row_or_padding,
     row_sums,
+    row_tokens,
     save_arguments,
+    save_token,
     saved_entry,
     saves_of,
     softplus,
     stages,
     state_entry,
-    stretch,
     unfinished,
     unfinished_entry,
 )
@@ -41,49 +45,73 @@ LARGEST_STATE = 128  # that CHUNKS are for
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
+@triton.jit
+def _token(
+    held, token, to, answers, rounds, mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
+    KEPT: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, the outputs of token `to` are stored."""
+    in_p, in_n = values < P, inner < N
+    b_at = HEADS * P + (head // (HEADS // GROUPS)) * N + inner
+    source = mixed + tl.cast(token, tl.int64) * mixed_stride
+    x = tl.load(source + head * P + values, mask=in_p, other=0.0).to(tl.float32)
+    b = tl.load(source + b_at, mask=in_n, other=0.0).to(tl.float32)
+    c = tl.load(source + GROUPS * N + b_at, mask=in_n, other=0.0).to(tl.float32)
+    dt = softplus(tl.load(steps + token * steps_stride + head).to(tl.float32) + bias)
+    held = held * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
+    if answers:
+        answer = tl.sum(held * c[None, :], 1) + x * passed
+        tl.store(
+            out + tl.cast(to, tl.int64) * (HEADS * P) + head * P + values, answer.to(out.dtype.element_ty), mask=in_p
+        )
+    return tl.where(rounds, held.to(KEPT).to(tl.float32), held) if KEPT != tl.float32 else held
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
     mixed, steps, decay_log, step_bias, skip, state, out,
-    table, slots, query_start, save_start, save_end, save_target,
+    table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_rows, num_tokens, mixed_stride, steps_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BP values of one head of one row of at most MOST tokens. Row R stands for the padding, whose outputs are zero."""
+    """BP values of one head of one row that takes one token after another. Row R stands for the padding, whose outputs are zero."""
     head, row = tl.program_id(1), tl.program_id(2)
     values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
-    in_p, in_n = values < P, inner < N
-    out += head * P + values
-    first = tl.load(query_start + row)
-    end = num_tokens if row == num_rows else tl.load(query_start + row + 1)
-    if row == num_rows:
-        for token in range(first, end):
-            nothing = tl.zeros((BP,), dtype=out.dtype.element_ty)
-            tl.store(out + tl.cast(token, tl.int64) * (HEADS * P), nothing, mask=in_p)
-        return
-    if (first == end) | (end - first > MOST):
+    in_p = values < P
+    first, end, certain, replayed, by_one, room = row_or_padding(
+        query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
+    )
+    for token in range(end, room):
+        nothing = tl.zeros((BP,), dtype=out.dtype.element_ty)
+        tl.store(out + tl.cast(token, tl.int64) * (HEADS * P) + head * P + values, nothing, mask=in_p)
+    if (first == end) | ((end - first > MOST) & (by_one == 0)):
         return
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
-    mask = in_p[:, None] & in_n[None, :]
+    mask = in_p[:, None] & (inner < N)[None, :]
     own = state_entry(table, slots, row, table_stride)
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
-    b_at = HEADS * P + (head // (HEADS // GROUPS)) * N + inner
-    at, stop = saves_of(save_start, row, HAS_SAVES)
+    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    begin = first - replayed
     for save in range(at, stop + 1):
-        begin, upto = stretch(save_end, save, at, stop, first, end)
-        for token in range(begin, upto):
-            source = mixed + tl.cast(token, tl.int64) * mixed_stride
-            x = tl.load(source + head * P + values, mask=in_p, other=0.0).to(tl.float32)
-            b = tl.load(source + b_at, mask=in_n, other=0.0).to(tl.float32)
-            c = tl.load(source + GROUPS * N + b_at, mask=in_n, other=0.0).to(tl.float32)
-            dt = softplus(tl.load(steps + token * steps_stride + head).to(tl.float32) + bias)
-            held = held * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
-            answer = tl.sum(held * c[None, :], 1) + x * passed
-            tl.store(out + tl.cast(token, tl.int64) * (HEADS * P), answer.to(out.dtype.element_ty), mask=in_p)
+        upto = save_token(save_position, save, stop, shift, certain)
+        there = (upto > first - replayed) & (upto <= certain)
+        for token in range(begin, tl.minimum(upto, certain)):
+            held = _token(
+                held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
+                mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
+                state.dtype.element_ty, GROUPS, HEADS, P, N,
+            )  # fmt: skip
+        begin = tl.maximum(begin, tl.minimum(upto, certain))
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & there)
+    for token in range(certain, end):
+        held = _token(
+            held, token, token, True, True, mixed, steps, out, rate, bias, passed, head, values, inner,
+            mixed_stride, steps_stride, state.dtype.element_ty, GROUPS, HEADS, P, N,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -159,15 +187,16 @@ def _block(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, weights, factors, skip, state, out, table, slots, query_start, save_start, save_end, save_target,
-    num_tokens, mixed_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    mixed, weights, factors, skip, state, out, table, slots, query_start, seq_lens, positions, accepted,
+    save_start, save_row, save_position, save_target, num_tokens, mixed_stride, state_stride, table_stride,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BP values of one head of one row of more than MOST tokens, block by block from save to save."""
     head, row = tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    if end - first <= MOST:
+    first, end, _, _, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    if (end - first <= MOST) | (by_one != 0):
         return
     values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
@@ -175,24 +204,26 @@ def _chunks(
     own = state_entry(table, slots, row, table_stride)
     held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
     passed = tl.load(skip + head).to(tl.float32)
-    at, stop = saves_of(save_start, row, HAS_SAVES)
+    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    begin = first
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
-        begin, upto = stretch(save_end, save, at, stop, first, end + C - 1)
+        upto = save_token(save_position, save, stop, shift, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
                 held, whole, first, tl.minimum(end, whole * C + C), mixed, weights, factors, passed, out,
                 num_tokens, mixed_stride, head, True, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
             )  # fmt: skip
+        begin = upto
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
         tl.store(state + to * state_stride + inside, tl.trans(held).to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _finish_saves(
-    mixed, weights, factors, state, out, query_start, row_T, save_start, save_end, save_target,
-    num_rows, num_tokens, mixed_stride, state_stride,
-    ITEM: tl.constexpr, MOST: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    mixed, weights, factors, state, out, query_start, seq_lens, positions, accepted,
+    save_start, save_row, save_position, save_target, num_rows, num_tokens, mixed_stride, state_stride,
+    ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BP values of one head of states to be saved. Their pages hold the states before their blocks."""
@@ -200,7 +231,9 @@ def _finish_saves(
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = (values < P)[:, None] & (inner < N)[None, :]
     for save in range(tl.program_id(2), tl.load(save_start + num_rows), tl.num_programs(2)):
-        cut, first, within = unfinished(save_end, save, query_start, row_T, MOST, C)
+        cut, first, within = unfinished(
+            save_row, save_position, save, query_start, seq_lens, positions, accepted, JOURNAL, MOST, C
+        )
         if within:
             own = state + unfinished_entry(save_target, save, state_stride, ITEM) * state_stride + inside
             held = tl.trans(tl.load(own, mask=mask, other=0.0).to(tl.float32))
@@ -222,7 +255,7 @@ def _long_rows(
 ) -> None:
     """Rows of more than FEW_TOKENS, block by block."""
     mixed_TC = inputs[0]
-    tokens, (heads, head_dim, state_size) = mixed_TC.shape[0], state_EHPN.shape[1:]
+    tokens, (heads, head_dim, state_size) = rows.step.num_tokens, state_EHPN.shape[1:]
     wide = mixed_TC.dtype == torch.float32
     sizes, block_n = (groups, heads, head_dim, state_size), max(16, padded(state_size))
     weights, precision = mixed_TC.new_empty(tokens, heads, CHUNK), "tf32x3" if wide else "tf32"
@@ -235,16 +268,17 @@ def _long_rows(
     block_p, warps, most = CHUNKS if block_n <= LARGEST_STATE else (*NARROW, 1)
     tile_bytes = CHUNK * (2 * block_n + block_p + CHUNK) * mixed_TC.element_size()
     state_strides, (*saves, has_saves) = (state_EHPN.stride(0), rows.page_table.stride(0)), save_arguments(rows)
-    constants, lengths = (state_EHPN.element_size(), FEW_TOKENS, *sizes), (tokens, mixed_TC.stride(0))
+    (slots, *where), entries = row_arguments(rows, mixed_TC)
+    constants, lengths = (state_EHPN.element_size(), FEW_TOKENS, entries, *sizes), (tokens, mixed_TC.stride(0))
     _chunks[(blocks(head_dim, block_p), heads, rows.step.num_rows)](
-        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, rows.step.slots_R, rows.step.query_start_R1,
+        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, slots, *where,
         *saves, *lengths, *state_strides, has_saves, *constants, block_p, block_n, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_p, warps = NARROW
-        _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.end_N.shape[0]))](
-            mixed_TC, weights, factors, state_EHPN, out_THP, rows.step.query_start_R1, rows.step.row_T, *saves,
+        _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.row_N.shape[0]))](
+            mixed_TC, weights, factors, state_EHPN, out_THP, *where, *saves,
             rows.step.num_rows, *lengths, state_strides[0], *constants, block_p, block_n, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
@@ -259,16 +293,16 @@ def mamba2_rows(
     rows: StateRows,
 ) -> torch.Tensor:
     """See the twin."""
-    tokens, channels = mixed_TC.shape
+    tokens, channels = rows.step.num_tokens, mixed_TC.shape[1]
     heads, head_dim, state_size = state_EHPN.shape[1:]
     out_THP = torch.empty(tokens, heads, head_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     inputs, strides = (mixed_TC, steps_TH, decay_log_H, step_bias_H), (mixed_TC.stride(0), steps_TH.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
-    (*saves, has_saves), (block_p, warps) = save_arguments(rows), FEW
+    (*saves, has_saves), (block_p, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
     _few[(blocks(head_dim, block_p), heads, rows.step.num_rows + 1)](
-        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, rows.step.slots_R, rows.step.query_start_R1, *saves,
+        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
-        has_saves, state_EHPN.element_size(), FEW_TOKENS, groups, heads, head_dim, state_size,
+        has_saves, state_EHPN.element_size(), FEW_TOKENS, entries, groups, heads, head_dim, state_size,
         block_p, max(16, padded(state_size)), num_warps=warps,
     )  # fmt: skip
     if not rows.few:

@@ -44,22 +44,63 @@ def state_entry(table, slots, row, table_stride):
 
 
 @triton.jit
-def saves_of(save_start, row, HAS_SAVES: tl.constexpr):
-    """Which saves are the row's: the first one, and the one after the last."""
-    at = tl.load(save_start + row) if HAS_SAVES else 0
-    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
-    return at, stop
+def row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL: tl.constexpr):
+    """A row's tokens: the first one, the one after its last, the one after those whose state it keeps, how many accepted drafts
+    come before the first, and whether it takes one token after another. See `ops.state_rows`.
+    """
+    first = tl.load(query_start + row)
+    end = tl.load(query_start + row + 1)
+    replayed = 0
+    certain = end
+    by_one = False
+    if JOURNAL > 0:
+        there = first < end
+        start = tl.cast(tl.load(positions + first, mask=there, other=0), tl.int32)
+        end = tl.where(there, first + tl.load(seq_lens + row) - start, end)
+        held = tl.minimum(tl.load(accepted + row), JOURNAL)
+        by_one = held >= 0
+        replayed = tl.where(by_one & (first < end), held, 0)
+        certain = tl.where(by_one, tl.minimum(first + 1, end), end)
+    return first, end, certain, replayed, by_one
 
 
 @triton.jit
-def stretch(save_end, save, at, stop, first, end):
-    """The tokens from the save before `save` up to save `save`.
-
-    Saves `at` to `stop` divide the tokens from `first` to `end`.
+def row_or_padding(query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL: tl.constexpr):
+    """`row_tokens`, and the padding behind a row's tokens as its first and the one after its last. Row R stands for what is behind
+    all rows, and has no tokens.
     """
-    begin = tl.load(save_end + save - 1, mask=save > at, other=first)
-    upto = tl.load(save_end + save, mask=save < stop, other=end)
-    return begin, upto
+    padding = row == num_rows
+    first, end, certain, replayed, by_one = row_tokens(
+        query_start, seq_lens, positions, accepted, tl.minimum(row, num_rows - 1), JOURNAL
+    )
+    room = tl.load(query_start + row + 1, mask=row < num_rows, other=0)
+    room = tl.where(padding, num_tokens, room)
+    end = tl.where(padding, tl.load(query_start + row), end)
+    return tl.where(padding, end, first), end, certain, replayed, by_one, room
+
+
+@triton.jit
+def behind(token, first, replayed, row, num_tokens, JOURNAL: tl.constexpr):
+    """Where a token is in inputs that have accepted drafts behind the step's tokens. Drafts are the tokens before `first`."""
+    if JOURNAL > 0:
+        token = tl.where(token < first, num_tokens + row * JOURNAL + token - (first - replayed), token)
+    return token
+
+
+@triton.jit
+def saves_of(save_start, positions, row, first, end, HAS_SAVES: tl.constexpr):
+    """Which saves are the row's: the first one, and the one after the last. Also what turns positions into tokens of the step."""
+    at = tl.load(save_start + row) if HAS_SAVES else 0
+    stop = tl.load(save_start + row + 1) if HAS_SAVES else 0
+    shift = first - tl.cast(tl.load(positions + first, mask=first < end, other=0), tl.int32) if HAS_SAVES else 0
+    return at, stop, shift
+
+
+@triton.jit
+def save_token(save_position, save, stop, shift, last):
+    """The token before which save `save` is; after the row's last save, `last`."""
+    position = tl.load(save_position + save, mask=save < stop, other=0)
+    return tl.where(save < stop, position + shift, last)
 
 
 @triton.jit
@@ -78,12 +119,15 @@ def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
 
 
 @triton.jit
-def unfinished(save_end, save, query_start, row_T, MOST: tl.constexpr, C: tl.constexpr):
+def unfinished(
+    save_row, save_position, save, query_start, seq_lens, positions, accepted,
+    JOURNAL: tl.constexpr, MOST: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """The token before which a save is, its row's first token, and whether it lies inside a block of a row of more than MOST."""
-    cut = tl.load(save_end + save)
-    row = tl.load(row_T + cut - 1)
-    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    return cut, first, (cut % C != 0) & (end - first > MOST)
+    row = tl.load(save_row + save)
+    first, end, _, _, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    cut = tl.load(save_position + save) + first - tl.cast(tl.load(positions + first), tl.int32)
+    return cut, first, (cut % C != 0) & (end - first > MOST) & (by_one == 0)
 
 
 @triton.jit
@@ -97,8 +141,16 @@ def stages(most: int, block: int, device: torch.device) -> int:
     return max(1, min(most, shared_memory(device) * 5 // 6 // block))
 
 
+def row_arguments(rows: StateRows, inputs: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Slots, query starts, lengths, positions and accepted drafts; and the entries of a journal (`StateRows.entries`)."""
+    step, entries = rows.step, rows.entries(inputs)
+    accepted_R = step.seq_lens_R if step.accepted_R is None else step.accepted_R
+    assert not entries or step.accepted_R is not None, "a step with journals says which drafts were accepted"
+    return (step.slots_R, step.query_start_R1, step.seq_lens_R, step.positions_T, accepted_R), entries
+
+
 def save_arguments(rows: StateRows) -> tuple[object, ...]:
-    """Start, end and target tensors, and whether there are any; without saves any tensors will do."""
+    """Start, row, position and target tensors, and whether there are any; without saves any tensors will do."""
     if rows.saves is None:
-        return rows.step.query_start_R1, rows.step.query_start_R1, rows.step.query_start_R1, False
+        return *[rows.step.query_start_R1] * 4, False
     return (*rows.saves, True)
