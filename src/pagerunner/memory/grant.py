@@ -25,9 +25,9 @@ class Grant:
     """
 
     __slots__ = (
-        "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "latest_snapshot",
-        "next_publish", "next_save", "num_pages", "pages", "promise", "published", "reserve", "saves", "sent", "slot",
-        "snapshot_positions", "starts", "target",
+        "asks_again", "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "latest_snapshot",
+        "next_publish", "next_save", "num_pages", "pages", "passed", "promise", "published", "reserve", "saves", "sent", "slot",
+        "snapshot_positions", "starts", "superseded", "target",
     )  # fmt: skip
 
     def __init__(self, slot: int, chain: PrefixChain, groups: int, epoch: int) -> None:
@@ -51,8 +51,11 @@ class Grant:
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
         self.saves: list[tuple[int, Lease]] = []  # (position, lease) of snapshots in the making
-        # (position, lease) of the last snapshot taken in generated text
+        self.passed = 0  # where the state is at least when all plans have run
+        self.asks_again = False  # the next plan, too, may be the one that passes a snapshot
+        # (position, lease) of the last snapshot asked for in generated text, and of the one that it replaces
         self.latest_snapshot: tuple[int, Lease | None] = (0, None)
+        self.superseded: tuple[int, Lease | None] = (0, None)
 
 
 class Promises:

@@ -2,6 +2,11 @@
 
 A snapshot is a page of the recurrent group that holds the state after some tokens. It is copied out of a running request's
 state inside the forward pass that computes its position. Its page is leased until its tokens are known. Then it is cache like any other page.
+
+With drafts a plan doesn't know where a generating row's state will be, only bounds. A snapshot is asked for in every plan that may pass its
+position, until a plan must have passed it; the step whose row does pass it writes the page, no other does. Example: a step begins at 60 to 63. Its
+state is at 61 to 64 then. A snapshot at 64 is asked for, and again in the next plan, which begins at 61 to 67, and in the one after that unless it
+begins at 63 at least. It is found when a plan was made after which the state is at 64 at least, and the tokens up to 64 are known.
 """
 
 from __future__ import annotations
@@ -73,6 +78,7 @@ class Snapshots:
         if self.has_state:
             self._planned += _planned(grant)
             self._set_next(grant, hit)
+            grant.passed = hit
 
     def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
         """Whether a running request is about to take a snapshot that is of more use to `chain` than the one after `hit` tokens."""
@@ -89,16 +95,24 @@ class Snapshots:
         return bool(passed)
 
     def take_all(self, rows: Iterable[tuple[Grant, int, int]], epoch: int) -> tuple[list[StateSave], int]:
-        """The snapshots of a plan's rows (grant, start, end), and how many rows have now passed snapshots that were planned."""
+        """The snapshots of a plan's rows (grant, start, end), and how many rows have now passed snapshots that were planned.
+
+        A row that generates begins at `start` or later, and its state is at `end` or before when it has run.
+        """
         saves: list[StateSave] = []
         unplanned = 0
         for number, (grant, start, end) in enumerate(rows):
-            if end >= grant.next_save:
-                unplanned += self._take(saves, number, grant, start, end, current=grant.epoch == epoch)
+            passed = end if start < grant.target else start + 1
+            if end >= grant.next_save or grant.asks_again:
+                current = grant.epoch == epoch
+                unplanned += self._take(saves, number, grant, start, end, passed, current=current)
+            grant.passed = passed
         return saves, unplanned
 
-    def _take(self, saves: list[StateSave], row: int, grant: Grant, start: int, end: int, *, current: bool) -> bool:
-        """Decide the snapshots of plan row `row` over [start, end). Returns whether any were planned.
+    def _take(
+        self, saves: list[StateSave], row: int, grant: Grant, start: int, end: int, passed: int, *, current: bool
+    ) -> bool:
+        """Decide the snapshots of plan row `row` over [start, end), whose state is at `passed` at least. Returns whether any were planned.
 
         A snapshot takes a page that nobody holds and that was promised to nobody. Without such a page it is left out. A grant
         that isn't `current` began before the index was cleared, and takes none.
@@ -106,59 +120,74 @@ class Snapshots:
         positions = [position for position in grant.snapshot_positions if start < position <= end]
         latest = end // self._latest_every * self._latest_every
         is_latest = not positions and latest >= grant.next_save > grant.target
+        saves += [self._asked(row, *save) for save in grant.saves if save[0] > grant.passed]
         if current:
             for position in [latest] if is_latest else positions:
-                self._save(saves, row, grant, position, is_latest)
+                if self._save(grant, position, is_latest, sure=position <= passed):
+                    saves.append(self._asked(row, *grant.saves[-1]))
+        grant.passed = passed
+        grant.asks_again = any(position > passed for position, _ in grant.saves)
         unplanned = self.unplan(grant, end)
         self._set_next(grant, end)
         self.publish(grant, current)
         return unplanned
+
+    def _asked(self, row: int, position: int, lease: Lease) -> StateSave:
+        return StateSave(row, position, self._group, self._plan.page_offset(self._group, lease.pages[self._group][0]))
 
     def _set_next(self, grant: Grant, end: int) -> None:
         step = self._latest_every
         latest = (max(end, grant.target) // step + 1) * step if self._keep else FOREVER
         grant.next_save = next((position for position in grant.snapshot_positions if position > end), latest)
 
-    def _save(self, saves: list[StateSave], row: int, grant: Grant, position: int, is_latest: bool) -> None:
+    def _save(self, grant: Grant, position: int, is_latest: bool, *, sure: bool) -> bool:
+        """Lease a page for a snapshot, unless there is one or no page can be had. Generated text has one snapshot; the one before
+        goes when the new one is `sure`, or to make room.
+        """
         group = self._group
         unit = position // UNIT_TOKENS
         hashes = grant.chain.hashes
         if unit <= len(hashes) and self._index.find(group, hashes[unit - 1]) is not None:
-            return
-        if is_latest:
-            self._drop_latest(grant)
+            return False
+        if is_latest and (sure or not self._promises.kept(self._one)):
+            self._drop(grant, grant.latest_snapshot)
+            grant.latest_snapshot = (0, None)
         if not self._promises.kept(self._one):
-            return
+            return False
         pages = self._pool.allocate(self._one)
         assert pages is not None
         lease = self._leases.save(pages)
         grant.saves.append((position, lease))
         if is_latest:
-            grant.latest_snapshot = (position, lease)
+            grant.superseded, grant.latest_snapshot = grant.latest_snapshot, (position, lease)
             grant.next_publish = min(grant.next_publish, position)
-        saves.append(StateSave(row, position, group, self._plan.page_offset(group, pages[group][0])))
+        return True
 
-    def _drop_latest(self, grant: Grant) -> None:
-        """Drop the last snapshot of the generated text, to make room for the next one."""
-        group, (position, lease) = self._group, grant.latest_snapshot
+    def _drop(self, grant: Grant, snapshot: tuple[int, Lease | None]) -> None:
+        """Drop a snapshot of the generated text that a later one replaces."""
+        group, (position, lease) = self._group, snapshot
         unit = position // UNIT_TOKENS
         if lease is None or unit > len(grant.chain.hashes):
             return
         (page,) = lease.pages[group]
         if self._index.find(group, grant.chain.hashes[unit - 1]) == page:
             self._pool.evict(group, page)
-        grant.latest_snapshot = (0, None)
 
     def publish(self, grant: Grant, current: bool) -> None:
-        """Make the snapshots findable whose tokens are known. From then on these are cached pages like any other."""
+        """Make the snapshots findable whose tokens are known, and that plans have passed. From then on these are cached pages like
+        any other.
+        """
         group, hashes = self._group, grant.chain.hashes
         kept: list[tuple[int, Lease]] = []
         for position, lease in grant.saves:
             (page,) = lease.pages[group]
             unit = position // UNIT_TOKENS
-            known = unit <= len(hashes)
+            known = unit <= len(hashes) and position <= grant.passed
             if known and current:
                 self._index.publish(group, hashes[unit - 1], page)
+            if known and lease is grant.latest_snapshot[1]:
+                self._drop(grant, grant.superseded)
+                grant.superseded = (0, None)
             if known and (self._keep or not self._index.holds(group, page)):
                 self._leases.saved(lease)
             else:
@@ -175,7 +204,7 @@ class Snapshots:
                 self._index.forget(self._group, lease.pages[self._group][0])
                 self._leases.saved(lease)
                 dropped = True
-            grant.saves = []
+            grant.saves, grant.asks_again = [], False
         return dropped
 
     def release(self, grant: Grant) -> None:

@@ -39,7 +39,7 @@ from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
-from pagerunner.memory.specs import Spec
+from pagerunner.memory.specs import Spec, with_journal
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.drafters import with_draft_model
 from pagerunner.models.checkpoint.kv_scales import DTYPE as STATIC_DTYPE
@@ -157,6 +157,7 @@ def resolve(
     batched_tokens = offline_tokens if offline else batched_tokens
     kv_scales = _kv_scales(args, model, kv_dtype)
     specs = with_static_scales(of_ranks[0].specs(kv_dtype), kv_scales)
+    specs = with_journal(specs, drafts.num_speculative_tokens if drafts is not None else 0, dtype)
     if memory_bytes is None and card is None and available is None:
         available = available_memory() // (args.num_ranks * args.engines)  # this too
     available = None if isinstance(available, DeviceMemory) else available
