@@ -156,8 +156,7 @@ def resolve(
     offline_tokens = _batched_tokens(args, longest, LARGE_STEP_TOKENS) if large else batched_tokens
     batched_tokens = offline_tokens if offline else batched_tokens
     kv_scales = _kv_scales(args, model, kv_dtype)
-    specs = with_static_scales(of_ranks[0].specs(kv_dtype), kv_scales)
-    specs = with_journal(specs, drafts.num_speculative_tokens if drafts is not None else 0, dtype)
+    specs = _specs(of_ranks[0], kv_dtype, kv_scales, drafts, dtype)
     if memory_bytes is None and card is None and available is None:
         available = available_memory() // (args.num_ranks * args.engines)  # this too
     available = None if isinstance(available, DeviceMemory) else available
@@ -258,6 +257,14 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
 
 def _other_device(asked: str) -> Literal["cpu", "cuda"]:
     return "cpu" if asked == "cpu" else "cuda"
+
+
+def _specs(
+    model: ModelConfig, kv_dtype: KVDtype, kv_scales: Scales, drafts: SpeculativeConfig | None, dtype: Dtype
+) -> tuple[Spec, ...]:
+    """What a rank's layers keep, with static scales where there are some and journals where there are drafts."""
+    found = with_static_scales(model.specs(kv_dtype), kv_scales)
+    return with_journal(found, drafts.num_speculative_tokens if drafts is not None else 0, dtype)
 
 
 def _kv_scales(args: EngineArgs, model: ModelConfig, kv_dtype: KVDtype) -> Scales:
