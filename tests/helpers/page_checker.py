@@ -17,9 +17,10 @@ from collections.abc import Iterator
 
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
-from pagerunner.types import EngineRequest, PageTransfer, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
+from pagerunner.types import EngineRequest, Guess, PageTransfer, StateSave, StepPlan, StepResult, StepRow, TokenLogprobs
 
 VOCAB = 61
+MOST_DRAFTS = 7
 ZERO = "zero"
 Content = list[int | str | None]
 
@@ -89,6 +90,14 @@ class _Slot:
             self.guesses.append(token)
             identity = hash((identity, token))
 
+    def take(self, guess: Guess) -> None:
+        """Take the host's guess as drafts, as far as it follows the last token."""
+        ahead = len(self.tokens) - guess.start
+        if ahead < 0:
+            raise PageFault(f"slot {guess.slot} is at {len(self.tokens)}, and the guess begins at {guess.start}")
+        right = not ahead or guess.tokens[ahead - 1 : ahead] == self.tokens[-1:]
+        self.guesses = [*(guess.tokens[ahead:] if right else ()), *[-1] * MOST_DRAFTS]
+
     def share(self, row: StepRow) -> tuple[int, list[int]]:
         """Where the row begins, and what pages must hold when it is computed: everything before it, its tokens, its drafts."""
         if row.tokens:
@@ -149,6 +158,8 @@ class PageChecker:
                 self._page(group, offset)[:] = [ZERO] * self._size(group)
         self.transfers |= {transfer.number: transfer for transfer in plan.transfers}
         self._write_what_arrives()
+        for guess in plan.guesses:
+            self.slots[guess.slot].take(guess)
         for row in plan.rows:
             self._write(row)
         for save in plan.state_saves:

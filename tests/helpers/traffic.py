@@ -11,14 +11,16 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from helpers.page_checker import PageChecker, expected_output
+from helpers.page_checker import MOST_DRAFTS, PageChecker, expected_output
 from helpers.plans import MOST_IN_FLIGHT, mixed, one_group, two_groups
+from pagerunner.config import SpeculativeConfig
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ForgettingRule
 from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
 
@@ -100,6 +102,14 @@ def mixes(draw: st.DrawFn, names: tuple[str, ...] = (), drafts: tuple[int, ...] 
     return mixed(kinds, budget, batched=batched, chunked_prefill=chunked, num_drafts=num_drafts)
 
 
+WORDS = SpeculativeConfig(
+    method="suffix",
+    num_speculative_tokens=MOST_DRAFTS,
+    suffix_decoding_max_spec_factor=3.0,
+    suffix_decoding_min_token_prob=0.0,
+)
+
+
 class AnyLength(FixedLength):
     """Another number of drafts for each plan."""
 
@@ -129,6 +139,9 @@ class Traffic(RuleBasedStateMachine):
     manager_class: type[KVManager] = KVManager
     pools: st.SearchStrategy[MemoryPlan] = plans()
     cachings: st.SearchStrategy[bool] = st.booleans()
+    drafters: st.SearchStrategy[SuffixDrafter | None] = st.sampled_from([None, None, True]).map(
+        lambda host: SuffixDrafter(WORDS, tokens=1 << 12) if host else None
+    )
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -157,6 +170,7 @@ class Traffic(RuleBasedStateMachine):
             max_in_flight=self.depth,
             tiers=self.make_tiers(data),
             draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
+            words=data.draw(self.drafters),
         )
         right = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
         self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right)

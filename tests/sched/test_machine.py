@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, seed, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.effort import effort
-from helpers.traffic import QUICK, Traffic, mixes, run_until
+from helpers.traffic import QUICK, WORDS, Traffic, mixes, run_until
 from pagerunner.memory import growth, rules
 from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import NO_PAGE, Grant
@@ -21,6 +22,7 @@ from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.snapshots import Snapshots
 from pagerunner.sched import results, scheduler
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
 
@@ -339,3 +341,26 @@ def test_drafts_are_accepted_and_pages_are_scarce_in_this_traffic() -> None:
                 seen["preempted"] += self.scheduler.stats().preemptions_total
 
     run_until(Counted, lambda: seen["accepted"] > 200 and seen["preempted"] > 0, examples=effort(20, 200))
+
+
+@pytest.mark.days(3)
+def test_the_host_drafts_what_finished_answers_say() -> None:
+    """Else the traffic with its drafts means little: prompts come again, and so do their answers."""
+    seen = {"accepted": 0, "ahead": 0}
+
+    class Worded(Traffic):
+        pools = mixes(drafts=(3, 7))
+        drafters = st.builds(SuffixDrafter, st.just(WORDS), tokens=st.just(1 << 12))
+
+        def step(self, fault: bool = False) -> None:
+            super().step(fault)
+            if self.flight and (plan := self.flight[-1][0]).guesses:
+                known = {guess.slot: guess.start for guess in plan.guesses}
+                seen["ahead"] += any(row.start >= known.get(row.slot, row.start + 1) for row in plan.rows)
+
+        def teardown(self) -> None:
+            super().teardown()
+            if hasattr(self, "checker"):
+                seen["accepted"] += self.checker.accepted
+
+    run_until(Worded, lambda: seen["accepted"] > 50 and seen["ahead"] > 5, examples=effort(20, 200))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.sched.guide import Guide
+from pagerunner.sched.suffix import SuffixIndex
 from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
 
 
@@ -26,7 +27,7 @@ class Sequence:
         "min_total", "parent_id", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "sampled_in", "scheduled",
-        "shares", "stop_ids", "tokens", "wants_prompt_logprobs",
+        "shares", "stop_ids", "text", "tokens", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class Sequence:
         self.preemptions = 0
         self.reported = False
         self.finished = False
+        self.text: SuffixIndex | None = None  # where the host drafts, from the first draft on
 
     def hit_limit(self) -> int:
         """How many leading tokens may come from the prefix index: all but the last, whose logits are needed.

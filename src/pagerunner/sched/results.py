@@ -92,6 +92,8 @@ def _append(
                 logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
                 break
     state.counts.generated += len(token_ids)
+    if sequence.text is not None:
+        sequence.text.extend(token_ids)
     grant = sequence.grant
     if (
         grant is not None and sequence.scheduled >= grant.next_publish

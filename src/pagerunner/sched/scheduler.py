@@ -26,6 +26,7 @@ from pagerunner.sched.results import commit
 from pagerunner.sched.state import SchedulerState
 from pagerunner.sched.stats import SchedulerStats, SpecCounts
 from pagerunner.sched.step_planner import StepPlanner
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
 from pagerunner.types.steps import StepShape
@@ -72,16 +73,17 @@ class Scheduler:
         costs: CostModel | None = None,
         target_itl: float | None = None,
         draft_length: DraftLength | None = None,
+        words: SuffixDrafter | None = None,
     ) -> None:
         """`load_failure`: what becomes of a request whose pages don't come back from another memory. `draft_length` chooses how many drafts
-        rows have; without it they have none.
+        rows have; without it they have none. `words` makes them, if the device doesn't.
         """
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
         self.max_in_flight, self._costs, self._draft_length = max_in_flight, costs, draft_length
         self._state = SchedulerState(
-            manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers
+            manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers, words=words
         )
         if draft_length is not None and draft_length.most:
             self._state.counts.spec = SpecCounts.of(draft_length.most)

@@ -15,6 +15,7 @@ from pagerunner.sched.guided import GuidedSequences
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.stats import SchedulerCounts
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import FinishReason, RequestUpdate, StepPlan, TokenLogprobs
 
@@ -27,7 +28,7 @@ class SchedulerState:
     """Every unfinished sequence stands in one place: in `waiting`, in `running`, or held back by `guided`.
 
     `in_flight` has the plans that are not committed, oldest first, with the sequence of each row. `failed` has the last
-    updates of sequences that failed while a step was planned.
+    updates of sequences that failed while a step was planned. `words` drafts, where the host does.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class SchedulerState:
         policy: Literal["fcfs", "priority"],
         make_guide: MakeGuide | None,
         tiers: Tiering | None = None,
+        words: SuffixDrafter | None = None,
     ) -> None:
         self.manager = manager
+        self.words = words
         self.tiers = tiers
         self.by_priority = policy == "priority"
         self.waiting: WaitingQueue = PriorityQueue() if self.by_priority else FcfsQueue()
@@ -156,6 +159,10 @@ class SchedulerState:
         sequence.finished = True
         if self.tiers is not None and sequence.shares and not self.tiers.prompts_only:
             self.tiers.wish(sequence.chain, min(sequence.scheduled, len(sequence.tokens)))
+        if self.words is not None and sequence.text is not None:
+            sequence.text = None
+            if not sequence.request.cache_salt:
+                self.words.keep(sequence.tokens[sequence.prompt_len :])
         del self.sequences[sequence.request_id]
         held = sequence.request_id in self.guided.held
         self.guided.drop(sequence)

@@ -11,8 +11,9 @@ from pagerunner.sched.draft_length import DraftLength, FixedLength
 from pagerunner.sched.pace import NoPace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
-from pagerunner.types import SlotInit, StepPlan, StepRow
+from pagerunner.types import Guess, SlotInit, StepPlan, StepRow
 
 _ON_DEVICE: list[int] = []  # what the host knows of a row whose token the device sampled; never written to
 
@@ -40,7 +41,10 @@ class StepPlanner:
     ) -> None:
         self._state, self._pace = state, pace or NoPace()
         self._draft_length = draft_length or FixedLength(0)
-        self._drafts = 0  # of the plan in the making
+        self._drafts = self._made = (
+            0  # most drafts of a row of the plan in the making, and those that the device makes after it
+        )
+        self._guesses: list[Guess] = []
         self._manager = state.manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
@@ -56,6 +60,8 @@ class StepPlanner:
         preempted = state.counts.preemptions
         if self._draft_length.most:
             self._drafts = self._choose_drafts()
+            self._made = self._drafts if state.words is None else 0
+            self._guesses = []
         self._pace.begin(state.running, self._drafts)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
@@ -86,14 +92,15 @@ class StepPlanner:
             state_saves=saves,
             transfers=manager.take_transfers(),
             masks=_masks(rows, sequences) if state.guided else {},
-            num_drafts=self._drafts,
+            num_drafts=self._made,
+            guesses=self._guesses,
         )
         state.counts.steps += 1
         state.in_flight.append((plan, sequences))
         return plan
 
     def _choose_drafts(self) -> int:
-        """Drafts that the plan's rows have made for them. All rows that generate have room for as many in one step."""
+        """Most drafts of the plan's rows, or of those that they have made for them. All rows that generate have room for as many in one step."""
         running = self._state.running
         room = self._max_num_batched_tokens // max(len(running), 1) - 1
         keys = sum(sequence.scheduled for sequence in running)
@@ -103,7 +110,7 @@ class StepPlanner:
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], turn: int | None = None
     ) -> int:
         """What is left of the budget. It is a sequence's turn to generate so many steps after its last one (default: as many as there are stages)."""
-        running = self._state.running
+        running, words = self._state.running, self._state.words
         step, turn = self._state.counts.steps, turn or self._stages
         generating = -(-len(running) // self._stages)
         for sequence in running:  # preemption may take the last ones away meanwhile
@@ -119,7 +126,9 @@ class StepPlanner:
                 if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
                     continue
                 generating -= 1
-            low = None
+            low, guess = None, None
+            if words is not None and self._drafts and start >= sequence.refill and sequence.guide is None:
+                guess = self._guess(words, sequence, start)
             if start >= sequence.refill and (start >= total or sequence.drafts):  # drafts in flight, or there for it
                 if start >= sequence.max_total:
                     continue  # it may be complete
@@ -141,13 +150,24 @@ class StepPlanner:
                 sequence.scheduled = end
                 sequence.in_flight += 1
                 sequence.pending += 1
-                sequence.drafts = self._drafts
+                sequence.drafts = self._made
                 sequence.sampled_in = step
+                if guess is not None and end - start > 1:
+                    self._guesses.append(guess._replace(slot=grant.slot))
                 rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
             else:
                 rows.append(self._row(sequence, grant, start, end))
             sequences.append(sequence)
         return budget
+
+    def _guess(self, words: SuffixDrafter, sequence: Sequence, start: int) -> Guess:
+        """How the text goes on behind what is committed, as far as the row may need it that begins at `start` at the latest."""
+        tokens, text = sequence.tokens, sequence.text
+        if text is None:
+            text = sequence.text = words.begin(tokens, sequence.max_total)
+        guess = words.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
+        sequence.drafts = max(len(guess) - sequence.pending, 0)
+        return Guess(-1, len(tokens), guess)
 
     def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int, low: int | None) -> int:
         """`KVManager.grow`, which may preempt other sequences for their pages. Returns the end.
@@ -185,7 +205,7 @@ class StepPlanner:
         sequence.pending += samples
         if samples:
             sequence.sampled_in = self._state.counts.steps
-            sequence.drafts = self._drafts if sequence.guide is None else 0
+            sequence.drafts = self._made if sequence.guide is None else 0
         if end >= grant.next_publish:
             self._manager.publish(grant, tokens, end)
         if samples and sequence.parent_id:

@@ -24,6 +24,8 @@ MOST_PLACES = 16
 """How many places are compared, the latest ones."""
 GLOBAL_TOKENS = 1 << 20
 """Tokens of finished answers that are kept; the oldest answers make room."""
+MOST_TOKENS = 128
+"""Most tokens of a draft."""
 _BREAK = -1  # stands between texts
 _LAST_END = 2**31 - 1
 _WORD = 0xFFFFFFFF
@@ -221,6 +223,7 @@ class SuffixDrafter:
 
     def draft(self, text: SuffixIndex, most: int, *, alone: bool = False) -> list[int]:
         """How the text may go on, at most `most` tokens; none where nothing likely is known. `alone`: its own words are all that is looked at."""
+        most = min(most, MOST_TOKENS)
         if most < 1:
             return []
         best, tokens = text.best(text, most, 0.0, self._bounds)

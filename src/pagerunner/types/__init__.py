@@ -8,6 +8,7 @@ from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, 
 from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutputsParams
 from pagerunner.types.plan import (
     NO_TOKEN_ALLOWED,
+    Guess,
     PageCopy,
     PageTransfer,
     SlotInit,
@@ -28,6 +29,7 @@ __all__ = [
     "EngineRequest",
     "FinishReason",
     "Grammar",
+    "Guess",
     "Logprob",
     "OutputKind",
     "PageCopy",

@@ -41,6 +41,17 @@ class StepRow(NamedTuple):
     samples: bool
 
 
+class Guess(NamedTuple):
+    """How a slot's text may go on from position `start`, as the host guesses from what it knows.
+
+    The slot's row of the plan takes as its drafts what follows its last token here. If that is another one than was guessed, the row has none.
+    """
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+
 class TableWrite(NamedTuple):
     """Entries for pages `first`, `first` + 1, ... of the request in a slot, in the page table of a group.
 
@@ -106,7 +117,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     and stored once its forward has run. No step touches pages that are loaded, and none writes pages that are stored. A plan
     without rows is made where only transfers are to begin.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
-    After the step, `num_drafts` drafts are made for each slot that samples, for its next row.
+    After the step, `num_drafts` drafts are made for each slot that samples, for its next row. Where the host drafts, rows have `guesses` instead.
     Where there are several teams of ranks, `most_tokens` are those of the team that has most of them in this step, and `graphs` says which graphs
     suit the rows of all. So all ranks choose alike. A team's plan has no rows if others alone have something to do.
     """
@@ -121,6 +132,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     transfers: list[PageTransfer] = []
     masks: dict[int, bytes] = {}
     num_drafts: int = 0
+    guesses: list[Guess] = []
     most_tokens: int = 0
     graphs: Literal["none", "mixed", "decode"] = "none"
 

@@ -7,10 +7,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from pagerunner.ops.native.library import Library, library
-from pagerunner.sched.suffix import LENGTHS, Bounds, SuffixIndex
+from pagerunner.sched.suffix import LENGTHS, MOST_TOKENS, Bounds, SuffixIndex
 
-_MOST = 64
-"""Most tokens of a draft."""
 _Pointers = ctypes.c_void_p * len(LENGTHS)
 
 
@@ -34,7 +32,7 @@ class NativeSuffixIndex(SuffixIndex):
         self._library = found
         arrays = [_Pointers(*map(_address, part)) for part in (self._hashes, self._latest, self._before)]
         self._own = _Suffixes(self._mask, 0, 0, _address(self._text), *arrays)
-        self._tokens = (ctypes.c_int32 * _MOST)()
+        self._tokens = (ctypes.c_int32 * MOST_TOKENS)()
         self._count = ctypes.c_long()
         self._address = ctypes.byref(self._own)
 
@@ -47,7 +45,7 @@ class NativeSuffixIndex(SuffixIndex):
 
     def best(self, text: SuffixIndex, most: int, above: float, bounds: Bounds) -> tuple[float, list[int]]:
         """See the twin."""
-        assert isinstance(text, NativeSuffixIndex) and most <= _MOST
+        assert isinstance(text, NativeSuffixIndex) and most <= MOST_TOKENS
         self._own.end, self._own.low = self.end, self.low
         score = self._library.suffix_best(
             self._address, text._address, most, above, *bounds, self._tokens, ctypes.byref(self._count)
