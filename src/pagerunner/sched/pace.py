@@ -12,10 +12,9 @@ Prompts always go on. The first one of a step gets at least a tenth of the targe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.request import Sequence
+from pagerunner.sched.state import SchedulerState
 from pagerunner.types.steps import StepShape, pairs_of
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class NoPace:
 
     has_room = True
 
-    def begin(self, running: Iterable[Sequence], drafts: int) -> None:
+    def begin(self, state: SchedulerState, drafts: int) -> None:
         """A plan is begun, in which rows that generate have so many `drafts`."""
 
     def end(self, start: int, wanted: int, *, admitted: bool = False) -> int:
@@ -54,10 +53,13 @@ class Pace(NoPace):
         self._told = False
         self._steps_above = 0  # in a row, whose rows alone need more than the target
 
-    def begin(self, running: Iterable[Sequence], drafts: int) -> None:
+    def begin(self, state: SchedulerState, drafts: int) -> None:
         """See NoPace."""
+        self._bounded = False
+        if not state.waiting and not any(one.scheduled < one.refill for one in state.running):
+            return  # there are no prompts
         rows = keys = 0
-        for sequence in running:
+        for sequence in state.running:
             if sequence.scheduled >= sequence.refill and len(sequence.tokens) + sequence.pending < sequence.max_total:
                 rows += 1
                 keys += sequence.scheduled + 1

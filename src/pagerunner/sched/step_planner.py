@@ -62,7 +62,7 @@ class StepPlanner:
             self._drafts = self._choose_drafts()
             self._made = self._drafts if state.words is None else 0
             self._guesses = []
-        self._pace.begin(state.running, self._drafts)
+        self._pace.begin(state, self._drafts)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
             state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
