@@ -18,6 +18,7 @@ from helpers.plans import one_group
 from helpers.simulated_engine import Arrival, at, poisson, simulate
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import AdaptiveLength
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult
 from pagerunner.types.steps import StepShape
@@ -40,7 +41,9 @@ def request(name: str, prompt: int, max_tokens: int = 8, priority: int = 0) -> E
 class Engine:
     """A scheduler over a device whose costs are known, and a runner that notices a wrong page."""
 
-    def __init__(self, target: float | None, *, pages: int = 2000, measured: bool = True, **options: Any) -> None:
+    def __init__(
+        self, target: float | None, *, pages: int = 2000, measured: bool = True, drafts: int = 0, **options: Any
+    ) -> None:
         self.device, plan = Device(), one_group(pages)
         self.costs = CostModel(self.device.measured() if measured else None, KEY_BYTES)
         limits: dict[str, Any] = {
@@ -48,8 +51,9 @@ class Engine:
             "max_num_batched_tokens": TOKENS,
             "max_model_len": plan.max_model_len,
         }
+        limits["draft_length"] = AdaptiveLength(self.costs, [drafts] if drafts else [])
         self.scheduler = Scheduler(KVManager(plan), costs=self.costs, target_itl=target, **limits | options)
-        self.checker = PageChecker(plan, prefix_caching=True)
+        self.checker = PageChecker(plan, prefix_caching=True, right=0.7)
         self.in_flight: deque[StepPlan] = deque()
         self.output: dict[str, list[int]] = {}
         self.plans: list[StepPlan] = []
@@ -61,7 +65,7 @@ class Engine:
         plan = self.in_flight.popleft()
         self.plans.append(plan)
         result = self.checker.run(plan)
-        timed = [(plan.step_id, self.device.run(StepShape.of(plan)))]
+        timed = [(plan.step_id, self.device.run(StepShape.of(plan, plan.num_drafts)))]
         result = StepResult(step_id=plan.step_id, token_ids=result.token_ids, timed=timed)
         for update in self.scheduler.commit(plan, result):
             self.output.setdefault(update.request_id, []).extend(update.new_token_ids)
@@ -144,12 +148,14 @@ def test_a_target_below_a_decode_step_is_said_once_with_both_numbers(caplog: pyt
     in_flight=st.sampled_from([1, 2, 3]),
     measured=st.booleans(),
     pages=st.sampled_from([120, 1000]),
+    drafts=st.sampled_from([0, 0, 1, 4]),
 )
 def test_every_prompt_goes_on_and_tokens_do_not_depend_on_it(
-    seed: int, target: float, policy: str, in_flight: int, measured: bool, pages: int
+    seed: int, target: float, policy: str, in_flight: int, measured: bool, pages: int, drafts: int
 ) -> None:
     generator = random.Random(seed)
-    engine = Engine(target, policy=policy, max_in_flight=in_flight, measured=measured, pages=pages, max_num_seqs=5)
+    limits: dict[str, Any] = {"policy": policy, "max_in_flight": in_flight, "max_num_seqs": 5}
+    engine = Engine(target, measured=measured, pages=pages, drafts=drafts, **limits)
     requests: list[EngineRequest] = []
     while len(requests) < 12 or engine.scheduler.has_work:
         if len(requests) < 12 and (generator.random() < 0.3 or not engine.scheduler.has_work):
