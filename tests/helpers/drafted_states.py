@@ -98,6 +98,14 @@ class Drafted:
         self.table[request.slot] = request.page
         return request
 
+    def resume(self, request: Request, position: int) -> Request:
+        """A request that begins with the other's snapshot after `position` tokens, and computes one more token of its prompt."""
+        found = Request(request.inputs, self.slots.pop(), self.free.pop(), position + 1, position)
+        self.bytes[found.page] = self.bytes[request.saves[position]]
+        self.table[found.slot] = found.page
+        found.outputs = request.outputs[:position]
+        return found
+
     def end(self, request: Request) -> None:
         """The slot and the page are free; the page keeps what it had."""
         self.slots.insert(0, request.slot)
@@ -229,7 +237,10 @@ def run(
             live.append((world.start(inputs, prompt), *wanted))
             for position in rand.sample(range(prompt, length - drafts), 2):
                 world.save(live[-1][0], position)
-        work = [(request, 1 + rand.randint(0, drafts) if request.generates else request.prompt) for request, *_ in live]
+        work = [
+            (request, 1 + rand.randint(0, drafts) if request.generates else request.prompt - request.done)
+            for request, *_ in live
+        ]
         work = rand.sample(work, rand.randint(1, len(work))) if work else work
         if not work:
             continue
@@ -255,6 +266,8 @@ def run(
                 )
             if rand.random() < 0.2:
                 world.move(request)
+            if request.saved and len(live) < 5 and rand.random() < 0.1:
+                live.append((world.resume(request, rand.choice(request.saved)), outputs, states))
             if request.done > length - 1 - drafts or rand.random() < 0.02:
                 live = [one for one in live if one[0] is not request]
                 for page in request.saves.values():

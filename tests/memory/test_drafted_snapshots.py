@@ -89,6 +89,7 @@ class Device:
         """The host is told what the oldest plan brought."""
         count, known = text.flying.popleft(), len(text.tokens)
         text.wide.popleft()
+        text.grant.passed = max(text.grant.passed, known)
         text.tokens += [text.token(at) for at in range(known, known + count)]
         self.manager.publish(text.grant, text.tokens, len(text.tokens) - 1 + bool(text.flying))
 

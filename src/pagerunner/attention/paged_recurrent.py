@@ -57,7 +57,12 @@ class PagedRecurrentBackend:
 
     name = "paged_recurrent"
     capabilities = Capabilities(
-        forms=frozenset({"recurrent"}), graphs=True, plans_on_host=True, triton=True, shared_memory=SHARED_MEMORY
+        forms=frozenset({"recurrent"}),
+        graphs=True,
+        drafts=True,
+        plans_on_host=True,
+        triton=True,
+        shared_memory=SHARED_MEMORY,
     )
 
     def new_state(self, shape: GraphShape | None) -> SaveState:

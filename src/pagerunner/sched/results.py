@@ -95,6 +95,8 @@ def _append(
     if sequence.text is not None:
         sequence.text.extend(token_ids)
     grant = sequence.grant
+    if grant is not None and grant.asks_again:
+        grant.passed = max(grant.passed, known)  # where the state was after the step's first token
     if (
         grant is not None and sequence.scheduled >= grant.next_publish
     ):  # the next row in flight begins with the last token

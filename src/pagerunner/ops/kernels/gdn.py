@@ -39,6 +39,8 @@ from pagerunner.ops.kernels.state_rows import (
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
+# the same where rows have drafts: with one warp there are no barriers, and a third less instructions for a token
+DRAFTS = (16, 1)
 SYSTEM_WARPS = 4
 ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
@@ -55,30 +57,36 @@ def _scale(x, extra):
 
 
 @triton.jit
-def _token(
-    held, token, to, answers, rounds, mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
-    mixed_stride, rates_stride, decays_stride, KEPT: tl.constexpr,
+def _inputs(
+    token, there, mixed, rates, decays, head, keys, values, mixed_stride, rates_stride, decays_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, the outputs of token `to` are stored."""
-    in_k, in_v = keys < K, values < V
-    q_at = (head // (HEADS // KEY_HEADS)) * K + keys
-    source = mixed + tl.cast(token, tl.int64) * mixed_stride
-    q = tl.load(source + q_at, mask=in_k, other=0.0).to(tl.float32)
-    k = tl.load(source + KEY_HEADS * K + q_at, mask=in_k, other=0.0).to(tl.float32)
-    v = tl.load(source + 2 * KEY_HEADS * K + head * V + values, mask=in_v, other=0.0).to(tl.float32)
+    """Query, key, value, and the logits of rate and decay of a token, if it is `there`."""
+    q_at = mixed + tl.cast(token, tl.int64) * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys
+    v_at = mixed + tl.cast(token, tl.int64) * mixed_stride + 2 * KEY_HEADS * K + head * V + values
+    q = tl.load(q_at, mask=(keys < K) & there, other=0.0)
+    k = tl.load(q_at + KEY_HEADS * K, mask=(keys < K) & there, other=0.0)
+    v = tl.load(v_at, mask=(values < V) & there, other=0.0)
+    rate = tl.load(rates + token * rates_stride + head, mask=there, other=0.0)
+    return q, k, v, rate, tl.load(decays + token * decays_stride + head, mask=there, other=0.0)
+
+
+@triton.jit
+def _token(
+    held, inputs, out, answers, rounds, rate_of_decay, bias, values, KEPT: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, its outputs are stored."""
+    q, k, v, rate, decay = inputs
+    k = k.to(tl.float32)
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head).to(tl.float32)))
-    fade = rate_of_decay * softplus(tl.load(decays + token * decays_stride + head).to(tl.float32) + bias)
-    held *= tl.exp(fade)
-    change = (v - tl.sum(held * k[:, None], 0)) * rate
+    rate = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
+    held *= tl.exp(rate_of_decay * softplus(decay.to(tl.float32) + bias))
+    change = (v.to(tl.float32) - tl.sum(held * k[:, None], 0)) * rate
     held += k[:, None] * change[None, :]
     if answers:
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
-        answer = tl.sum(held * q[:, None], 0)
-        tl.store(
-            out + tl.cast(to, tl.int64) * (HEADS * V) + head * V + values, answer.to(out.dtype.element_ty), mask=in_v
-        )
+        query = q.to(tl.float32)
+        query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K**-0.5)
+        tl.store(out, tl.sum(held * query[:, None], 0).to(out.dtype.element_ty), mask=values < V)
     return tl.where(rounds, held.to(KEPT).to(tl.float32), held) if KEPT != tl.float32 else held
 
 
@@ -108,25 +116,38 @@ def _few(
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
+    out += head * V + values
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
     begin = first - replayed
+    inputs = _inputs(
+        behind(begin, first, replayed, row, num_tokens, JOURNAL), True, mixed, rates, decays, head, keys, values,
+        mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
+    )  # fmt: skip
     for save in range(at, stop + 1):
         upto = save_token(save_position, save, stop, shift, certain)
         passed = (upto > first - replayed) & (upto <= certain)
         for token in range(begin, tl.minimum(upto, certain)):
-            held = _token(
-                held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
-                mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
-                mixed_stride, rates_stride, decays_stride, state.dtype.element_ty, KEY_HEADS, HEADS, K, V,
+            # the next token's, while this one is computed
+            ahead = _inputs(
+                behind(token + 1, first, replayed, row, num_tokens, JOURNAL), token + 1 < end, mixed, rates, decays, head,
+                keys, values, mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
             )  # fmt: skip
+            to = out + tl.cast(token, tl.int64) * (HEADS * V)
+            held = _token(
+                held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V
+            )
+            inputs = ahead
         begin = tl.maximum(begin, tl.minimum(upto, certain))
-        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & passed)
+        entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+        tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & passed)
     for token in range(certain, end):
-        held = _token(
-            held, token, token, True, True, mixed, rates, decays, out, rate_of_decay, bias, head, keys, values,
-            mixed_stride, rates_stride, decays_stride, state.dtype.element_ty, KEY_HEADS, HEADS, K, V,
+        ahead = _inputs(
+            token + 1, token + 1 < end, mixed, rates, decays, head, keys, values, mixed_stride, rates_stride, decays_stride,
+            KEY_HEADS, HEADS, K, V,
         )  # fmt: skip
+        to = out + tl.cast(token, tl.int64) * (HEADS * V)
+        held = _token(held, inputs, to, True, True, rate_of_decay, bias, values, state.dtype.element_ty, K, V)
+        inputs = ahead
 
 
 @triton.jit
@@ -348,7 +369,8 @@ def gated_delta_rows(
     out_THV = torch.empty(tokens, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     inputs = (mixed_TC, rates_TH, decays_TH, decay_log_H, decay_bias_H)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
-    (*saves, has_saves), (block_v, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
+    (*saves, has_saves), (where, entries) = save_arguments(rows), row_arguments(rows, mixed_TC)
+    block_v, warps = DRAFTS if entries else FEW
     _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1)](
         *inputs, state_EHKV, out_THV, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
