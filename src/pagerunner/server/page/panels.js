@@ -65,6 +65,7 @@ export class Figures {
       ["between", "Between tokens p50·90·99", "Seconds between tokens: percentiles of the latest 4,096 while the page is open"],
       ["preempted", "Preemptions"],
       ["drafts", "Drafts accepted", "Tokens that a row with a draft gets in a step, and how often the draft's first, second, ... token is accepted: of the last two seconds"],
+      ["costs", "Steps foreseen", "By how much the engine was wrong about what its steps take, of their time: all steps so far"],
       ["host", "Host memory · loads", "Share of the host memory for pages that holds some, and loads and stores that are under way"],
       ["disk", "Disk · hits", "Bytes of the disk tier's directory, prompt tokens whose pages were read from it, and requests that wait for pages"],
       ["peers", "Other engines", "Loans of pages to other engines that last; prompts whose pages have come from others, and those whose pages are being pulled"],
@@ -95,10 +96,11 @@ export class Figures {
       host: stats.tier ? `${percent(stats.tier.used_bytes, stats.tier.num_bytes)} · ${stats.tier.loads} ↑ ${stats.tier.stores} ↓` : "",
     };
     texts.drafts = model.drafts ? [model.drafts.length.toFixed(2), ...model.drafts.rates.slice(0, 8).map((rate) => percent(rate, 1))].join(" · ") : "–";
+    texts.costs = stats.costs?.measured_seconds_total ? `${percent(stats.costs.error_seconds_total, stats.costs.measured_seconds_total)} off` : "–";
     const disk = stats.tier?.disk, peers = stats.exchange;
     texts.disk = disk ? `${(disk.bytes / 2 ** 30).toFixed(1)} GiB · ${number(disk.hits)}${disk.waiting ? ` · ${disk.waiting} wait` : ""}` : "";
     texts.peers = peers ? `${peers.loans} lent · ${number(peers.pulled_total)} came${peers.pulls ? ` · ${peers.pulls} wait` : ""}` : "";
-    for (const [key, there] of [["drafts", stats.spec], ["host", stats.tier], ["disk", disk], ["peers", peers]]) this.values[key].parentElement.hidden = !there;
+    for (const [key, there] of [["drafts", stats.spec], ["costs", stats.costs], ["host", stats.tier], ["disk", disk], ["peers", peers]]) this.values[key].parentElement.hidden = !there;
     for (const [key, text] of Object.entries(texts)) say(this.values[key], text);
   }
 }
