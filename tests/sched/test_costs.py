@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from helpers.device_costs import KEY_BYTES, Device
@@ -49,6 +50,16 @@ def test_what_was_measured_at_the_start_prices_other_steps() -> None:
     found = errors(CostModel(device.measured(), KEY_BYTES), device)
     assert found[len(found) // 2] < 0.1
     assert found[-1] < 0.5
+
+
+def test_what_a_past_costs_is_learned_where_no_start_could_measure_it() -> None:
+    device = Device()
+    measured = device.measured()
+    short = [(shape, seconds) for shape, seconds in measured.steps if shape.pairs < 10**6]  # max_model_len was 1,024
+    model = CostModel(msgspec.structs.replace(measured, steps=short, bytes_per_second=0.0))
+    train(model, device, 400)
+    found = errors(model, device)
+    assert found[len(found) * 9 // 10] < 0.15
 
 
 def test_steps_refine_it() -> None:

@@ -153,6 +153,8 @@ class CostModel:
             by_size.setdefault((shape.tokens, shape.decode, shape.drafts), []).append((shape, seconds))
         for timed in by_size.values():
             self._begin(timed)
+        if measured.steps:
+            self._guess(min(seconds / shape.tokens for shape, seconds in measured.steps))
 
     def _begin(self, timed: list[tuple[StepShape, float]]) -> None:
         """Take what was measured at the start of steps of one size: prompts with and without a past say what a pair costs."""
