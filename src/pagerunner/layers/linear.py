@@ -29,6 +29,7 @@ class Linear(Module):
     `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
     name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights. One that `needs_dense` is read
     as one matrix for products of another shape. So it is unpacked while it is loaded, whatever the format.
+    `most_weights`: of the matrix, or, if ranks divide it, of the largest part that one of them has. What ranks do together is decided by it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Linear(Module):
         self.parts = {"": out_features}
         self.cut, self.plain, self.needs_dense = cut, plain, needs_dense
         self.has_bias = bias
+        self.most_weights = out_features * in_features
         self.store(method or Unquantized())
 
     def store(self, method: WeightMethod) -> None:
@@ -75,8 +77,8 @@ class Linear(Module):
         return self.method.part(x_TI, self.weights)
 
     def joins_norm(self, tokens: int) -> bool:
-        """Whether `of_norm` of so many tokens has the norm in one of the product's own kernels."""
-        return self.method.joins_norm(tokens, self.weights)
+        """Whether `of_norm` of so many tokens has the norm in one of the product's own kernels, on the rank with the largest part."""
+        return self.method.joins_norm(tokens, self.most_weights, self.weights)
 
     def takes_gate(self, tokens: int) -> bool:
         """Whether `add_silu_` does more for so many tokens than the gate and `add_`, one after another."""

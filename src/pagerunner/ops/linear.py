@@ -43,11 +43,11 @@ MAX_FEW = 16
 MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
 
 
-def joins_few(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor) -> bool:
-    """Whether a GPU's product of so many tokens is one kernel with the norm before it, and the gate or the addition behind it."""
+def joins_few(tokens: int, dtype: torch.dtype, weights: int) -> bool:
+    """Whether a GPU's product of so many tokens and weights is one kernel with the norm before it, and the gate or the addition behind it."""
     if tokens == 1:
         return True
-    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weight_OI.numel() <= MAX_FEW_WEIGHTS
+    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weights <= MAX_FEW_WEIGHTS
 
 
 def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor:

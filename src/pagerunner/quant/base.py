@@ -85,8 +85,8 @@ class WeightMethod(ABC):
         """What `apply_add_` adds, if that is a sum of ranks: this rank's part of it. None if there is nothing to add up."""
         return None
 
-    def joins_norm(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether `apply_to_norm` of so many tokens has the norm in one of the product's own kernels."""
+    def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `apply_to_norm` of so many tokens, with a matrix of `size` weights, has the norm in one of the product's own kernels."""
         return False
 
     def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
@@ -137,9 +137,9 @@ class Unquantized(WeightMethod):
         """See WeightMethod."""
         linear_add_(x_TI, weights["weight"], residual_TO, weights.get("bias"))
 
-    def joins_norm(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
+    def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """See WeightMethod."""
-        return joins_few(tokens, weights["weight"].dtype, weights["weight"])
+        return joins_few(tokens, weights["weight"].dtype, size)
 
     def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""

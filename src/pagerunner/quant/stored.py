@@ -84,7 +84,7 @@ class StoredMethod(WeightMethod):
             return
         silu_linear_add_(gate_up_T2I, self.stored(weights), residual_TO, weights.get("bias"))
 
-    def joins_norm(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
+    def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """See WeightMethod. Where the product rounds its input, that is one pass with the norm."""
         return self.order(weights) is None
 

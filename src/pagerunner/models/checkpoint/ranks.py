@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 
 from pagerunner.config import Dtype
 from pagerunner.dist.base import Comm
@@ -18,7 +19,7 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
 from pagerunner.layers.norm import GatedRMSNorm
-from pagerunner.layers.shares import Share
+from pagerunner.layers.shares import Share, shape_of
 from pagerunner.models.checkpoint.loader import Model, build_model
 from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.quant.ranked import ExpertsOfTeams, OfVocabulary, Summed, SummedExperts
@@ -134,7 +135,11 @@ def join_ranks(model: Module, share: Share, comm: Comm, teams: Comm | None = Non
     declared: dict[Module, list[CheckpointTensor]] = {}
     for tensor in model.checkpoint():
         declared.setdefault(tensor.owner, []).append(tensor)
+    whole = {tensor.name: tensor for tensor in share.whole.checkpoint()}
     for layer, tensors in declared.items():
+        if isinstance(layer, Linear):
+            matrices = [whole[one.name] for one in tensors if len(one.sink.shape) == 2]
+            layer.most_weights = max(sum(prod(shape_of(one, parts)) for one in matrices) for parts in share.ranks)
         if isinstance(layer, Experts) and teams is not None:
             assert layer.own is not None, "teams divide whole experts"
             layer.store(ExpertsOfTeams(layer.method, teams, layer.own, share.teams))

@@ -213,7 +213,7 @@ def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether a kernel of this file serves these numbers of tokens and weights, and these layouts. cuBLAS serves all others."""
     if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
         return False
-    return joins_few(x_TI.shape[0], x_TI.dtype, weight_OI)
+    return joins_few(x_TI.shape[0], x_TI.dtype, weight_OI.numel())
 
 
 def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor:
@@ -256,7 +256,7 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     The weights' memory is not read.
     """
     if isinstance(weight_OI, torch.Tensor):
-        return min(tokens, 2) if joins_few(tokens, dtype, weight_OI) else MAX_FEW + 1
+        return min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else MAX_FEW + 1
     if linear_stored.serves(tokens, dtype, weight_OI):
         return padded(tokens)  # blocks are chosen by it
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)
