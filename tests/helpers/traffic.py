@@ -18,11 +18,13 @@ from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ForgettingRule
+from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
+from pagerunner.types.steps import StepShape
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -123,6 +125,14 @@ class AnyLength(FixedLength):
         return self._rng.choice((self.most, self._rng.randint(0, self.most)))
 
 
+def token_costs() -> CostModel:
+    """Steps that take 0.1 ms for each token."""
+    costs = CostModel()
+    for tokens in (1, 500):
+        costs.learn(StepShape(1, tokens, 0, tokens, decode=False), 1e-4 * tokens)
+    return costs
+
+
 def most_drafts(plan: MemoryPlan) -> int:
     """So many drafts a row are what the plan's windows are wide enough for."""
     rules = [group.rule for group in plan.groups]
@@ -171,6 +181,8 @@ class Traffic(RuleBasedStateMachine):
             tiers=self.make_tiers(data),
             draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
             words=data.draw(self.drafters),
+            costs=token_costs(),
+            target_itl=data.draw(st.sampled_from([None, 1e-9, 0.002, 0.005])) if self.chunked else None,
         )
         right = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
         self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right)
