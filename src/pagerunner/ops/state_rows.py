@@ -106,6 +106,9 @@ def spans(rows: StateRows) -> Iterator[Span]:
             ends = (first + position - positions[row] for position in rows.saves.position_N[at].tolist())
             found = zip(ends, rows.saves.target_N[at].tolist(), strict=True)
             saves = [(upto, target) for upto, target in found if first - replayed < upto <= certain]
+            assert by_one or len(saves) == at.stop - at.start, (
+                f"row {row} has saves beyond its {certain - first} tokens"
+            )
         yield Span(row, first, end, int(rows.page_table[slot, 0]), saves, replayed, certain, by_one)
 
 
