@@ -37,9 +37,16 @@ from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
 from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
 from pagerunner.ops.kernels.moe_streams import streams_config
 from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
-from pagerunner.ops.kernels.paged_attention import FEW_ROWS, draft_tiles, few_tiles, merged_at_once
+from pagerunner.ops.kernels.paged_attention import (
+    FEW_ROWS,
+    draft_tiles,
+    few_draft_tiles,
+    few_tiles,
+    merged_at_once,
+)
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
+from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 
@@ -234,14 +241,48 @@ def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
         "PDL": True,
         "EARLY": early,
     }
-    pointers = [name for name in few_kernel.arg_names if name.endswith("_ptr")]
+    return _attention(few_kernel, tiles, constants)
+
+
+def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
+    """The same for rows with drafts, `ops/kernels/paged_few_drafts.py`."""
+    tiles, half = few_draft_tiles(2 * padded(dim)), max(16, padded(dim // 2))
+    constants = {
+        "UNITS": FEW_ROWS,
+        "K": 2,
+        "G": group,
+        "STRIDE": stride,
+        "M": tiles.rows,
+        "TILES": -(-group * stride // tiles.rows),
+        "NEW": 16,
+        "D": dim,
+        "HP": half,
+        "PAGE": 16,
+        "BN": tiles.keys,
+        "REACH": False,
+        "NORM": norm,
+        "SINKS": False,
+        "SOFTCAP": False,
+        "TO": tl.bfloat16,
+        "AT_ONCE": merged_at_once(tiles.rows, 2 * half),
+        "PDL": True,
+        "EARLY": early,
+    }
+    return _attention(few_drafts_kernel, tiles, constants)
+
+
+def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], **more: str) -> dict[str, Any]:
+    """A kernel of decode attention with bfloat16 pages, or of the types `more`."""
+    names = kernel.arg_names
+    pointers = [name for name in names if name.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("eps", "scale", "softcap"), "fp32")
-    types |= dict.fromkeys(("entry_ptr", "offset_ptr", "table_ptr"), "*i64")
-    types |= dict.fromkeys(("begin_ptr", "unit_ptr", "counter_ptr"), "*i32")
-    types |= dict.fromkeys(("part_ptr", "sums_ptr"), "*fp32")
-    strides = [name for name in few_kernel.arg_names if re.search("_s[tehs]$", name)]
+    types |= dict.fromkeys(("entry_ptr", "offset_ptr", "table_ptr", "position_ptr"), "*i64")
+    types |= dict.fromkeys(("begin_ptr", "unit_ptr", "counter_ptr", "row_ptr", "shared_count_ptr"), "*i32")
+    types |= dict.fromkeys(("part_ptr", "sums_ptr", "scales_ptr", "shared_ptr", "shared_sums_ptr"), "*fp32")
+    types = {name: type for name, type in (types | more).items() if name in names}
+    strides = [name for name in names if re.search("_s[tehs]$", name)]
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
-    return gluon(few_kernel, types, constants, pointers + strides, ASTSource, **options)
+    return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
 def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict[str, Any]:
@@ -270,15 +311,8 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
         "PDL": True,
         "EARLY": few_rows,
     }
-    pointers = [name for name in drafts_kernel.arg_names if name.endswith("_ptr")]
-    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("scale", "softcap"), "fp32")
-    types |= dict.fromkeys(("kp_ptr", "vp_ptr"), "*u8" if fp8 else "*bf16")
-    types |= dict.fromkeys(("position_ptr", "table_ptr"), "*i64")
-    types |= dict.fromkeys(("row_ptr", "begin_ptr", "unit_ptr", "counter_ptr", "shared_count_ptr"), "*i32")
-    types |= dict.fromkeys(("part_ptr", "sums_ptr", "scales_ptr", "shared_ptr", "shared_sums_ptr"), "*fp32")
-    strides = [name for name in drafts_kernel.arg_names if re.search("_s[tehs]$", name)]
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
-    return gluon(drafts_kernel, types, constants, pointers + strides, ASTSource, **options)
+    held = "*u8" if fp8 else "*bf16"
+    return _attention(drafts_kernel, tiles, constants, kp_ptr=held, vp_ptr=held)
 
 
 @triton.jit

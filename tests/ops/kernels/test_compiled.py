@@ -77,6 +77,12 @@ def few_cases() -> list[tuple[Any, ...]]:
     return turns([("few", *shape, early, not early) for shape, early in itertools.product(shapes, (False, True))], 0)
 
 
+def few_drafts_cases() -> list[tuple[Any, ...]]:
+    """Query heads of a head of keys, tokens of a row, a head's size; whether the schedule is read early; norms."""
+    shapes = (4, 4, 128), (4, 8, 128), (8, 4, 64), (2, 8, 256)
+    return turns([("few_drafts", *shape, early, not early) for shape in shapes for early in (False, True)], 2)
+
+
 def drafts_cases() -> list[tuple[Any, ...]]:
     """Query heads of a head of keys, tokens of a row, a head's size; fp8 pages; few rows."""
     shapes = (4, 4, 128), (4, 8, 128), (8, 8, 128), (8, 4, 64)
@@ -85,7 +91,15 @@ def drafts_cases() -> list[tuple[Any, ...]]:
     )
 
 
-CASES = [*turns(PRODUCTS, 1), *lanes_cases(), *streams_cases(), *wide_cases(), *few_cases(), *drafts_cases()]
+CASES = [
+    *turns(PRODUCTS, 1),
+    *lanes_cases(),
+    *streams_cases(),
+    *wide_cases(),
+    *few_cases(),
+    *drafts_cases(),
+    *few_drafts_cases(),
+]
 
 
 @pytest.fixture(scope="module")

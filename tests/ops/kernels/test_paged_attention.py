@@ -187,8 +187,45 @@ def test_drafts_get_what_rows_of_one_token_get(
     Case(DRAFTS, 4, 1, 2, 8, kv_dtype=E4M3, padding=1),
     Case(DRAFTS, 4, 1, 2, 8, reach=Reach(6)),
 )
-def test_strided_batches_from_the_projection_on(case: Case) -> None:
+@pytest.mark.parametrize("few_rows", [16, 1], ids=["few rows", "many rows"])
+def test_strided_batches_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
+    monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
     check_projected_drafts(case, 4, "cpu", rtol=0.13 if case.kv_dtype == E4M3 else 2e-5)
+
+
+FEW_DRAFTS = [
+    Case((plain(300, 4), plain(0, 1), plain(16, 3), plain(15, 2)), 16, 1, 3, 20, padding=1),
+    Case((plain(200, 4), plain(7, 2)), 1, 3, 8, 64, sinks=True, reach=Reach(40)),
+    Case(
+        (plain(62, 4), plain(63, 1), plain(64, 4), plain(0, 3)),
+        4,
+        1,
+        4,
+        8,
+        sinks=True,
+        softcap=1.5,
+        reach=Reach(64, chunked=True),
+    ),
+    Case(tuple(plain(5 * i, 1 + i % 4) for i in range(14)), 16, 2, 1, 8, kv_dtype=torch.float16, padding=1),
+    Case((plain(500, 4),), 16, 1, 5, 8, lead=3, reach=Reach(2)),
+]
+
+
+@pytest.mark.parametrize(("case", "programs"), by_days(FEW_DRAFTS, [1, 16]))
+def test_few_drafted_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
+    """Rows of one part, of several with a tile each, and of several with many tiles each; one tile of queries or two."""
+    monkeypatch.setattr(kernels, "few_draft_tiles", lambda _: kernels.Tiles(16, 16, 4, 3, programs))
+    monkeypatch.setattr(kernels._Call, "run_drafts", lambda *_, **__: 1 / 0)
+    check_projected_drafts(case, 4, "cpu")
+
+
+@pytest.mark.parametrize(("group", "stride", "unused"), [(4, 8, "run_drafts"), (11, 3, "run_few_drafts")])
+def test_few_drafted_rows_of_many_queries(
+    monkeypatch: pytest.MonkeyPatch, group: int, stride: int, unused: str
+) -> None:
+    monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kernels, "MOST_DRAFT_BYTES", 32 * 64)
+    check_projected_drafts(Case((plain(40, stride), plain(0, 2)), 16, 1, group, 8, padding=1), stride, "cpu")
 
 
 SHARING_DRAFTS = (plain(70, 4), plain(70, 1, 33), plain(66, 2, 33), plain(90, 3, 35))

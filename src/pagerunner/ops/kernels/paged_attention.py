@@ -16,6 +16,7 @@ from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, pa
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
+from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_parts import merge_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
@@ -31,6 +32,8 @@ SHORT_WINDOW = 256  # keys
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
 MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
+MOST_DRAFT_PARTS = 16  # the same where a part has the heads of several tokens
+MOST_DRAFT_BYTES = 8192  # of a row's queries for a head of keys in steps of few rows; more haven't registers
 MOST_FEW_HEADS = 16  # for a head of keys; two warps haven't registers for more
 SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
@@ -114,6 +117,11 @@ def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, few: bool) -
     if rows == 16:
         return DraftTiles(Tiles(16, keys, 4, 2, 3, 1) if few else Tiles(16, keys, 2, 4, 4, 1), 1, tokens)
     return DraftTiles(Tiles(rows, keys, 4, 3, 2, 1), 1, tokens)
+
+
+def few_draft_tiles(row_bytes: int) -> Tiles:
+    """Tiles of decode in steps of few rows with drafts: those of rows of one token, with queries as rows."""
+    return Tiles(16, min(max(16384 // row_bytes, 16), 128), 4, 3, 2)
 
 
 def shared_tiles(row_bytes: int, queries: int, exact: bool) -> Tiles:
@@ -282,12 +290,12 @@ class _Call:
         self.shared_split = shared_queries * self.heads
         self.shared = shared_tiles(self.row_bytes, shared_queries * self.group, self.exact)
         self.shared_splits = self._shared_splits()
-        self.own = (self.reach or prep is not None) and not self.stride
+        self.own = prep is not None or (self.reach and not self.stride)
         self.long = not (plan.one_token or self.stride)
         self.prefill_parts = self._prefill_parts()
-        few = few_tiles(self.row_bytes, self.group, self.tokens)
+        few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
-        short = self.tokens < FEW_ROWS or self.one_tile
+        short = self.tokens < FEW_ROWS or self.one_tile or self.stride
         self.few = short and prep is not None and self.fp8 is None and self.group <= MOST_FEW_HEADS
         if self.few:
             self.entry_tiles = 0
@@ -409,6 +417,25 @@ class _Call:
             EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
+    def run_few_drafts(self, schedule: _Schedule, *, early: bool) -> None:
+        prep, tiles, device, plan = self.prep, self.tiles, self.q.device, self.plan
+        launch, count = dependent(device), blocks(self.group * self.stride, self.tiles.rows)
+        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_DRAFT_PARTS * self.units)
+        parts = (max(1, slices) + self.units) * self.kv_heads * count * tiles.rows
+        part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
+        half = max(16, padded(self.dim // 2))
+        few_drafts_kernel[((max(1, slices) + self.units) * self.kv_heads,)](
+            *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.rows.row_T, self.rows.positions_T,
+            self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, max(1, slices),
+            schedule.counters, part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale,
+            self.softcap, plan.window, plan.chunk,
+            UNITS=FEW_ROWS, K=self.kv_heads, G=self.group, STRIDE=self.stride, M=tiles.rows, TILES=count,
+            NEW=max(16, padded(self.stride)), D=self.dim, HP=half, PAGE=self.page, BN=tiles.keys, REACH=self.reach,
+            NORM=prep is not None and prep.q_norm_D is not None, SINKS=self.sinks is not None,
+            SOFTCAP=bool(self.softcap), TO=self.dot, AT_ONCE=merged_at_once(tiles.rows, 2 * half),
+            num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
+        )  # fmt: skip
+
     def _prefill_parts(self) -> int:
         """How many parts a step's blocks may have, so that all run at once; 0 if blocks occupy the device anyway, or see new tokens alone."""
         tiles, programs = self.prefill, multiprocessors(self.q.device) * self.prefill.programs
@@ -490,7 +517,9 @@ class _Call:
         early = schedule is not None and (self.few or self.units < FEW_ROWS)
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
-        if self.stride:
+        if self.stride and self.few:
+            self.run_few_drafts(schedule, early=early)
+        elif self.stride:
             self.run_drafts(schedule, early=early and not schedule.shared)
         elif self.few:
             self.run_few(schedule, early=early)
@@ -535,13 +564,16 @@ def projected_attention(
 
     In that kernel every slice of a row prepares the row's queries. With fp8 pages one kernel is faster for any number of rows (64
     rows on an H200: 17.0 us, and 19.0 with two kernels). Otherwise one kernel is faster only while a launch costs as much as the
-    work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels).
+    work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels). A strided batch is one kernel if it has few rows
+    and few queries for a head of keys.
     """
     q, k, v = prep.split(qkv_TND)
-    reach = bool(plan.window or plan.chunk)
+    choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
     cheap = pages.scales is not None or reach or rows.slots_R.shape[0] < MIN_SHARING_ROWS
     single = plan.one_token and cheap and not shares(rows, plan)
-    if not (single and _writes_pages(_choices(q, v, pages, rows.stride, plan), pages)):
+    if rows.stride and rows.num_rows < FEW_ROWS and pages.scales is None:
+        single = rows.stride * choices.group * choices.row_bytes <= MOST_DRAFT_BYTES
+    if not (single and _writes_pages(choices, pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()
     write = write_entry_T, write_offset_T

@@ -29,7 +29,7 @@ def _of_unit(x, mine):
 
 
 @triton.jit
-def _part_of(
+def part_of(
     begin_ptr, unit_ptr, num_units, piece, slices, LEAST: tl.constexpr, UNITS: tl.constexpr, ONE_TILE: tl.constexpr
 ):
     """What part `piece` is: its unit (`num_units`: none), its first tile in the unit and how many it has, the unit's first part and
@@ -63,12 +63,13 @@ def _part_of(
 
 
 @triton.jit
-def _load_half_heads(at, mask, HALF: tl.constexpr):
+def load_half_heads(at, mask, HALF: tl.constexpr):
+    """Both halves of heads."""
     return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_keys(
+def load_keys(
     kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop,
     HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +83,8 @@ def _load_keys(
     entry = tl.load(row_table + page)
     inside = at % PAGE
     mask = there[:, None] & (h < HALF)[None, :]
-    k_low, k_high = _load_half_heads(kp_ptr + (entry * kp_se + inside * kp_ss)[:, None] + h[None, :], mask, HALF)
-    v_low, v_high = _load_half_heads(vp_ptr + (entry * vp_se + inside * vp_ss)[:, None] + h[None, :], mask, HALF)
+    k_low, k_high = load_half_heads(kp_ptr + (entry * kp_se + inside * kp_ss)[:, None] + h[None, :], mask, HALF)
+    v_low, v_high = load_half_heads(vp_ptr + (entry * vp_se + inside * vp_ss)[:, None] + h[None, :], mask, HALF)
     return k_low, k_high, v_low, v_high, there
 
 
@@ -110,14 +111,14 @@ def _attend(
 
 
 @triton.jit
-def _beside(ptr, there, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
+def beside(ptr, there, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
     """A vector of a head's size beside each of M heads: two halves [M, HP]. As heads lie, so threads exchange nothing."""
     m, h = tl.arange(0, M), tl.arange(0, HP)
-    return _load_half_heads(ptr + (m * 0)[:, None] + h[None, :], there & (m < M)[:, None] & (h < HALF)[None, :], HALF)
+    return load_half_heads(ptr + (m * 0)[:, None] + h[None, :], there & (m < M)[:, None] & (h < HALF)[None, :], HALF)
 
 
 @triton.jit
-def _prepared(
+def prepared_halves(
     low, high, weight_low, weight_high, cos_low, cos_high, sin_low, sin_high, eps, D: tl.constexpr, NORM: tl.constexpr
 ):
     """Heads in halves [M, HP], normed, rotated, and rounded to their dtype; float32."""
@@ -144,11 +145,11 @@ def _constants(
     cos_at, sin_at, q_norm_ptr, k_norm_ptr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr
 ):
     """A token's angles, and the norms' weights of queries and of keys, in halves [M, HP]."""
-    cos_low, cos_high = _beside(cos_at, True, M, HALF, HP)
-    sin_low, sin_high = _beside(sin_at, True, M, HALF, HP)
+    cos_low, cos_high = beside(cos_at, True, M, HALF, HP)
+    sin_low, sin_high = beside(sin_at, True, M, HALF, HP)
     q_weights, k_weights = (cos_low, cos_high), (cos_low, cos_high)
     if NORM:
-        q_weights, k_weights = _beside(q_norm_ptr, True, M, HALF, HP), _beside(k_norm_ptr, True, M, HALF, HP)
+        q_weights, k_weights = beside(q_norm_ptr, True, M, HALF, HP), beside(k_norm_ptr, True, M, HALF, HP)
     return (cos_low, cos_high, sin_low, sin_high), q_weights, k_weights
 
 
@@ -165,11 +166,11 @@ def _heads(
     """
     m, h = tl.arange(0, M), tl.arange(0, HP)
     mask = (m < G)[:, None] & (h < HALF)[None, :]
-    q_low, q_high = _load_half_heads(q_at + m[:, None] * q_sh + h[None, :], mask, HALF)
-    k_low, k_high = _beside(k_at, has_own, M, HALF, HP)
-    v_low, v_high = _beside(v_at, has_own, M, HALF, HP)
-    q_low, q_high = _prepared(q_low, q_high, *q_weights, *turns, eps, D, NORM)
-    k_low, k_high = _prepared(k_low, k_high, *k_weights, *turns, eps, D, NORM)
+    q_low, q_high = load_half_heads(q_at + m[:, None] * q_sh + h[None, :], mask, HALF)
+    k_low, k_high = beside(k_at, has_own, M, HALF, HP)
+    v_low, v_high = beside(v_at, has_own, M, HALF, HP)
+    q_low, q_high = prepared_halves(q_low, q_high, *q_weights, *turns, eps, D, NORM)
+    k_low, k_high = prepared_halves(k_low, k_high, *k_weights, *turns, eps, D, NORM)
     return q_low, q_high, k_low.to(held), k_high.to(held), v_low.to(held), v_high.to(held)
 
 
@@ -262,7 +263,7 @@ def few_kernel(
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0) % K
     piece = tl.program_id(0) // K
-    unit, first, tiles, first_part, count, of_unit = _part_of(
+    unit, first, tiles, first_part, count, of_unit = part_of(
         begin_ptr, unit_ptr, num_units, piece, slices, LEAST, UNITS, ONE_TILE
     )
     if unit < num_units:
@@ -277,7 +278,7 @@ def few_kernel(
         vp_ptr += head * vp_sh
         row_table = table_ptr + tl.cast(tl.maximum(slot, 0), tl.int64) * table_st
         start = oldest + first * BN
-        keys = _load_keys(
+        keys = load_keys(
             kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, HALF, HP, PAGE, BN, RING
         )
         wait_turn(EARLY)
@@ -294,7 +295,7 @@ def few_kernel(
         )
         if tiles > 1:
             for more in range(start + BN, start + tiles * BN, BN):
-                keys = _load_keys(
+                keys = load_keys(
                     kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, more, oldest, stop,
                     HALF, HP, PAGE, BN, RING,
                 )  # fmt: skip

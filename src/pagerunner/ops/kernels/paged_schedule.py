@@ -118,7 +118,7 @@ def schedule_kernel(
     PAGE: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, BNP: tl.constexpr, OWN: tl.constexpr,
     SHARED: tl.constexpr, LONG: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Units are tokens; with a STRIDE they are rows, whose tokens are all in pages. Those of padding are units too, because a
+    """One program. Units are tokens; with a STRIDE they are rows. Unless OWN, all of their tokens are in pages. Those of padding are units too, because a
     program has to write their zeros. `entry_tiles`: see `decode_kernel`. A row's first tile begins at a multiple of ALIGN.
 
     `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `part` [R + 1]: prefix sums of the
@@ -154,10 +154,11 @@ def schedule_kernel(
                 oldest = position // chunk * chunk
             elif window > 0:
                 oldest = tl.maximum(position - window + 1, 0)
-        if STRIDE:
+        stop = position + 1
+        if OWN:
+            stop = position
+        elif STRIDE:
             stop = tl.load(lengths_ptr + row, mask=real, other=0)
-        else:
-            stop = position if OWN else position + 1
         stop = tl.where(real, stop, oldest)
         count = tl.where(short, tl.maximum(tl.cdiv(stop - oldest // ALIGN * ALIGN, BN), 1) + entry_tiles, 0)
         index = units + tl.cumsum(short.to(tl.int32), 0) - 1
