@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import msgspec
+import pytest
 import zmq
 
 from helpers.fake_core import FakeCore, FakeOptions
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.process import CoreLoop
+from pagerunner.errors import InvalidRequestError
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 
 Peers = list[zmq.Socket[bytes]]
@@ -22,13 +24,15 @@ def add(name: str, max_tokens: int) -> bytes:
 
 
 class Scripted(FakeCore):
-    """Each of its steps does the next part of a script."""
+    """Each of its steps does the next part of a script. It refuses what it has, as the real one."""
 
     def __init__(self, script: Iterator[None]) -> None:
         super().__init__(FakeOptions(), 8)
         self.script, self.known = script, list[str]()
 
     def add(self, request: EngineRequest) -> None:
+        if request.request_id in self.known:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is already in use.", "request_id")
         self.known.append(request.request_id)
         super().add(request)
 
@@ -37,15 +41,18 @@ class Scripted(FakeCore):
         return super().step()
 
 
-def heard(script: Callable[[Peers], Iterator[None]]) -> tuple[list[str], list[list[wire.FromCore]]]:
-    """Run a core for the supervisor and one frontend: the requests that it was given, and what each has heard."""
+def heard(
+    script: Callable[[Peers], Iterator[None]], frontends: int = 1
+) -> tuple[list[str], list[list[wire.FromCore]]]:
+    """Run a core for the supervisor and frontends, of which the first sends one at once: the requests that it was given, and what each has heard."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    own, peers = [[context.socket(zmq.PAIR) for _ in range(2)] for _ in range(2)]
+    own, peers = [[context.socket(zmq.PAIR) for _ in range(1 + frontends)] for _ in range(2)]
     for number, (one, other) in enumerate(zip(own, peers, strict=True)):
         one.bind(f"inproc://{number}")
         other.connect(f"inproc://{number}")
     core = Scripted(script(peers))
-    peers[1].send(msgspec.msgpack.encode(wire.Hello(1)))
+    for peer in peers[1:]:
+        peer.send(msgspec.msgpack.encode(wire.Hello(1)))
     peers[1].send(add("first", 1000))
     try:
         CoreLoop(core, own, stall_seconds=60).run()
@@ -92,3 +99,48 @@ def test_in_one_long_step_a_process_ends_and_the_next_one_sends_a_request() -> N
     updates = [one for message in frontend for one in getattr(message, "updates", ())]
     ends = {name: [one.finish_reason for one in updates if one.request_id == name] for name in ("late", "new")}
     assert "late" in known and not ends["late"] and len(ends["new"]) > 10 and not any(ends["new"])
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_sequence_whose_id_is_sent_again_stays_with_its_process(again: int) -> None:
+    """No client does that: each id has the number of its process. A fault elsewhere must not leave a reader waiting."""
+
+    def script(peers: Peers) -> Iterator[None]:
+        for _ in range(5):
+            yield
+        tell(peers[again], add("first", 50))
+        for _ in range(20):
+            yield
+        tell(peers[0], wire.Shutdown())
+
+    known, (supervisor, *frontends) = heard(script, frontends=2)
+    assert known == ["first"]
+    updates = [
+        [one for message in told if isinstance(message, wire.Updates) for one in message.updates]
+        for told in (supervisor, *frontends)
+    ]
+    assert len(updates[1]) > 20 and not updates[0] and not updates[2]
+    refused = [[one for one in told if isinstance(one, wire.Refused)] for told in frontends]
+    assert [len(one) for one in refused] == ([1, 0] if again == 1 else [0, 1])
+    (error,) = [one.error.exception() for own in refused for one in own]
+    assert str(error) == "request_id 'first' is already in use."
+
+
+def test_an_id_that_waits_for_the_end_of_a_pause_is_used_too_and_is_free_afterwards() -> None:
+    def script(peers: Peers) -> Iterator[None]:
+        tell(peers[1], add("short", 6))
+        yield
+        tell(peers[0], wire.Abort(["first"]), wire.Sleep(1, 0, "wait"))
+        yield
+        tell(peers[1], add("put off", 1000))
+        tell(peers[2], add("put off", 1000))
+        tell(peers[0], wire.WakeUp(2, None))
+        for _ in range(30):
+            yield
+        tell(peers[0], wire.Shutdown())
+
+    known, (_, first, second) = heard(script, frontends=2)
+    assert known == ["first", "short", "put off"]
+    assert [one.request_ids for one in second if isinstance(one, wire.Refused)] == [["put off"]]
+    updates = [one for message in first for one in getattr(message, "updates", ())]
+    assert len([one for one in updates if one.request_id == "put off"]) > 10

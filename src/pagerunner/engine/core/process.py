@@ -31,6 +31,7 @@ from pagerunner.errors import (
     ConfigError,
     EngineDeadError,
     EngineSleepingError,
+    InvalidRequestError,
     PagerunnerError,
     RequestFailedError,
     described,
@@ -91,6 +92,8 @@ class CoreLoop:
                 put_off, self._after_work = self._after_work, []
                 for client, message in put_off:
                     self._client = client
+                    if isinstance(message, wire.Add):
+                        self._disown(message)
                     self._handle(message)
 
     def _wait(self, poller: zmq.Poller) -> None:
@@ -176,6 +179,11 @@ class CoreLoop:
                 self._call(message)
 
     def _add(self, message: wire.Add) -> None:
+        for name in message.request_ids:
+            if name in self._owners:  # another one's, perhaps, which keeps it
+                used = InvalidRequestError(f"request_id {name!r} is already in use.", "request_id")
+                self.send(wire.Refused(message.request_ids, wire.WireError.of(used)))
+                return
         added: list[str] = []
         if len(self._sockets) > 1:
             self._owners |= dict.fromkeys(message.request_ids, self._client)
@@ -197,12 +205,15 @@ class CoreLoop:
                 added.append(request.request_id)
         except Exception as error:  # whatever it is, it must end this request only
             self._core.abort(added)
-            for name in message.request_ids:
-                self._owners.pop(name, None)
+            self._disown(message)
             self.send(wire.Refused(message.request_ids, _request_error(error)))
         else:
             if not self._core.has_work:  # the engine is paused: no step will tell how many wait
                 self._report([])
+
+    def _disown(self, message: wire.Add) -> None:
+        for name in message.request_ids:
+            self._owners.pop(name, None)
 
     def _forget(self, request_ids: list[str]) -> list[RequestUpdate]:
         """Drop requests that wait for a pause to begin; returns their last updates."""
