@@ -125,6 +125,21 @@ def test_what_can_not_be_placed_is_a_sentence(ray: Any, monkeypatch: pytest.Monk
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
 
 
+def test_an_interrupt_right_after_a_placement_group_was_made_gives_its_cpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[object] = []
+
+    def interrupted() -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    util = SimpleNamespace(placement_group=lambda bundles, strategy: "group", remove_placement_group=removed.append)
+    fake = SimpleNamespace(nodes=list, util=util, available_resources=interrupted, is_initialized=lambda: True)
+    monkeypatch.setattr(places, "connected", lambda: fake)
+    config: Any = SimpleNamespace(tensor_parallel_size=2, num_ranks=2)
+    with pytest.raises(KeyboardInterrupt):
+        places.RayPlaces(config, 1.0)
+    assert removed == ["group"]
+
+
 def test_ray_serve_answers_from_two_machines(ray: Any) -> None:
     """The example of docs/ray.md."""
     from ray import serve

@@ -15,6 +15,7 @@ from pagerunner.attention.base import AttentionBackend
 from pagerunner.attention.select import select_backends
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, Stage, union
+from pagerunner.engine.startup.machine import ranks_share_devices
 from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
 from pagerunner.engine.startup.shares import available_memory
@@ -213,7 +214,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     return repr(
         (
             model,
-            (config.tensor_parallel_size, config.teams),
+            (config.tensor_parallel_size, config.teams, config.disable_custom_all_reduce, ranks_share_devices()),
             resolved.stages[stage],
             sorted(held),
             sizes,

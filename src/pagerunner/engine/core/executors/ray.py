@@ -102,12 +102,12 @@ class RayPlaces:
             )
         self._group = ray.util.placement_group(bundles, strategy="PACK")
         self._actors: list[Any] = []
-        free = ray.available_resources().get("CPU", 0)
-        if free < config.num_ranks:
-            logger.warning(
-                "Waiting up to %g seconds for %d CPUs of Ray's count: %g are free.", seconds, config.num_ranks, free
-            )
         try:
+            free = ray.available_resources().get("CPU", 0)
+            if free < config.num_ranks:
+                logger.warning(
+                    "Waiting up to %g seconds for %d CPUs of Ray's count: %g are free.", seconds, config.num_ranks, free
+                )
             if not self._group.wait(seconds):
                 raise CapacityError(
                     f"Ray hasn't placed {config.num_ranks} ranks with a CPU each in {seconds:g} seconds {knob('RANK_SECONDS')}: free are "
