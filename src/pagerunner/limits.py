@@ -85,7 +85,9 @@ STALL_SECONDS = _limit(
     "STALL_SECONDS", 120, "seconds that a step may take before /health fails and all stacks are logged"
 )
 RANK_SECONDS = _limit(
-    "RANK_SECONDS", 30, "seconds that a rank may be behind the others, or give no sign of life, before the engine ends"
+    "RANK_SECONDS",
+    30,
+    "seconds that a rank may be silent, or a step go on in which no rank comes further, before the engine ends; a start or a call has three times as long",
 )
 TRANSFER_SECONDS = _limit(
     "TRANSFER_SECONDS",

@@ -40,7 +40,6 @@ from pagerunner.engine.startup.build import build_core
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
-from pagerunner.models.checkpoint.ranks import layers_of_stages
 from pagerunner.types import EngineRequest
 
 pytestmark = [pytest.mark.days(6), pytest.mark.usefixtures("forked")]  # most of them start processes
@@ -250,18 +249,6 @@ def test_sizes_that_can_not_be_cut_are_refused_with_those_that_can(asked: Any, m
     assert rank_pids() == []
 
 
-@pytest.mark.parametrize(
-    ("count", "stages", "asked", "sizes"),
-    [(36, 2, "", [18, 18]), (62, 4, "", [15, 16, 16, 15]), (35, 4, "", [9, 9, 9, 8]), (5, 3, " 3,1, 1", [3, 1, 1])],
-)
-def test_stages_have_equally_many_layers_or_as_many_as_asked_for(
-    count: int, stages: int, asked: str, sizes: list[int]
-) -> None:
-    found = layers_of_stages(count, stages, asked)
-    assert [len(own) for own in found] == sizes
-    assert [layer for own in found for layer in own] == list(range(count))
-
-
 @pytest.mark.parametrize("asked", ["2,2", "5,0", "4", "3,1,1", "3;2", "-1,6"])
 def test_layers_of_stages_that_do_not_add_up_are_refused(
     asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -394,8 +381,38 @@ def test_a_rank_that_hangs_is_named_and_ended(rank: int, short: None, monkeypatc
     monkeypatch.setenv(faulty_ranks.VARIABLE, "" if rank else "first")
     core = faulty()
     ask(core, 7, faulty_ranks.HANG)
-    message = rf"Rank {rank} of 2 hangs: it hasn't come further for 3 seconds \(PAGERUNNER_LIMIT_RANK_SECONDS.*others wait for it"
+    message = rf"Rank {rank} of 2 hangs: no rank has come further for 3 seconds \(PAGERUNNER_LIMIT_RANK_SECONDS.*it is at step 1 of"
     assert 2 < the_end(core, message) < patient(8)
+
+
+@pytest.mark.parametrize("fault", ["all", "all load hangs", "sleep hangs"])
+def test_where_all_ranks_stand_the_engine_ends(fault: str, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is behind the others then: in a step, in a start, and in a call."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, fault)
+    monkeypatch.setattr(watch, "_CALL_FACTOR", 1)
+    began, said = time.monotonic(), r"^Rank 0 of 2 hangs: no rank has come further for 3 seconds .*, and it "
+    if fault == "all load hangs":
+        with pytest.raises(EngineDeadError, match=f"{said}hasn't loaded"):
+            faulty()
+    else:
+        core = faulty()
+        ask(core, 7, faulty_ranks.HANG)
+        act, why = (
+            (run, "is at step 1 of") if fault == "all" else (lambda core: core.sleep(1), "hasn't answered a call")
+        )
+        the_end(core, f"{said}{why}", act)
+    assert time.monotonic() - began < patient(12)
+
+
+def test_ranks_that_wait_for_one_that_loads_slowly_have_no_limit(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the watch's, which sees that it moves, nor that of their sums, which is 3 seconds here as well."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "load slow")
+    monkeypatch.setattr(watch, "_CALL_FACTOR", 1)
+    monkeypatch.setattr(process, "_GROUP_FACTOR", 1)
+    core = faulty()
+    ask(core, 7, 8, 9, tokens=4)
+    run(core)
+    core._executor.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -125,7 +125,9 @@ def test_what_can_not_be_placed_is_a_sentence(ray: Any, monkeypatch: pytest.Monk
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
 
 
-def test_an_interrupt_right_after_a_placement_group_was_made_gives_its_cpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_right_after_a_placement_group_was_made_gives_its_cpus_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     removed: list[object] = []
 
     def interrupted() -> dict[str, float]:

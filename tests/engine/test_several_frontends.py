@@ -41,9 +41,7 @@ class Scripted(FakeCore):
         return super().step()
 
 
-def heard(
-    script: Callable[[Peers], Iterator[None]], frontends: int = 1
-) -> tuple[list[str], list[list[wire.FromCore]]]:
+def heard(script: Callable[[Peers], Iterator[None]], frontends: int = 1) -> tuple[list[str], list[list[wire.FromCore]]]:
     """Run a core for the supervisor and frontends, of which the first sends one at once: the requests that it was given, and what each has heard."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     own, peers = [[context.socket(zmq.PAIR) for _ in range(1 + frontends)] for _ in range(2)]

@@ -425,7 +425,12 @@ def test_where_a_model_lies_does_not_decide_which_kernels_it_needs(tmp_path: Pat
 
 def test_who_makes_the_sums_of_ranks_decides_which_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start with NCCL compiles no kernels of peers, and must not say of the next one, which has none of NCCL, that all are there."""
-    settings: dict[str, Any] = {"model": str(demo_path()), "device": "cpu", "max_model_len": 128, "tensor_parallel_size": 2}
+    settings: dict[str, Any] = {
+        "model": str(demo_path()),
+        "device": "cpu",
+        "max_model_len": 128,
+        "tensor_parallel_size": 2,
+    }
     names = [kernels_name(resolve(EngineArgs(**settings, disable_custom_all_reduce=nccl))) for nccl in (False, True)]
     monkeypatch.setenv("PAGERUNNER_RANKS_SHARE_DEVICES", "1")
     names.append(kernels_name(resolve(EngineArgs(**settings))))

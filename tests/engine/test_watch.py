@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -136,28 +139,75 @@ def test_a_core_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.Monkey
         asyncio.run(client.launch_core(EngineArgs(model=str(demo_path()))))
 
 
-def test_a_device_that_finishes_no_step_is_noticed_though_its_host_goes_on(tmp_path: Path) -> None:
-    """Hosts launch steps and wait for nobody. What devices have finished shows which one stands still."""
-    one = watched(tmp_path, 2.0)
-    hung: list[str] = []
-    one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
+class Told:
+    """A watch of two ranks with a limit of 2 seconds, and what it says of what it is told."""
 
-    def said(now: float, *done: int) -> list[str]:
-        for rank, steps in enumerate(done):
-            one._known[rank].heard_at = now
-            one._known[rank].take(orders.Alive(rank, begun=9, steps=3, done=steps), now)
-        one._why_late(now)
-        return hung
+    def __init__(self, directory: Path) -> None:
+        self.watch, self.now = watched(directory, 2.0), time.monotonic()
+        self.watch._hung = lambda rank, sentence: EngineDeadError(sentence)  # type: ignore[method-assign]
 
-    now = time.monotonic()
-    assert said(now, 0, 0) == said(now + 1.9, 1, 1) == said(now + 3.8, 2, 1) == said(now + 3.89, 3, 1) == []
-    assert said(now + 4.0, 3, 1) == [
-        "Rank 1 of 2: its device has worked for 2 seconds (PAGERUNNER_LIMIT_RANK_SECONDS in the server's environment) on step 2 of 3 "
-        "that it was given, and hangs."
-    ]
-    hung.clear()
-    assert said(now + 4.1, 3, 3) == said(now + 60, 3, 3) == []
-    one.close()
+    def look(self, seconds: float, *reports: orders.Report) -> str | None:
+        """What it says so many seconds after its begin."""
+        with patch.object(watch.time, "monotonic", lambda: self.now + seconds):
+            for report in reports:
+                self.watch._take(report)
+            found = self.watch._why_late(self.now + seconds)
+        return None if found is None else str(found)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Told]:
+    one = Told(tmp_path)
+    yield one
+    one.watch.close()
+
+
+KNOB = "(PAGERUNNER_LIMIT_RANK_SECONDS in the server's environment)"
+
+
+def test_a_device_that_finishes_no_step_is_noticed_though_its_host_launches_more(told: Told) -> None:
+    """Hosts wait for nobody, but get no more steps as long as no results come. What devices have finished shows which one stands still."""
+
+    def said(seconds: float, *done: int) -> str | None:
+        return told.look(
+            seconds, *(orders.Alive(rank, moved=9, begun=9, steps=3, done=n) for rank, n in enumerate(done))
+        )
+
+    told.watch.given = 3
+    assert said(0, 0, 0) is said(1.9, 1, 1) is said(3.8, 2, 1) is said(5.7, 3, 1) is said(7.6, 3, 1) is None
+    assert (
+        said(7.8, 3, 1)
+        == f"Rank 1 of 2: its device has worked for 2 seconds {KNOB} on step 2 of 3 that it was given, and hangs."
+    )
+    assert said(7.9, 3, 3) is said(60, 3, 3) is None
+
+
+def test_a_host_that_stands_in_a_step_is_told_from_those_that_wait_for_it(told: Told) -> None:
+    def said(seconds: float, moved: int, hung: int) -> str | None:
+        waiting = orders.Alive(1 - hung, moved, begun=moved, steps=4, done=4, waits=True)
+        return told.look(seconds, waiting, orders.Alive(hung, 8, begun=8, steps=4, done=4))
+
+    told.watch.given = 5
+    for hung in (0, 1):
+        began = 10.0 * hung
+        assert (
+            said(began, 8 + hung, hung)
+            is said(began + 1.9, 10 + hung, hung)
+            is said(began + 3.8, 10 + hung, hung)
+            is None
+        )
+        expected = f"Rank {hung} of 2 hangs: no rank has come further for 2 seconds {KNOB}, and it is at step 5 of 5 that it was given."
+        assert said(began + 4, 10 + hung, hung) == expected
+
+
+def test_a_step_in_which_all_hosts_stand_has_an_end(told: Told) -> None:
+    """All wait in a call of a driver, for example, and so for nobody else."""
+    told.watch.given = 1
+    both = [orders.Alive(rank, moved=3, begun=3) for rank in range(2)]
+    assert told.look(0, *both) is told.look(1.9, *both) is None
+    assert f"Rank 0 of 2 hangs: no rank has come further for 2 seconds {KNOB}, and it is at step 1 of 1" in str(
+        told.look(2.1, *both)
+    )
 
 
 def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_once(
@@ -188,26 +238,41 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
     assert ended == [1] and "illegal memory access" in caplog.text
 
 
-def test_ranks_may_load_in_unequal_times(tmp_path: Path) -> None:
-    """One that waits in its first sum for another that still reads its weights is not a sign of a fault for so long."""
-    one = watched(tmp_path, 2.0)
-    hung: list[str] = []
-    one._hung = lambda rank, sentence: hung.append(sentence)  # type: ignore[method-assign, assignment, return-value]
+def asked(told: Told, found: dict[int, Any]) -> threading.Thread:
+    """A thread that waits until all ranks have loaded, and is in it."""
 
-    def said(now: float) -> list[str]:
-        for number, begun in enumerate((2, 1)):
-            one._known[number].heard_at = now
-            one._known[number].take(orders.Alive(number, begun), now)
-        one._why_late(now)
-        return hung
+    def wait() -> None:
+        with contextlib.suppress(EngineDeadError):
+            told.watch.from_all(lambda: found, "loaded")
 
-    now = time.monotonic()
-    assert said(now) == said(now + 5.9) == []
-    assert "Rank 1 of 2 hangs: it hasn't come further for 6 seconds" in said(now + 6.1)[0]
-    hung.clear()
-    one.loaded |= {number: orders.Loaded(number, []) for number in range(2)}
-    assert "Rank 1 of 2 hangs: it hasn't come further for 2 seconds" in said(now + 2.1)[0]
-    one.close()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    until(lambda: told.watch._asked is not None, 5)
+    return thread
+
+
+def test_ranks_may_load_in_unequal_times_as_long_as_one_moves(told: Told) -> None:
+    """Rank 0 has its weights and waits in a sum. Rank 1 reads for minutes, and hangs then."""
+    asked(told, told.watch.loaded)
+    first = orders.Alive(0, moved=900, begun=2, waits=True)
+    for tensors in range(100):
+        assert told.look(5.9 * tensors, first, orders.Alive(1, moved=1 + tensors, begun=1)) is None
+    said = told.look(5.9 * 99 + 6.1, first, orders.Alive(1, moved=100, begun=1))
+    assert said == f"Rank 1 of 2 hangs: no rank has come further for 6 seconds {KNOB}, and it hasn't loaded."
+
+
+def test_a_start_in_which_all_ranks_stand_has_an_end_and_what_is_done_counts_as_a_move(told: Told) -> None:
+    thread = asked(told, told.watch.loaded)
+    both = [orders.Alive(rank, moved=3) for rank in range(2)]
+    assert told.look(0, *both) is told.look(5.9, *both) is None
+    assert "Rank 0 of 2 hangs: no rank has come further for 6 seconds" in str(told.look(6.1, *both))
+    assert told.look(6.2, *both, orders.Loaded(0, [])) is told.look(12.1, *both) is None
+    assert "Rank 1 of 2 hangs" in str(told.look(12.3, *both)), "who has loaded doesn't hang"
+    with told.watch._changed:
+        told.watch._take(orders.Loaded(1, []))
+        told.watch._changed.notify_all()
+    thread.join(patient(5))
+    assert told.look(60, *both) is None
 
 
 class Silent:

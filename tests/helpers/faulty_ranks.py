@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from pagerunner.config import EngineArgs
-from pagerunner.dist.base import Comm, Stage
+from pagerunner.dist.base import Comm, Stage, union
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.process import load_ranks
 from pagerunner.engine.startup.build import build_on
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import CapacityError
+from pagerunner.life import LIFE
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
@@ -24,6 +25,7 @@ LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
 RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
+"all" fail, or "all load hangs". With "load slow" the last rank reads for 5 seconds longer than the others, which wait for it. "sleep hangs" is of all.
 "disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever."""
 
 
@@ -53,6 +55,8 @@ class FaultyWorker:
         return pending
 
     def prepare_sleep(self, level: int) -> None:
+        if os.environ.get(VARIABLE) == "sleep hangs":
+            time.sleep(3600)
         if os.environ.get(VARIABLE) == "sleep":
             raise CapacityError("there is no host memory for the weights.")
         self._worker.prepare_sleep(level)
@@ -87,6 +91,16 @@ class FaultyLoaded:
 def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, teams: Comm | None) -> Any:
     """As `load_worker`."""
     loaded = load_worker(resolved, progress, comm=comm, stage=stage, teams=teams)
+    fault = os.environ.get(VARIABLE, "")
+    if fault == "all load hangs":
+        time.sleep(3600)
+    if fault == "load slow":
+        for _ in range(10 if loaded.rank == resolved.config.num_ranks - 1 else 0):
+            time.sleep(0.5)
+            LIFE.moved()
+        union(comm if stage is None else stage.world, [1])
+    if fault in ("all", "sleep hangs"):
+        return FaultyLoaded(loaded)
     faulty = 0 if os.environ.get(VARIABLE) == "first" else resolved.config.num_ranks - 1
     if loaded.rank != faulty:
         return loaded

@@ -26,7 +26,7 @@ from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.loader import Model, load_weights, materialize, weights_bytes
-from pagerunner.models.checkpoint.ranks import build_share
+from pagerunner.models.checkpoint.ranks import build_share, layers_of_stages
 from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 
@@ -309,3 +309,15 @@ def test_a_stage_loads_its_own_tensors_and_knows_the_others(layers: range, tmp_p
     del held[f"model.layers.{number}.self_attn.o_proj.weight"]
     with pytest.raises(CheckpointError, match=rf"lacks the tensor model\.layers\.{number}\.self_attn\.o_proj\.weight"):
         loaded()
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "asked", "sizes"),
+    [(36, 2, "", [18, 18]), (62, 4, "", [15, 16, 16, 15]), (35, 4, "", [9, 9, 9, 8]), (5, 3, " 3,1, 1", [3, 1, 1])],
+)
+def test_stages_have_equally_many_layers_or_as_many_as_asked_for(
+    count: int, stages: int, asked: str, sizes: list[int]
+) -> None:
+    found = layers_of_stages(count, stages, asked)
+    assert [len(own) for own in found] == sizes
+    assert [layer for own in found for layer in own] == list(range(count))

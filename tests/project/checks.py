@@ -23,6 +23,7 @@ LEVELS: dict[str, int] = {
     "threads": 0,
     "logs": 0,
     "children": 0,
+    "life": 0,
     "memory": 1,
     "sched": 1,
     "tiers": 1,

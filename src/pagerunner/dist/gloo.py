@@ -15,16 +15,19 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, Any
 
 import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from pagerunner.children import LOOPBACK, host_ip
 from pagerunner.dist.base import CommError, sum_in_order
 
-_FOR_EVER = datetime.timedelta(days=1)
+FOR_EVER_SECONDS = 86_400.0
+_FOR_EVER = datetime.timedelta(seconds=FOR_EVER_SECONDS)
 STREAM, TOKENS = 0, 1  # tags
+_OptionsT = TypeVar("_OptionsT", AllgatherOptions, AllToAllOptions, BroadcastOptions)
 
 
 def gloo_group(store: Store, rank: int, size: int, seconds: float, address: str = LOOPBACK) -> ProcessGroupGloo:
@@ -58,7 +61,7 @@ class GlooComm:
     def __init__(self, where: Path | Store, rank: int, size: int, seconds: float, name: str = "ranks") -> None:
         """Meet the other ranks in a directory, which was empty before its groups, or in a store, which other machines reach.
 
-        Each group has a `name`. No sum waits longer than `seconds`.
+        Each group has a `name`. No sum waits longer than `seconds`, which may be changed between two.
 
         Raises:
             CommError: not all of the `size` ranks have come in time.
@@ -93,7 +96,7 @@ class GlooComm:
         found = x.new_empty(x.shape)
         if x.numel():
             with self._told("all_to_all"):
-                self._group.alltoall_base(_bytes(found), _bytes(x.contiguous()), [], []).wait()
+                self._group.alltoall_base(_bytes(found), _bytes(x.contiguous()), [], [], self._timed(AllToAllOptions())).wait()
         return found
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
@@ -130,14 +133,18 @@ class GlooComm:
             own = x.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo doesn't know all dtypes
             rows = found.view(self.size, -1).view(torch.uint8)
             with self._told(name):
-                self._group.allgather([list(rows.unbind(0))], [own]).wait()
+                self._group.allgather([list(rows.unbind(0))], [own], self._timed(AllgatherOptions())).wait()
         return found
 
     def _broadcast(self, x: torch.Tensor, root: int) -> None:
-        options = BroadcastOptions()
+        options = self._timed(BroadcastOptions())
         options.rootRank, options.rootTensor = root, 0
         with self._told("broadcast"):
             self._group.broadcast([x], options).wait()
+
+    def _timed(self, options: _OptionsT) -> _OptionsT:
+        options.timeout = datetime.timedelta(seconds=self.seconds)
+        return options
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -32,7 +32,7 @@ from torch.distributed import Store
 from pagerunner.children import host_ip, read_first_line, wait_for_parents_end
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, CommError, Stage
-from pagerunner.dist.gloo import GlooComm, GlooStage, joined, listen
+from pagerunner.dist.gloo import FOR_EVER_SECONDS, GlooComm, GlooStage, joined, listen
 from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.garbage import set_apart
@@ -45,6 +45,7 @@ from pagerunner.engine.worker.pages import RankPages
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
 from pagerunner.errors import PagerunnerError, RequestFailedError, described
+from pagerunner.life import LIFE
 from pagerunner.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Reports:
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         ways.connect(self._socket, orders.REPORTS)
         self._lock = threading.Lock()
-        self.given = self.steps = 0
+        self.steps = 0
         self.comms: list[GlooComm] = []
         self.worker: Worker | None = None
         self.device: int | None = None
@@ -89,13 +90,15 @@ class Reports:
 
     def say_alive(self) -> None:
         """In a thread: tell for ever how far the rank has come."""
+        on_device = False
         while True:
-            if self.device is not None:
+            if self.device is not None and not on_device:
+                on_device = True
                 torch.cuda.set_device(self.device)  # a thread begins with device 0, which is another rank's
             steps, begun = self.steps, self.steps + sum(comm.calls for comm in self.comms)
             waits = any(comm.waits for comm in self.comms)
             done, busy = (0, 0.0) if self.worker is None else (self.worker.steps_done, self.worker.busy_seconds)
-            self.send(orders.Alive(self._rank, begun, steps, done, busy, self.given, waits))
+            self.send(orders.Alive(self._rank, LIFE.moves + begun, begun, steps, done, busy, waits))
             time.sleep(ALIVE_SECONDS)
 
     def tell_transfers(self, worker: Worker) -> None:
@@ -175,10 +178,14 @@ class Rank:
         send(orders.Here(launch.rank, what_it_runs(resolved), address))
         join = self._next(orders.Join)
         comm, stage, teams = self._meet(resolved.config, where or joined(join.meeting, launch.seconds))
+        for group in self._reports.comms:
+            group.seconds = FOR_EVER_SECONDS  # one may read its weights for an hour longer; the core sees who moves
         if resolved.card is not None:
             resolved = replace(resolved, card=device_memory())  # the plan is the core's, and the device this rank's own
         progress = (lambda *read: send(orders.Read(0, *read))) if launch.rank == 0 else None
         loaded = _loader(launch.loader)(resolved, progress, comm=comm, stage=stage, teams=teams)
+        for group in self._reports.comms:
+            group.seconds = launch.seconds
         weights = loaded.weights_digest() if resolved.config.disk_tier is not None else ""
         send(orders.Loaded(launch.rank, list(loaded.facts), weights))
         order = self._next(orders.TakePages)
@@ -227,7 +234,6 @@ class Rank:
             order = self._decoder.decode(self._socket.recv())
             match order:
                 case orders.Run(plan):
-                    self._reports.given += 1
                     pending = worker.run(plan)
                     self._reports.steps += 1
                     if self._results is not None:

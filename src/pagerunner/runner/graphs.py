@@ -24,6 +24,7 @@ import torch
 
 from pagerunner.attention.base import GraphShape
 from pagerunner.batch import ForwardBatch
+from pagerunner.life import LIFE
 from pagerunner.ops.device_errors import never_free
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.staging import StagedStep
@@ -276,6 +277,7 @@ class StepGraphs:
         for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
             work(batch, key.decode)
+            LIFE.moved()
             if progress is not None:
                 progress(done + 1, len(keys))
 
@@ -289,6 +291,7 @@ class StepGraphs:
         try:
             for key in self.keys:
                 made.append(self._capture(key, work))
+                LIFE.moved()
                 if progress is not None:
                     progress(len(made), len(self.keys))
         finally:

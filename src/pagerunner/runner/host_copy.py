@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.errors import CapacityError
+from pagerunner.life import LIFE
 from pagerunner.memory.units import human_bytes
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class HostCopy:
                     )
                 self._memory.fetch(piece, source)
                 self._pieces.append(piece)
+                LIFE.moved()
         except Exception as error:  # whoever waits for the copy raises it
             self._error = error
 

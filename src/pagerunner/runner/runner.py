@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from pagerunner.batch import ForwardBatch
+from pagerunner.life import LIFE
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
@@ -279,6 +280,7 @@ class ModelRunner:
         if given:
             self._state.store(*to_device(given, torch.int64, self._state.tokens.device).T.contiguous())
         self.run(StepPlan(step_id=-1, rows=rows)).result()
+        LIFE.moved()
 
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
         """Give layers whose fp8 pages take a checkpoint's scales other ones, of keys and of values."""

@@ -171,18 +171,22 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """How far the rank has come: `begun` counts the sums and steps that its host has begun, `steps` those that it has launched,
-    `done` those that its device has finished, in `busy_seconds` of work. `given` counts the steps that it has got. `waits`: it is in a call
-    in which it may wait for others.
+    """How far the rank has come: `moved` grows with everything that its host does, and `begun` with the sums and steps that it begins. It has launched so
+    many `steps`, and its device has `done` so many of them, in `busy_seconds` of work. `waits`: it is in a call in which it may wait for other ranks.
     """
 
     rank: int
-    begun: int
+    moved: int
+    begun: int = 0
     steps: int = 0
     done: int = 0
     busy_seconds: float = 0.0
-    given: int = 0
     waits: bool = False
+
+    @property
+    def place(self) -> tuple[bool, int, int]:
+        """How far it is compared with others: one that hangs is first."""
+        return self.waits, self.begun, self.done
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from pagerunner.life import LIFE
+
 _WORDS = 2**20  # of a piece: 4 MiB, and as much again four times while it is summed
 _CACHED_WORDS = 2**15  # summed at once on a CPU: 128 KiB, and what they become, stay in its cache
 _LOW_BITS = 2**32 - 1
@@ -31,6 +33,7 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
             factors = _factors(tensor.device)
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         sums += [_sums(piece, factors) for piece in raw.split(4 * _WORDS)]
+        LIFE.moved()
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -28,6 +28,7 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Share
+from pagerunner.life import LIFE
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import Forms, Held
 from pagerunner.models.checkpoint.kv_scales import place_of
@@ -168,6 +169,7 @@ def dummy_weights(model: Model, seed: int = 0, *, divided: bool = False) -> None
             if divided:
                 generator.manual_seed(seed + number)
             module.randomize(generator)
+            LIFE.moved()
 
 
 def load_weights(
@@ -393,6 +395,7 @@ class Copies:
     def count(self, size: int) -> None:
         """Count bytes that need no copy."""
         self._bytes += size
+        LIFE.moved()
         self._done(self._bytes)
 
     def _finish(self) -> None:

@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from pagerunner.life import LIFE
+
 BUFFER_BYTES = 32 * 2**20
 
 
@@ -38,6 +40,7 @@ class PinnedStager:
         for start in range(0, flat_source.numel(), step):
             part = flat_source[start : start + step]
             self._send(flat_target[start : start + part.numel()], part)
+            LIFE.moved()
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         index, self._next = self._next, 1 - self._next

@@ -45,11 +45,11 @@ from pagerunner.types.weights import AbortUpdate, RankChange
 LOADER = "pagerunner.engine.worker.worker:load_worker"
 COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
-_CALLS = 10  # a start, or a call, may take so many times as long as a sum, or as the first rank takes for it
+_START_FACTOR = 10  # a process may take so many times as long for its start as a rank for a move
 _NOBODY_ASKS = -1  # the id of calls whose answers aren't waited for
 _CLOSES = -2  # the id of the last call
 _LOOK_SECONDS = 1.0
-_SUMS = 4  # the watch knows more than the group, so it comes first
+_GROUP_FACTOR = 4  # and a sum so many times, as the watch knows more than the group, and is to come first
 
 
 class RankSockets:
@@ -133,8 +133,8 @@ class Ranks:
             (self.directory / orders.MEETING).mkdir(mode=0o700)
             self._places, doors = self._find_places(resolved.config, early, undo)
             undo.callback(doors.close)
-            together, self.of_team = resolved.config.tensor_parallel_size, ranks // resolved.config.teams
-            self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors, together)
+            self.of_team = ranks // resolved.config.teams
+            self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors)
             undo.callback(self.watch.close)
             self.watch.team_ranks = self.of_team
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
@@ -164,7 +164,7 @@ class Ranks:
                     loader=loader,
                     log_level=logging.getLogger("pagerunner").getEffectiveLevel(),
                     log_name=name_of_part(f"rank {rank}"),
-                    seconds=_SUMS * self.seconds,
+                    seconds=_GROUP_FACTOR * self.seconds,
                 )
                 processes.append(self._places.start(launch))
         except BaseException:
@@ -178,7 +178,7 @@ class Ranks:
     ) -> tuple[LocalPlaces | RayPlaces, Doors]:
         if config.distributed_executor_backend == "mp":
             return LocalPlaces(early), Doors(self.directory)
-        places = RayPlaces(config, _CALLS * self.seconds)
+        places = RayPlaces(config, _START_FACTOR * self.seconds)
         undo.callback(places.close)
         return places, Doors(self.directory, places.host, places.keys)
 
@@ -187,8 +187,8 @@ class Ranks:
         watch, own = self.watch, what_it_runs(resolved)
         watch.wait(
             lambda: len(watch.here) == self.size or None,
-            lambda: f"{self._first(watch.here)} hasn't started in {_CALLS * self.seconds:g} seconds.",
-            _CALLS * self.seconds,
+            lambda: f"{self._first(watch.here)} hasn't started in {_START_FACTOR * self.seconds:g} seconds.",
+            _START_FACTOR * self.seconds,
         )
         self.start_seconds = time.monotonic() - self._began
         for rank in range(self.size):
@@ -213,13 +213,12 @@ class Ranks:
         watch = self.watch
         told: list[orders.Read] = []
 
-        def found() -> Mapping[int, orders.Loaded]:
+        def tell() -> None:
             if progress is not None and watch.read is not None and told[-1:] != [watch.read]:
                 told[:] = [watch.read]
                 progress(watch.read.num_bytes, watch.read.total)
-            return watch.loaded
 
-        loaded = watch.from_all(found, "loaded", _CALLS)
+        loaded = watch.from_all(lambda: watch.loaded, "loaded", told=tell)
         self.weights = [loaded[rank].weights for rank in range(self.size)]
         return [facts for rank in range(self.size) for facts in loaded[rank].facts]
 
@@ -228,14 +227,14 @@ class Ranks:
         return f"Rank {rank} of {self.size}"
 
     def ask(self, make: Callable[[int], orders.Order], seconds: float = 0.0) -> Mapping[int, orders.Done]:
-        """Make a call on all ranks, and wait for their answers. After the first the others have at least so many seconds.
+        """Make a call on all ranks, and wait for their answers. At least so many seconds may pass without a move of any of them.
 
         Raises RankRefusal with the error of the first rank that has one.
         """
         call_id = next(self._calls)
         self.watch.check()
         self.send(make(call_id))
-        done = self.watch.from_all(lambda: self.watch.done.get(call_id, {}), "answered", _CALLS, seconds)
+        done = self.watch.from_all(lambda: self.watch.done.get(call_id, {}), "answered a call", seconds)
         del self.watch.done[call_id]
         for rank in range(self.size):
             if (refused := done[rank].error) is not None:
@@ -346,6 +345,7 @@ class ProcessExecutor:
         self._under_way |= {(team, one.number) for team, own in enumerate(plans) for one in own.transfers}
         self._ranks.send(*map(orders.Run, plans))
         self._steps += 1
+        self._ranks.watch.given = self._steps
         self._halfway = False
         step = RanksStep(self._ranks, self._steps)
         if self._steps % COMPARE_STEPS == 0:

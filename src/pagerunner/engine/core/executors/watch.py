@@ -1,9 +1,9 @@
 """RankWatch: a thread that knows how the ranks are, and ends all of them when one has failed.
 
 A rank that is gone leaves the others waiting in a sum, so what its process says can't be trusted to come from the thread that waits.
-This thread looks at six things: that a process has ended; that a rank says it has failed; that a rank gives no sign of life; that
-a rank has begun fewer sums and steps than the others of its stage or team for too long; that a rank has a step, waits for nobody and begins nothing; and
-that a rank's device doesn't come further with what it has been given.
+This thread looks at four things: that a process has ended; that a rank says it has failed; that a rank is silent; and that nothing moves though
+there is something to do, be it a start, a call or a step. All that ranks do ends in a wait for the others. So one that hangs stops all of them, and
+as long as one moves, none hangs.
 The first of these that is found becomes the engine's reason. Then all ranks are killed, which frees whoever waits for them.
 """
 
@@ -15,9 +15,9 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -37,33 +37,29 @@ _FoundT = TypeVar("_FoundT")
 LOST = 1 << 16
 """Instead of an exit status: whoever held the process is gone, and nobody knows how it ended."""
 _LOOK_MS = 100
-_LOADING = 3  # times as long as later one rank may wait for another that loads; the group waits for 4 times as long
+_CALL_FACTOR = 3  # a start or a call may be without a move for so many times as long as a step: not all that is done there is counted
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
 _KILLED_SECONDS = 0.02  # the same of a rank that was killed, which can't have said anything about it
-_FOR_EVER = 1e9  # seconds, as a lock can't wait for infinity
 _STOPPED_SECONDS = 2.0  # this process itself was stopped if a look takes longer
 
 
 class _Known:
-    """What is known of a rank: how far it has come, when it was last heard, when its host was last level with the others or moved, and when its
-    device last had nothing to do or moved.
-    """
+    """What is known of a rank: how far it has come, and when it was last heard."""
 
-    __slots__ = ("alive", "finished_at", "heard_at", "moved_at")
+    __slots__ = ("alive", "heard_at")
 
     def __init__(self, rank: int) -> None:
         self.alive = orders.Alive(rank, 0)
-        self.moved_at = self.finished_at = time.monotonic()
         self.heard_at: float | None = None
 
-    def take(self, alive: orders.Alive, now: float) -> None:
-        """Note how far the rank has come by now."""
-        if alive.begun != self.alive.begun:
-            self.moved_at = now
-        if alive.done != self.alive.done or alive.done == alive.steps:
-            self.finished_at = now
-        self.alive = alive
+
+class _Asked(NamedTuple):
+    """A start or a call, which takes until `found` has something of all ranks. Then they have `done` it. It may be without a move for so many `seconds`."""
+
+    found: Callable[[], Container[int]]
+    done: str
+    seconds: float
 
 
 class RankWatch:
@@ -76,13 +72,8 @@ class RankWatch:
         ranks: int,
         seconds: float,
         doors: Doors,
-        together: int | None = None,
     ) -> None:
-        """`seconds` is how long a rank may be behind the others or silent. Binds the socket for reports by `doors`.
-
-        So many ranks `together` are a stage or a team, and make the same sums; by default all of them.
-        """
-        self._together = together or ranks
+        """`seconds` is how long a rank may be silent, and how long a step may be without a move. Binds the socket for reports by `doors`."""
         self.team_ranks = ranks
         """Ranks that carry out the same transfers: those of a team."""
         self._ranks, self._directory, self._seconds = ranks, directory, seconds
@@ -94,6 +85,11 @@ class RankWatch:
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
         self._processes: dict[int, Process] = {}
         self._known = {rank: _Known(rank) for rank in range(ranks)}
+        self._moved_at = time.monotonic()
+        """When a rank last moved, or none had anything to do."""
+        self._asked: _Asked | None = None
+        self.given = 0
+        """The steps that all ranks have been sent."""
         self._said: dict[int, PagerunnerError] = {}  # what ranks say has failed
         self._lost: dict[int, PagerunnerError] = {}  # the same of ranks that have lost another one
         self._lost_at: float | None = None
@@ -148,21 +144,28 @@ class RankWatch:
         raise self.fail(late())
 
     def from_all(
-        self, found: Callable[[], Mapping[int, _FoundT]], what: str, calls: int, seconds: float = 0.0
+        self,
+        found: Callable[[], Mapping[int, _FoundT]],
+        done: str,
+        seconds: float = 0.0,
+        told: Callable[[], None] | None = None,
     ) -> Mapping[int, _FoundT]:
-        """What `found` has of all ranks. The first may take its time; others have `calls` times as long, and as the watch's limit, and `seconds`.
+        """What `found` has of all ranks. They may take their time for it, as long as one of them moves; at least so many seconds without a move.
 
-        `what` they are late with is part of a sentence. Raises why the ranks are gone, if they are.
+        What they have `done` then is part of a sentence. `told` is called after each report. Raises why the ranks are gone, if they are.
         """
-        began = time.monotonic()
-        self.wait(lambda: found() or None, lambda: "", _FOR_EVER)
-        most = max(seconds, calls * max(self._seconds, time.monotonic() - began))
-
-        def late() -> str:
-            rank = next(rank for rank in self._known if rank not in found())
-            return f"Rank {rank} of {self._ranks} hasn't {what} {most:g} seconds after the first rank has."
-
-        return self.wait(lambda: dict(found()) if len(found()) == self._ranks else None, late, most)
+        with self._changed:
+            self._asked = _Asked(found, done, max(seconds, _CALL_FACTOR * self._seconds))
+            try:
+                while True:
+                    self.check()
+                    if told is not None:
+                        told()
+                    if len(found()) == self._ranks:
+                        return dict(found())
+                    self._changed.wait()
+            finally:
+                self._asked = None
 
     @property
     def busy_seconds(self) -> float:
@@ -270,11 +273,13 @@ class RankWatch:
             case orders.Read():
                 self.read = report
             case orders.Loaded(rank):
-                self.loaded[rank] = report
+                self.loaded[rank], self._moved_at = report, now
             case orders.Done(rank, call_id):
-                self.done.setdefault(call_id, {})[rank] = report
+                self.done.setdefault(call_id, {})[rank], self._moved_at = report, now
             case orders.Alive():
-                known.take(report, now)
+                if (report.moved, report.done) != (known.alive.moved, known.alive.done):
+                    self._moved_at = now
+                known.alive = report
             case orders.Moved(rank, ended, ready):
                 self._ready[rank] = ready
                 for one in ended:
@@ -287,7 +292,7 @@ class RankWatch:
 
     def named(self, rank: int, error: WireError) -> PagerunnerError:
         """An error of a rank, with the rank's number."""
-        found, who = error.exception(), f"Rank {rank} of {self._ranks}"
+        found, who = error.exception(), self._who(rank)
         return type(found)(str(found) if str(found).startswith(who) else f"{who}: {found}")
 
     def _why_ended(self, ended: Sequence[int]) -> PagerunnerError | None:
@@ -298,7 +303,7 @@ class RankWatch:
                 self._reports.poll(int(1000 * left) + 1)
                 self._read_reports()
             if rank not in self._said | self._lost:
-                who = f"Rank {rank} of {self._ranks}"
+                who = self._who(rank)
                 gone = f"{who} is gone with its Ray actor, which was killed or has lost its machine."
                 return EngineDeadError(gone if status == LOST else exit_reason(who, status))
         return None
@@ -311,37 +316,37 @@ class RankWatch:
         return None
 
     def _why_late(self, now: float) -> PagerunnerError | None:
-        """Whether a rank is silent, or is behind the others, or its device stands still, for too long."""
-        limit = f"{self._seconds:g} seconds {knob('RANK_SECONDS')}"
-        behind = self._seconds * (1 if len(self.loaded) == self._ranks else _LOADING)
+        """Whether a rank is silent, or nothing has moved, for too long."""
         for rank, known in self._known.items():
-            who, alive = f"Rank {rank} of {self._ranks}", known.alive
-            most = max(self._known[other].alive.begun for other in self._of_group(rank))
-            waits = self._together == self._ranks or alive.waits or alive.given == alive.steps
-            if alive.begun == most and waits:
-                known.moved_at = now
             if known.heard_at is not None and now - known.heard_at > self._seconds:
-                return self._hung(rank, f"{who} has given no sign of life for {limit}.")
-            if now - known.moved_at > behind:
-                where = f"it has begun {alive.begun:,} sums and steps, and another rank {most:,}"
-                if alive.begun == most:
-                    where = f"it is at step {alive.steps + 1:,} of {alive.given:,} that it was given"
-                wait = f"{behind:g} seconds {knob('RANK_SECONDS')}"
                 return self._hung(
-                    rank, f"{who} hangs: it hasn't come further for {wait}, while others wait for it; {where}."
+                    rank, f"{self._who(rank)} has given no sign of life for {self._limit(self._seconds)}."
                 )
-        for rank, known in sorted(self._known.items(), key=lambda one: one[1].alive.done):
-            if known.alive.done < known.alive.steps and now - known.finished_at > self._seconds:
-                step = f"step {known.alive.done + 1:,} of {known.alive.steps:,} that it was given"
-                return self._hung(
-                    rank, f"Rank {rank} of {self._ranks}: its device has worked for {limit} on {step}, and hangs."
-                )
-        return None
+        asked = self._asked
+        if asked is None:
+            behind = [rank for rank, known in self._known.items() if known.alive.done < self.given]
+        else:
+            behind = [rank for rank in self._known if rank not in asked.found()]
+        if not behind:
+            self._moved_at = now
+        most = self._seconds if asked is None else asked.seconds
+        if now - self._moved_at <= most:
+            return None
+        # the one that waits for none of the others, or has begun least
+        rank = min(behind, key=lambda rank: self._known[rank].alive.place)
+        who, alive, limit = self._who(rank), self._known[rank].alive, self._limit(most)
+        if asked is not None:
+            return self._hung(rank, f"{who} hangs: no rank has come further for {limit}, and it hasn't {asked.done}.")
+        step = f"step {alive.done + 1:,} of {self.given:,} that it was given"
+        if alive.steps == self.given:
+            return self._hung(rank, f"{who}: its device has worked for {limit} on {step}, and hangs.")
+        return self._hung(rank, f"{who} hangs: no rank has come further for {limit}, and it is at {step}.")
 
-    def _of_group(self, rank: int) -> range:
-        """The ranks of its stage or team."""
-        first = rank - rank % self._together
-        return range(first, first + self._together)
+    def _who(self, rank: int) -> str:
+        return f"Rank {rank} of {self._ranks}"
+
+    def _limit(self, seconds: float) -> str:
+        return f"{seconds:g} seconds {knob('RANK_SECONDS')}"
 
     def _hung(self, rank: int, sentence: str) -> PagerunnerError:
         logger.error("%s Its threads say on standard error where they are.", sentence)
@@ -351,8 +356,8 @@ class RankWatch:
 
     def _forgive(self, now: float) -> None:
         """This process was stopped for a while, so it couldn't hear anybody."""
+        self._moved_at = now
         for known in self._known.values():
-            known.moved_at = known.finished_at = now
             known.heard_at = known.heard_at and now
 
     def _end(self, reason: PagerunnerError) -> None:
