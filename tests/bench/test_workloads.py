@@ -12,6 +12,7 @@ from pagerunner.bench.workloads import WORKLOADS, BenchRequest, uniform_workload
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.sched.stats import SchedulerStats, SpecCounts
 from pagerunner.types import CompletionOutput, RequestOutput
 
 # First ids, prompt tokens, output tokens and last ids, from the program that the peers' figures were measured with.
@@ -33,9 +34,14 @@ class Instant:
     def __init__(self, short=0):
         self.short = short
         self.prompts = []
+        self.drafts = SpecCounts.of(2)
+
+    def stats(self):
+        return SchedulerStats(spec=SpecCounts(list(self.drafts.accepted), self.drafts.num_draft_tokens))
 
     def generate(self, prompts, sampling_params=None, use_tqdm=True):
         self.prompts.append(prompts)
+        self.drafts.add(2, 1)
         missing = [0] * (len(prompts) - 1) + [self.short]
         return [
             RequestOutput(
@@ -112,6 +118,8 @@ def test_throughput_uses_fresh_prompts_each_round_and_reports_the_last():
     measured = [prompts[0]["prompt_token_ids"] for prompts in llm.prompts[1:]]
     assert measured == [workload("W1", 4096, salt)[0].prompt_token_ids for salt in range(3)]
     assert report.output_tokens_per_second == pytest.approx(128 / report.elapsed)
+    assert report.drafts == SpecCounts([0, 3, 0], 6), "those of the warm-up don't count"
+    assert "Mean acceptance length: 2.00, Per-position acceptance rate: 1.000, 0.000, Avg Draft" in report.text()
 
 
 def test_tokens_are_drawn_as_asked():
@@ -140,6 +148,7 @@ def test_latency_reports_percentiles_in_order():
     values = list(report.percentiles.values())
     assert values == sorted(values) and len(report.seconds) == 5
     assert (report.batch_size, report.input_len, report.output_len) == (2, 2, 3)
+    assert report.drafts == SpecCounts([0, 5, 0], 10) and "Mean acceptance length: 2.00" in report.text()
     assert min(report.seconds) <= report.percentiles[50] <= max(report.seconds)
 
 
