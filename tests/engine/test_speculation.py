@@ -237,13 +237,17 @@ def test_what_drafts_do_not_go_with(model: str, options: dict[str, Any], words: 
         resolved(model, NGRAM, **options)
 
 
-def test_recurrent_layers_need_their_states_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers_keep_a_journal_of_drafts_and_the_plan_counts_it() -> None:
     hybrid = str(demo_path("demo-hybrid"))
-    monkeypatch.setattr(speculation, "TAKES_RECURRENT_STATE_BACK", False)
-    with pytest.raises(ConfigError, match="which has recurrent layers"):
-        resolved(hybrid, NGRAM)
-    monkeypatch.setattr(speculation, "TAKES_RECURRENT_STATE_BACK", True)
-    assert resolved(hybrid, NGRAM).method == "ngram"
+    plain, drafted = (
+        resolve(EngineArgs(model=hybrid, device="cpu", speculative_config=wish, max_model_len=256), plan_only=True).plan
+        for wish in (None, NGRAM)
+    )
+    states = [group for group in drafted.groups if group.kind == "recurrent"]
+    (before,) = (group for group in plain.groups if group.kind == "recurrent")
+    entries = [piece.spec.entry for piece in before.layers]
+    added = sum(-(-4 * NGRAM["num_speculative_tokens"] * size // 16) * 16 for entry in entries for (size,) in entry)
+    assert 0 <= states[0].page_bytes - before.page_bytes - added < 16 * len(entries)
 
 
 def test_methods_that_do_not_work_yet_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

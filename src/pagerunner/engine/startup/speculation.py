@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 WORKS: dict[SpeculativeMethod, frozenset[str] | None] = {}
 """Methods that work from a request to its answer, and the families of models (their model_type) that each works with; None: all."""
-TAKES_RECURRENT_STATE_BACK = False
-"""Whether rejected drafts leave no trace in recurrent states."""
 MOST_TOKENS = 32
 """Most drafts of a row in a step."""
 
@@ -276,10 +274,6 @@ def _check_engine(method: SpeculativeMethod, model: ModelConfig, args: EngineArg
         raise ConfigError(
             f'{what} doesn\'t go with attention_backend="flashinfer", which plans on the host: how many drafts were accepted is known on the '
             'device only. attention_backend="auto" does.'
-        )
-    if not TAKES_RECURRENT_STATE_BACK and any(spec.kind == "recurrent" for spec in model.layer_specs("float32")):
-        raise ConfigError(
-            f"{what} isn't there for {model.family}, which has recurrent layers: what rejected drafts do to their states can't be taken back yet."
         )
     if method not in WORKS:
         there = f"there are {', '.join(WORKS)}" if WORKS else "no method works yet"
