@@ -21,26 +21,26 @@ _COMPILER_THREAD = "load-compiler"
 _rehearsing = ContextVar("rehearsing", default=False)
 
 
-def load_libraries(device: torch.device, name: str) -> list[threading.Thread]:
+def load_libraries(device: torch.device, name: str, ranks: int = 1) -> list[threading.Thread]:
     """Begin to load what a device's steps need beside torch, in threads: Triton and cuDNN take a second each.
 
-    If kernels of this `name` aren't compiled, the process that will compile them starts too.
+    If kernels of this `name` aren't compiled, the process that will compile them starts too, with its part of the cores, which so many `ranks` divide.
     """
     if device.type != "cuda":
         return []
     threads = [threading.Thread(target=_load_cudnn_attention, args=(device,), name="load-libraries", daemon=True)]
     if has_triton():
-        threads.append(threading.Thread(target=_load_compiler, args=(name,), name=_COMPILER_THREAD, daemon=True))
+        threads.append(threading.Thread(target=_load_compiler, args=(name, ranks), name=_COMPILER_THREAD, daemon=True))
     for thread in threads:
         thread.start()
     return threads
 
 
-def _load_compiler(name: str) -> None:
+def _load_compiler(name: str, ranks: int) -> None:
     with contextlib.suppress(Exception):  # the launch of a kernel meets the same error again and reports it
         ahead = importlib.import_module("pagerunner.ops.kernels.ahead")
         ahead.load_driver()
-        ahead.start_compilers(name)
+        ahead.start_compilers(name, ranks)
 
 
 def _load_cudnn_attention(device: torch.device) -> None:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import triton
@@ -20,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from helpers.patience import patient, until
 from pagerunner.ops import ahead as ops
-from pagerunner.ops.kernels import ahead
-from pagerunner.ops.kernels.compilers import Kernel
+from pagerunner.ops.kernels import ahead, compilers
+from pagerunner.ops.kernels.compilers import Asked, Kernel
 
 CUDA = torch.device("cuda")
 
@@ -88,7 +91,7 @@ def rehearse():
     triton.jit(_store)[(1,)](torch.empty(4), 7, BLOCK=4)
 
 ahead.start_compilers("a")
-[process] = ahead._compilers
+[(process, _)] = ahead._compilers
 count = ahead.compile_launched(rehearse)
 ahead.set_compiled("a")
 ahead.start_compilers("a")
@@ -103,9 +106,51 @@ print(json.dumps([count, found["_copy_pages"], len(ahead._compilers)]))
 """
 GIVEN_UP = """
 ahead.start_compilers("c")
-ahead._compilers[0].stdin.close()
-print(json.dumps(ahead._compilers[0].wait(60)))
+[(process, _)] = ahead._compilers
+process.stdin.close()
+print(json.dumps(process.wait(60)))
 """
+BUSY = """
+import os, time
+from pagerunner.ops.kernels import compilers
+
+def build(kernel):
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(600)
+
+compilers.build = build
+compilers.main()
+"""
+
+
+@pytest.mark.days(3)
+def test_processes_that_compile_end_with_a_starter_that_is_killed():
+    """The leash ends while all of them are busy. That is so after every start that fails with kernels to compile."""
+    kernels = [Kernel("pagerunner.ops.kernels.pages", "_fill_pages", str(number)) for number in range(9)]
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        process.stdin.write(msgspec.json.encode(Asked(("cuda", 90, 32), kernels, 3)) + b"\n")
+        process.stdin.flush()
+        pids = [int(process.stdout.readline()) for _ in range(3)]
+        process.stdin.close()
+        assert process.wait(patient(10)) == -signal.SIGKILL
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
+        assert process.stdout.read() == process.stderr.read() == b""
+
+
+def test_ranks_of_a_machine_divide_its_cores(device, monkeypatch):
+    monkeypatch.setattr(ahead, "_compilers", [])
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 12)
+    monkeypatch.setattr(ahead.children, "start", lambda *_, **__: None)
+    for ranks in (1, 8, 20):
+        ahead.start_compilers("a", ranks)
+    assert [workers for _, workers in ahead._compilers] == [12, 1, 1]
 
 
 @pytest.mark.days(3)
@@ -169,11 +214,40 @@ def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_th
     """One that is killed while it compiles leaves its kernel to the other ones."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", TOGETHER, fails], env=env, capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0 and not said.stderr, said.stderr
-    built = [line.split() for line in said.stdout.splitlines()]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", TOGETHER, fails], env=env, text=True, **pipes) as process:
+        said = process.stdout.read()  # with standard input open, which is their leash
+        assert process.wait(patient(60)) == 0 and not (errors := process.stderr.read()), errors
+    built = [line.split() for line in said.splitlines() if line]
     assert sorted(number for _, number in built) == [*"01234567"]
     assert ["False", "0"] in built if fails == "0" else {who for who, _ in built} == {"True", "False"}
+
+
+def test_a_process_that_was_stopped_with_a_kernels_lock_is_not_waited_for_long(monkeypatch, tmp_path):
+    kernel, built, told = Kernel("module", "kernel", "a"), [], tmp_path / "told"
+    monkeypatch.setattr(compilers, "_function", lambda kernel: SimpleNamespace(cache_key="key"))
+    monkeypatch.setattr(compilers, "build", built.append)
+    monkeypatch.setattr(compilers, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    with told.open("wb") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        holds, has = os.pipe()
+        if (other := os.fork()) == 0:
+            monkeypatch.setattr(compilers, "build", lambda kernel: [os.write(has, b"!"), time.sleep(60)])
+            try:
+                compilers._build_in_turn(kernel, compilers._open_locks(), 0.0)
+            finally:
+                os._exit(0)
+        assert os.read(holds, 1) == b"!"
+        todo, add = os.pipe()
+        os.write(add, bytes(2))
+        os.close(add)
+        compilers._build_some([kernel], todo)
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    for fd in (holds, has, todo):
+        os.close(fd)
+    assert built == [kernel] and told.read_bytes() == compilers.BUILT
 
 
 @pytest.mark.parametrize(
@@ -181,20 +255,21 @@ def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_th
 )
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_process_that_hangs_is_ended_and_so_is_one_whose_start_is_interrupted(
-    device, monkeypatch, begun, interrupted
+    device, monkeypatch, begun, interrupted, caplog
 ):
     """More than a pipe holds is written to it."""
     monkeypatch.setattr(ahead, "_PATIENCE_SECONDS", 60.0 if interrupted else 0.5)
     process = subprocess.Popen(
         [sys.executable, "-c", begun], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    monkeypatch.setattr(ahead, "_compilers", [process])
+    monkeypatch.setattr(ahead, "_compilers", [(process, 2)])
     kernels = [Kernel("module", "kernel", "x" * 2000)] * 100
     if interrupted:
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         ahead._compile_in_processes(kernels)
     assert process.wait(10) == -signal.SIGKILL
+    assert ("have taken 0.5 seconds and are ended" in caplog.text) is not interrupted
 
 
 def test_each_kernel_that_is_launched_is_compiled_once_and_none_runs(device):
@@ -266,7 +341,7 @@ def test_libraries_are_loaded_in_the_background(device, monkeypatch):
     monkeypatch.setattr(ops, "has_triton", lambda: True)
     loaded = []
     monkeypatch.setattr(ahead, "load_driver", lambda: loaded.append("compiler"))
-    monkeypatch.setattr(ahead, "start_compilers", loaded.append)
+    monkeypatch.setattr(ahead, "start_compilers", lambda name, ranks: loaded.append(name))
     monkeypatch.setattr(ops, "_load_cudnn_attention", loaded.append)
     for thread in ops.load_libraries(CUDA, "name"):
         thread.join()

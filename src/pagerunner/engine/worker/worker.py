@@ -279,7 +279,7 @@ def load_worker(
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     kernels = kernels_name(resolved, stage.number if stage is not None else 0)
-    loading = load_libraries(device, kernels)
+    loading = load_libraries(device, kernels, config.num_ranks * config.engines)
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     by_kernel = not config.disable_custom_all_reduce
     if device.type == "cuda" and isinstance(comm, GlooComm):

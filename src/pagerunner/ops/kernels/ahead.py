@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
+import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,17 +30,19 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, compute_cache_key, serialize_specialization_data
 
 from pagerunner import children
+from pagerunner.life import LIFE
 from pagerunner.ops.kernels.compilers import Asked, Kernel
 from pagerunner.threads import usable_cores
 
+logger = logging.getLogger(__name__)
 MOST_THREADS = 16
 _FEWEST_CORES = 4  # with fewer, a process that imports torch costs more than it brings
 _COMPILERS = "pagerunner.ops.kernels.compilers"
 _PATIENCE_SECONDS = 120.0  # for processes to compile what takes this one a minute
 _MARK = "compiled"
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_compilers: list[subprocess.Popen[bytes]] = []
-"""The process that waits for kernels to compile, if one has been started."""
+_compilers: list[tuple[subprocess.Popen[bytes], int]] = []
+"""The process that waits for kernels to compile, if one has been started, and how many it may fork."""
 
 
 class _Zeros(TorchDispatchMode):
@@ -56,6 +61,7 @@ def _build(compile_kernel: Callable[[], Any], may_begin: threading.Event) -> Any
     kernel = compile_kernel()
     with contextlib.suppress(Exception):  # the launch of the kernel builds it again and reports what is wrong
         driver.active.launcher_cls(kernel.src, kernel.metadata)
+    LIFE.moved()
     return kernel
 
 
@@ -75,26 +81,44 @@ def load_driver() -> None:
     driver.active  # noqa: B018 - made when it is first asked for
 
 
-def start_compilers(name: str) -> None:
-    """Start the process of `ops/kernels/compilers.py`, unless kernels of `name` are compiled or there are few cores."""
+def start_compilers(name: str, ranks: int = 1) -> None:
+    """Start the process of `ops/kernels/compilers.py`, unless kernels of `name` are compiled or there are few cores.
+
+    So many `ranks` of this machine start one each, and divide the cores.
+    """
     if usable_cores() >= _FEWEST_CORES and not is_compiled(name):
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process with threads had better not fork
         environment = children.engine_environment() | alone
-        _compilers.append(children.start(_COMPILERS, environment, stdout=subprocess.PIPE, own_session=True))
+        process = children.start(_COMPILERS, environment, stdout=subprocess.PIPE, own_session=True)
+        _compilers.append((process, max(1, usable_cores() // ranks)))
 
 
 def _compile_in_processes(kernels: list[Kernel]) -> None:
     """Have the kernels compiled into Triton's cache; returns when that has ended, when the processes have, or when it takes too long."""
-    process = _compilers.pop()
+    process, workers = _compilers.pop()
     target = driver.active.get_current_target()
-    asked = Asked((target.backend, target.arch, target.warp_size), kernels)
+    asked = Asked((target.backend, target.arch, target.warp_size), kernels, workers)
+    until = time.monotonic() + _PATIENCE_SECONDS
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(msgspec.json.encode(asked) + b"\n", _PATIENCE_SECONDS)
+        assert process.stdout is not None
+        # in a thread, as more may be written than a pipe holds, and a process that hangs reads nothing
+        line = msgspec.json.encode(asked) + b"\n"
+        threading.Thread(target=children.tell, args=(process, line), name="tell-compilers", daemon=True).start()
+        while select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not os.read(process.stdout.fileno(), 4096):
+                break
+            LIFE.moved()
+        else:
+            logger.warning(
+                "The processes that compile kernels have taken %g seconds and are ended; this one goes on alone.",
+                _PATIENCE_SECONDS,
+            )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
         children.end({"the process that compiles kernels": process})
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def compile_launched(rehearse: Callable[[], object]) -> int:

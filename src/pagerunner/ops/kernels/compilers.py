@@ -5,6 +5,8 @@ loads weights, and starts no thread and no device. So it may fork: a child for e
 cache. What goes wrong here is left to the parent, which compiles what it doesn't find.
 
 Processes that share a cache divide the kernels, as those of an engine's ranks do: who compiles one has a lock, and the others turn to the next.
+
+Standard input is the leash, here too: at its end all that was forked ends at once.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import hashlib
 import importlib
 import os
 import select
+import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from pagerunner.threads import usable_cores
-
 _PATIENCE_SECONDS = 300.0  # for a parent that has not come to its kernels
+LOCK_SECONDS = 20.0
+"""So long another process may take for a kernel. One that was stopped holds its lock for ever."""
+_LOOK_SECONDS = 0.02
+BUILT = b"\n"
+"""What is written to standard output for each kernel."""
 _INDEX = struct.Struct("H")
 _LOCKS = "pagerunner.lock"  # a file in Triton's cache; each kernel has a byte of it, which needn't be there
 
@@ -41,10 +48,11 @@ class Kernel(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """What the parent writes to standard input, a line: the device's target (`GPUTarget`), and the kernels."""
+    """What the parent writes to standard input, a line: the device's target (`GPUTarget`), the kernels, and by how many processes."""
 
     target: tuple[str, int, int]
     kernels: list[Kernel]
+    workers: int
 
 
 class _TargetAlone:
@@ -85,15 +93,19 @@ def _code_length(kernel: Kernel) -> int:
         return 0
 
 
-def _build_in_turn(kernel: Kernel, locks: int | None, *, wait: bool) -> bool:
-    """Build a kernel, unless another process does. That is waited for, or else False."""
+def _build_in_turn(kernel: Kernel, locks: int | None, seconds: float) -> bool:
+    """Build a kernel, unless another process does. That is waited for; False if it takes longer than so many seconds."""
     name = f"{_function(kernel).cache_key} {kernel.specialization}"
     place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
-    if locks is not None:
+    until = time.monotonic() + seconds
+    while locks is not None:
         try:
-            fcntl.lockf(locks, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, place)
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            break
         except (BlockingIOError, PermissionError):
-            return False
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_SECONDS)
         except OSError:
             locks = None  # the file system has no locks
     try:
@@ -113,34 +125,52 @@ def _open_locks() -> int | None:
 
 
 def build_all(kernels: list[Kernel], workers: int) -> None:
-    """Build kernels in as many forked processes; returns when all have ended. Those with most code come first."""
+    """Build kernels in as many forked processes; returns when all have ended. Those with most code come first. Each writes a line for a kernel.
+
+    If standard input ends meanwhile, this process and its group are killed. It leads that group.
+    """
     lengths = [_code_length(kernel) for kernel in kernels]
     kernels = [
         kernels[place] for place in sorted(range(len(kernels)), key=lambda place: -lengths[place]) if lengths[place]
     ]
     todo, add = os.pipe()
+    ends, lives = os.pipe()  # closed when no child is left
     started = []
     for _ in range(min(workers, len(kernels))):
         if (child := os.fork()) == 0:
             os.close(add)
-            put_off, locks = [], _open_locks()
             try:
-                while index := os.read(todo, _INDEX.size):
-                    kernel = kernels[_INDEX.unpack(index)[0]]
-                    with contextlib.suppress(Exception):
-                        if not _build_in_turn(kernel, locks, wait=False):
-                            put_off.append(kernel)
-                for kernel in put_off:
-                    with contextlib.suppress(Exception):
-                        _build_in_turn(kernel, locks, wait=True)
+                _build_some(kernels, todo)
             finally:
                 os._exit(0)
         started.append(child)
     os.close(todo)
+    os.close(lives)
     with contextlib.suppress(BrokenPipeError), open(add, "wb") as pipe:
         pipe.write(b"".join(map(_INDEX.pack, range(len(kernels)))))
+    stdin = sys.stdin.fileno()
+    if stdin in select.select([stdin, ends], [], [])[0]:  # nothing follows the line with the kernels
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.close(ends)
     for child in started:
         os.waitpid(child, 0)
+
+
+def _build_some(kernels: list[Kernel], todo: int) -> None:
+    """In a child: build those whose numbers come from `todo`, and then wait for those that other processes build."""
+    put_off, locks = [], _open_locks()
+    while index := os.read(todo, _INDEX.size):
+        kernel = kernels[_INDEX.unpack(index)[0]]
+        with contextlib.suppress(Exception):
+            if _build_in_turn(kernel, locks, 0.0):
+                os.write(sys.stdout.fileno(), BUILT)
+            else:
+                put_off.append(kernel)
+    for kernel in put_off:
+        with contextlib.suppress(Exception):
+            if not _build_in_turn(kernel, locks, LOCK_SECONDS):
+                build(kernel)
+            os.write(sys.stdout.fileno(), BUILT)
 
 
 def main() -> None:
@@ -151,8 +181,7 @@ def main() -> None:
     if line.endswith(b"\n"):  # not if the parent has ended, as a start does that finds something wrong
         asked = msgspec.json.decode(line, type=Asked)
         driver.set_active(_TargetAlone(GPUTarget(*asked.target)))
-        build_all(asked.kernels, usable_cores())
-        print("done", flush=True)
+        build_all(asked.kernels, asked.workers)
 
 
 if __name__ == "__main__":
