@@ -112,7 +112,7 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
             assert torch.allclose(normed.float(), norm(total).float(), rtol=steps, atol=1e-6), (call, x.shape, x.dtype)
 
 
-def test_numbers_that_begin_within_a_word_are_added_up_too() -> None:
+def test_numbers_that_begin_within_a_word_are_added_up_and_gathered_too() -> None:
     """All ranks must take the same way, wherever their numbers lie."""
     rooms = [torch.zeros(room_bytes(2), dtype=torch.uint8) for _ in range(2)]
     ends = ends_of(2, rooms)
@@ -124,6 +124,11 @@ def test_numbers_that_begin_within_a_word_are_added_up_too() -> None:
         for end, part, residual in zip(ends, parts, residuals, strict=True):
             end.add_(part, residual, **phase)
     assert all(torch.equal(residual, wanted) for residual in residuals)
+    found = [torch.empty(2, 8, dtype=torch.bfloat16) for _ in range(2)]
+    for phase in ({"take": False}, {"send": False}):
+        for end, part, out in zip(ends, parts, found, strict=True):
+            end.gather(part, out, **phase)
+    assert all(torch.equal(out, torch.stack(parts)) for out in found)
 
 
 def test_words_are_taken_only_when_they_are_of_the_round() -> None:

@@ -108,6 +108,7 @@ class PeerSums:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
         kind: dict[str, Any] = {"GATHER": True, "ADD": False, "SEND": send, "TAKE": take}
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
+        x = x if x.data_ptr() % 4 == 0 else x.clone()
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
         if words == torch.int32 and x.nbytes <= WORDS_BYTES.get(self._size, 2**16):
             self._run_words(x, out, kind)

@@ -20,12 +20,17 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int32: t
 
 
 @triton.jit
+def _flag(flag_ptr):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [flag_ptr], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _wait(flag_ptr, epoch):
     seen = epoch - 1
     while seen - epoch < 0:  # numbers wrap
-        seen = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [flag_ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
+        seen = _flag(flag_ptr)
 
 
 @triton.jit
@@ -88,7 +93,9 @@ def peer_words(
     epoch = tl.load(epochs_ptr + program)
     unit = program
     while unit * W < num:
-        epoch += 1
+        epoch += 1 + 2 * (epoch == -1).to(
+            tl.int32
+        )  # never 0, as a place has that nobody has written; odd and even ones take turns
         place = unit * W + at
         mask = place < num
         room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
