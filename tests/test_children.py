@@ -21,6 +21,7 @@ from pagerunner.children import (
     engine_environment,
     exit_reason,
     helper_environment,
+    read_lines,
     start,
     start_async,
     with_path,
@@ -171,3 +172,16 @@ def test_a_child_that_a_user_starts_by_hand_says_so() -> None:
         check=False,
     )
     assert done.returncode == 1 and "helpers.child is started by the engine, not by hand." in done.stderr
+
+
+def test_lines_that_come_together_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a core may be told to a process that hasn't read yet what it is to do."""
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(theirs, b"launch\nend 0\nend")
+        lines = read_lines("x")
+        assert [next(lines), next(lines)] == [b"launch\n", b"end 0\n"]
+        os.write(theirs, b" 1\n")
+        os.close(theirs)
+        assert [*lines] == [b"end 1\n"]

@@ -237,16 +237,23 @@ def run_to_end(module: str, *arguments: str, environment: Mapping[str, str]) -> 
 
 
 def read_first_line(module: str) -> bytes:
-    """In a child: the line that the parent has written. Raises SystemExit for a user who started `module` by hand, and, without a
-    word, if the parent has ended after a part of the line.
+    """In a child: the line that the parent has written. No other one follows. Raises as `read_lines`."""
+    return next(read_lines(module))
+
+
+def read_lines(module: str) -> Iterator[bytes]:
+    """In a child: the lines that the parent writes, until it is gone. Nobody else reads what it writes.
+
+    Raises SystemExit for a user who started `module` by hand, and, without a word, if the parent has ended after a part of the first line.
     """
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), 1 << 16)
-        if not piece:
-            raise SystemExit(1 if line else f"{module} is started by the engine, not by hand.")
-        line += piece
-    return bytes(line)
+    found, held = False, bytearray()
+    while piece := os.read(sys.stdin.fileno(), 1 << 16):
+        held += piece
+        while (end := held.find(b"\n") + 1) > 0:
+            line, held, found = bytes(held[:end]), held[end:], True
+            yield line
+    if not found:
+        raise SystemExit(1 if held else f"{module} is started by the engine, not by hand.")
 
 
 def wait_for_parents_end(parent: int) -> None:

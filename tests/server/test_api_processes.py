@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import prometheus_client
 import pytest
 
 from helpers import fake_core
@@ -90,8 +92,8 @@ def test_the_disk_has_given_all_that_metrics_are_mapped_in(two: Server) -> None:
     post(two, "v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2})
     for pid in children(two, API):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        found = {Path(line.split()[-1]) for line in maps.splitlines() if line.endswith(f"_{pid}.db")}
-        assert {path.name.removesuffix(f"_{pid}.db") for path in found} <= set(api_processes._METRICS) and found
+        found = {Path(line.split()[-1]) for line in maps.splitlines() if line.endswith(("_1.db", "_2.db"))}
+        assert {path.name[: -len("_1.db")] for path in found} <= set(api_processes._METRICS) and found
         for path in found:
             assert path.stat().st_blocks * 512 >= path.stat().st_size >= 4 * 4096, path
 
@@ -100,6 +102,8 @@ def test_without_room_for_metrics_a_process_says_where_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
+    (tmp_path / "counter_2.db").write_bytes(bytes(8))
+    monkeypatch.setattr(prometheus_client.values, "ValueClass", None)  # is set for the process, and this is another one
 
     def allocate(file: int, start: int, size: int) -> None:
         given.append(file)
@@ -109,8 +113,8 @@ def test_without_room_for_metrics_a_process_says_where_and_leaves_nothing(
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     sentence = rf"API process 2 needs 2.00 MiB for its metrics in {tmp_path}, .*No space left.*set TMPDIR"
     with pytest.raises(SystemExit, match=sentence):
-        api_processes.reserve_metrics("API process 2", str(tmp_path))
-    assert not list(tmp_path.iterdir())
+        api_processes.reserve_metrics(2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["counter_2.db"], "what the process before has counted stays"
 
 
 def test_whichever_process_answers_metrics_are_those_of_all(two: Server) -> None:
@@ -210,6 +214,27 @@ def serves(server: Server, pids: list[int]) -> bool:
         for client in (first, second, third, fourth):
             client.get(f"{server[1]}/health")
         return all(open_streams(server, pid) for pid in pids)
+
+
+@pytest.mark.days(2)
+def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
+    text_side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that the kernel has given it are closed. Files of metrics don't get more."""
+    monkeypatch.setenv("PAGERUNNER_LIMIT_RANK_SECONDS", "3")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with server_process(text_side, 20, api_server_count=2) as server:
+        complete(server, 10)
+        files = sorted(tmp_path.glob("pagerunner-metrics-*/*.db"))
+        victim, other = children(server, API)
+        os.kill(victim, signal.SIGSTOP)
+        with httpx.Client() as waits, contextlib.suppress(httpx.TransportError):
+            waits.get(f"{server[1]}/health", timeout=patient(20))
+        assert other in two_but(server, {victim})
+        until(lambda: serves(server, children(server, API)))
+        complete(server, 10)
+        until(lambda: total(server, "vllm:request_success_total") == 20)
+        assert sorted(tmp_path.glob("pagerunner-metrics-*/*.db")) == files and len(files) <= 8
 
 
 @pytest.mark.days(2)

@@ -12,20 +12,23 @@ from pathlib import Path
 import pytest
 
 from helpers.patience import patient
+from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.server import api_processes
 from pagerunner.server.api_processes import ApiLaunch, Supervisor
 from pagerunner.server.listening import StopSignals
 
-SAYS = "print('serves', flush=True); print('page', flush=True);"
-LIVES_ON = f"import time; {SAYS} time.sleep(60)"
+SAYS = "print('\\n\\nserves\\npage', flush=True);"
+LIVES_ON = f"import time; {SAYS} [[time.sleep(0.1), print(flush=True)] for _ in range(600)]"
+SILENT = f"import time; {SAYS} time.sleep(60)"
+NEVER_SERVES = "import time; [[time.sleep(0.1), print(flush=True)] for _ in range(600)]"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LIVES_ON}"
 DRAINS = """
 import signal, time
 def drain(*_):
     time.sleep(0.3)
     open({path!r}, "w").close()
-    exit()
+    raise SystemExit
 signal.signal(signal.SIGTERM, drain)
 """
 REFUSED = BlockingIOError(errno.EAGAIN, "no")
@@ -46,8 +49,9 @@ def supervised(
     tmp_path: Path,
     programs: list[str | OSError],
     act: Callable[[Supervisor, StopSignals], Awaitable[None]],
+    serving: int = 2,
 ) -> int:
-    """Run a supervisor whose API processes are these programs, one after the other; `act` meanwhile. The exit status."""
+    """Run a supervisor whose API processes are these programs, one after the other; `act` once so many are serving. The exit status."""
     asked = iter(programs)
 
     async def start(module: str, environment: dict[str, str]) -> asyncio.subprocess.Process:
@@ -63,7 +67,7 @@ def supervised(
         supervisor = Supervisor([], launch, str(tmp_path), stop)
         supervisor._clients = [NoCore()]  # type: ignore[list-item]
         running = asyncio.create_task(supervisor.run(2))
-        while len(supervisor._announced) < 2:
+        while len(supervisor._announced) < serving:
             await asyncio.sleep(0.01)
         await act(supervisor, stop)
         return await asyncio.wait_for(running, patient(20))
@@ -116,3 +120,57 @@ def test_when_keeping_one_fails_the_others_drain(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ZeroDivisionError):
         supervised(monkeypatch, tmp_path, [LIVES_ON, DRAINS.format(path=str(drained)) + LIVES_ON], act)
     assert drained.exists()
+
+
+def test_a_process_that_is_silent_is_killed_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was stopped, or its event loop hangs. The kernel would go on giving it its share of connections."""
+    monkeypatch.setattr(limits, "RANK_SECONDS", 1)
+
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        silent, other = supervisor._serving[1], supervisor._serving[2]
+        while supervisor._serving.get(1) in (None, silent):
+            await asyncio.sleep(0.01)
+        assert silent.returncode == -9 and supervisor._serving[2] is other and other.returncode is None
+        stop.ask()
+
+    assert supervised(monkeypatch, tmp_path, [SILENT, LIVES_ON, LIVES_ON], act) == 0
+    assert "API process 1 of 2 has given no sign of life for 1 seconds (PAGERUNNER_LIMIT_RANK_SECONDS" in caplog.text
+    assert capsys.readouterr().out == "serves\npage\n"
+
+
+def test_a_signal_to_one_process_alone_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        supervisor._serving[1].terminate()
+        while "It has ended its requests before. It is started again in 0 seconds." not in caplog.text:
+            await asyncio.sleep(0.01)
+        stop.ask()
+
+    drains = DRAINS.format(path=str(tmp_path / "drained")) + LIVES_ON
+    assert supervised(monkeypatch, tmp_path, [drains, LIVES_ON, LIVES_ON], act) == 0
+    assert [one.levelname for one in caplog.records if "exit status 0" in one.message] == ["WARNING"]
+
+
+def test_a_server_says_that_it_serves_though_one_process_can_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who waits for the line doesn't wait for ever. The one that has failed is tried again, and the log says why."""
+    monkeypatch.setattr(api_processes, "_AGAIN_SECONDS", 0.05)
+    said = ""
+
+    async def act(supervisor: Supervisor, stop: StopSignals) -> None:
+        nonlocal said
+        assert not capsys.readouterr().out, "the other one may still begin"
+        supervisor._serving[2].kill()
+        while not (said := capsys.readouterr().out):
+            await asyncio.sleep(0.01)
+        stop.ask()
+
+    assert supervised(monkeypatch, tmp_path, [LIVES_ON, NEVER_SERVES, LIVES_ON], act, serving=1) == 0
+    assert said == "serves\npage\n" and not capsys.readouterr().out

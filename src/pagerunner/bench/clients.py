@@ -170,12 +170,14 @@ def _end_with_parent(parent: int) -> None:
 def main() -> None:
     """Entry point of a process: a share comes on the first line of standard input, the run's begin on the second."""
     parent = os.getppid()
-    share = msgspec.json.decode(children.read_first_line(_MODULE), type=Share)
+    lines = children.read_lines(_MODULE)
+    share = msgspec.json.decode(next(lines), type=Share)
     print("ready", flush=True)
-    begin = float(children.read_first_line(_MODULE))
+    if not (begin := next(lines, b"")):
+        return  # nobody waits for it any more
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     with set_apart():
-        asyncio.run(_send(share, begin, _hand_on))
+        asyncio.run(_send(share, float(begin), _hand_on))
 
 
 if __name__ == "__main__":

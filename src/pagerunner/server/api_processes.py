@@ -2,7 +2,8 @@
 
 The supervisor starts the engine cores and the API processes, and serves nothing itself. An API process is a whole server: it reads
 requests and texts, and has a socket of its own to each core. The kernel shares connections out among them (SO_REUSEPORT). Standard input is
-an API process's leash: on its lines come the launch, and later the ends of cores. What it says when it serves is the only line of its output.
+an API process's leash: on its lines come the launch, and later the ends of cores. To its output it writes an empty line each second, and once
+the two lines that say where it serves. One that is silent is killed and replaced, as the kernel goes on giving it connections.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import zmq
+from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
-from pagerunner.children import exit_reason, read_first_line, start_async, starting
+from pagerunner import limits
+from pagerunner.children import exit_reason, read_lines, start_async, starting
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import (
@@ -51,6 +54,8 @@ MODULE = "pagerunner.server.api_processes"
 _AGAIN_SECONDS = 2.0
 _LONGEST_PAUSE = 30.0  # a process that has lived for longer is no reason to wait
 _END_SECONDS = 5.0
+_ALIVE_SECONDS = 1.0
+_START_FACTOR = 10  # one that doesn't serve yet, and imports perhaps, may be silent for so many times as long
 _METRICS = ("counter", "gauge_livesum", "histogram", "summary")
 _METRICS_BYTES = 512 * 1024  # of each file; one that needs more grows without a reserve
 
@@ -106,6 +111,9 @@ class Supervisor:
         self._clients = [CoreClient(core, receive=lambda message: None, died=self._tell_ends) for core in cores]
         self._serving: dict[int, asyncio.subprocess.Process] = {}
         self._announced: set[int] = set()
+        self._settled: set[int] = set()
+        """Those that serve, or have ended once without. When all are, the server says where it serves."""
+        self._words: bytes | None = None
 
     async def run(self, count: int) -> int:
         """Start `count` of them, and return when all have ended: the exit status."""
@@ -132,8 +140,7 @@ class Supervisor:
             try:
                 with starting(who):
                     process = await start_async(MODULE, {**os.environ, SHARED_DIRECTORY: self._metrics})
-                served = await self._until_its_end(process, client, life, count)
-                reason = exit_reason(who, await process.wait())
+                served, reason = await self._until_its_end(process, client, life, count)
             except EngineDeadError as error:
                 reason = str(error)
             if self._stop.asked.is_set() or all(core.death is not None for core in self._clients):
@@ -143,8 +150,11 @@ class Supervisor:
                 return
             if time.monotonic() - began > _LONGEST_PAUSE:
                 pause = 0.0
+            self._settle(client, count)
             pause = pause if served else max(pause, _AGAIN_SECONDS)
-            if served:
+            if served and reason == exit_reason(who, 0):  # a signal to it alone
+                logger.warning("%s It has ended its requests before. It is started again in %g seconds.", reason, pause)
+            elif served:
                 logger.error("%s Its requests are ended, and it is started again in %g seconds.", reason, pause)
             else:
                 logger.error("%s It had not begun to serve; it is started again in %g seconds.", reason, pause)
@@ -153,8 +163,10 @@ class Supervisor:
                 return
             pause = min(max(2 * pause, _AGAIN_SECONDS), _LONGEST_PAUSE)
 
-    async def _until_its_end(self, process: asyncio.subprocess.Process, client: int, life: int, count: int) -> bool:
-        """Launch a process and wait for its end, of which cores and metrics are told. Whether it has served."""
+    async def _until_its_end(
+        self, process: asyncio.subprocess.Process, client: int, life: int, count: int
+    ) -> tuple[bool, str]:
+        """Launch a process and wait for its end, of which cores and metrics are told. Whether it has served, and how it ended."""
         assert process.stdin is not None and process.stdout is not None
         cores = [CoreAddress.of(core) for core in self._cores]
         launch = msgspec.structs.replace(self._launch, client=client, life=life, cores=cores)
@@ -162,19 +174,34 @@ class Supervisor:
         self._serving[client] = process
         if self._stop.asked.is_set():  # while it was started: the signal has been passed on to the others
             process.kill()
-        if announcement := await process.stdout.readline():
-            self._tell_ends()
-            if client not in self._announced and len(self._announced) == count - 1:
-                print(f"{announcement.decode()}{(await process.stdout.readline()).decode()}", end="", flush=True)
-            self._announced.add(client)
-            await process.stdout.read()  # to its end
+        who, said, reason = f"API process {client} of {count}", b"", ""
+        try:
+            while line := await _line(process.stdout, limits.RANK_SECONDS * (1 if said else _START_FACTOR)):
+                said += line.lstrip()
+                if said and client not in self._announced:
+                    self._tell_ends()
+                    self._announced.add(client)
+                if said.count(b"\n") == 2 and client not in self._settled:
+                    self._words = self._words or said
+                    self._settle(client, count)
+        except TimeoutError as error:
+            reason = f"{who} has given no sign of life for {error} {limits.knob('RANK_SECONDS')} and was killed."
+            process.kill()
+        reason = reason or exit_reason(who, await process.wait())
         await process.wait()
         del self._serving[client]
-        mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
+        mark_process_dead(client, self._metrics)  # type: ignore[no-untyped-call]
         for core in self._clients:
             if core.death is None:
                 core.send(wire.Gone(client, life))
-        return bool(announcement)
+        return bool(said), reason
+
+    def _settle(self, client: int, count: int) -> None:
+        """Note that it serves, or has ended. Once all do, print where, if one serves."""
+        if len(self._settled) < count:
+            self._settled.add(client)
+            if len(self._settled) == count and self._words is not None:
+                print(self._words.decode(), end="", flush=True)
 
     async def _pass_signals_on(self) -> None:
         """Pass on the first and the second signal. The third, and the end of the time that each has, kill what hangs."""
@@ -201,7 +228,26 @@ class Supervisor:
                 process.stdin.writelines([msgspec.json.encode(end) + b"\n" for end in ends])
 
 
-async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
+async def _line(reader: asyncio.StreamReader, seconds: float) -> bytes:
+    """The next line, b"" at the end. Raises TimeoutError with its words for the time, after so many seconds without one."""
+    for _ in range(2):  # the first half may be over at once, after this process itself has been stopped
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(reader.readline(), seconds / 2)
+    raise TimeoutError(f"{seconds:g} seconds")
+
+
+async def _say_alive() -> None:
+    """Write an empty line each second, as long as the event loop runs."""
+    out = sys.stdout.fileno()
+    os.set_blocking(out, False)  # a supervisor that was stopped for a day reads nothing, and is no reason to stop, too
+    while True:
+        with contextlib.suppress(OSError):
+            os.write(out, b"\n")
+        await asyncio.sleep(_ALIVE_SECONDS)
+
+
+async def _serve(launch: ApiLaunch, ends: Iterator[bytes], listener: socket.socket) -> int:
+    alive = asyncio.create_task(_say_alive(), name="pagerunner-alive")
     try:
         cores = [address.connect(launch.client, launch.life) for address in launch.cores]
     except zmq.ZMQError as error:
@@ -213,29 +259,35 @@ async def _serve(launch: ApiLaunch, listener: socket.socket) -> int:
             exited.set_result(end.status)
 
     def listen() -> None:
-        # Unbuffered: a thread that holds a buffer's lock would abort the interpreter's end.
-        for line in open(sys.stdin.fileno(), "rb", buffering=0, closefd=False):
+        for line in ends:
             loop.call_soon_threadsafe(settle, msgspec.json.decode(line, type=CoreEnd))
         # the supervisor is gone, and with it the cores; each removes what another one may have added meanwhile
         shutil.rmtree(os.environ[SHARED_DIRECTORY], ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()
-    return await serve(launch.args, listener, cores=cores, **launch.options)
+    try:
+        return await serve(launch.args, listener, cores=cores, **launch.options)
+    finally:
+        alive.cancel()
 
 
-def reserve_metrics(who: str, directory: str) -> None:
+def reserve_metrics(client: int, directory: str) -> None:
     """Take the room of this process's files of metrics. Where there is none, the process ends with a sentence.
 
     prometheus_client maps files that are longer than what the disk has given them. At a page that it has no room for, a process ends by SIGBUS.
+    Files have the number of the client, and not of the process: the next process with that number goes on counting in them.
     """
-    files = [os.path.join(directory, f"{kind}_{os.getpid()}.db") for kind in _METRICS]
+    values.ValueClass = values.MultiProcessValue(lambda: client)  # type: ignore[no-untyped-call]
+    who = f"API process {client}"
+    files = [os.path.join(directory, f"{kind}_{client}.db") for kind in _METRICS]
+    made = [name for name in files if not os.path.exists(name)]
     try:
         for name in files:
             with open(name, "ab") as file:
                 os.posix_fallocate(file.fileno(), 0, _METRICS_BYTES)
     except OSError as error:
-        for name in files:
+        for name in made:
             with contextlib.suppress(OSError):
                 os.unlink(name)
         needed = human_bytes(len(files) * _METRICS_BYTES)
@@ -247,12 +299,12 @@ def reserve_metrics(who: str, directory: str) -> None:
 
 def main() -> int:
     """Entry point of an API process."""
-    launch = msgspec.json.decode(read_first_line(MODULE), type=ApiLaunch)
-    who = f"API process {launch.client}"
-    set_up_logging(launch.log_level, who)
-    reserve_metrics(who, os.environ[SHARED_DIRECTORY])
+    lines = read_lines(MODULE)
+    launch = msgspec.json.decode(next(lines), type=ApiLaunch)
+    set_up_logging(launch.log_level, f"API process {launch.client}")
+    reserve_metrics(launch.client, os.environ[SHARED_DIRECTORY])
     with bind(launch.host, launch.port, shared=True) as listener:
-        return asyncio.run(_serve(launch, listener))
+        return asyncio.run(_serve(launch, lines, listener))
 
 
 if __name__ == "__main__":
