@@ -259,4 +259,4 @@ def test_only_rows_that_ask_for_more_are_sampled_again(monkeypatch: pytest.Monke
         assert rows == expected
     fill(sampler, 1, SamplingParams(top_p=0.5), seed=1)
     rows.clear()
-    assert not sample(sampler, logits(4), [0, 1, 2, 3], [6] * 4).again and rows == [4]
+    assert len(sample(sampler, logits(4), [0, 1, 2, 3], [6] * 4).logprob_rows) == 1 and rows == [4]

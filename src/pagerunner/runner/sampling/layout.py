@@ -23,6 +23,7 @@ class PenaltyRows:
     rows: torch.Tensor
     state_start: torch.Tensor  # [n] index of the slot's first count in the flattened state
     slots: torch.Tensor
+    places: torch.Tensor  # [n] how many of the slot's drafts are before the row's place
     repetition: torch.Tensor | None
     frequency: torch.Tensor | None
     presence: torch.Tensor | None
@@ -30,16 +31,18 @@ class PenaltyRows:
 
 @dataclass(frozen=True, slots=True)
 class BadWordRows:
-    """The bad words of all rows, flattened: see `slots.BadWords`; `target` indexes the flattened logits."""
+    """The bad words of all rows, flattened: see `slots.BadWords`; `target` indexes the flattened logits. `heads` are the step's rows whose first place is
+    here, and `head_slots` their slots."""
 
-    rows: torch.Tensor
-    slots: torch.Tensor
+    heads: torch.Tensor | None
+    head_slots: torch.Tensor
     target: torch.Tensor  # [W] row * V + last token
     prefix_len: torch.Tensor  # [W]
     prefix: torch.Tensor  # [P]
     distance: torch.Tensor  # [P]
     word: torch.Tensor  # [P]
     slot_of_prefix: torch.Tensor  # [P]
+    place_of_prefix: torch.Tensor  # [P]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +108,17 @@ def build_layout(
     params: Sequence[SlotParams],
     vocab_size: int,
     device: torch.device,
+    width: int = 1,
 ) -> Layout:
-    """The layout of rows `row_numbers` of a step's sampled rows; `slots` and `params` are theirs."""
+    """The layout of rows `row_numbers` of a step's sampled rows; `slots` and `params` are theirs. With a `width` a row is one place of so many."""
+    places = [number % width for number in row_numbers]
     biased = [(row, p.bias) for row, p in enumerate(params) if p.bias is not None]
     return Layout(
         row_numbers=list(row_numbers),
         index=to_device(row_numbers, torch.int64, device),
         logprobs=_logprob_rows(row_numbers, params, device),
         allowed=_allowed_rows(params, vocab_size, device),
-        bad_words=_bad_word_rows(slots, params, vocab_size, device),
+        bad_words=_bad_word_rows(row_numbers, slots, params, vocab_size, device, width),
         held=tuple(
             HeldRow(row, p.prompt_len + p.min_tokens, tuple(row * vocab_size + token for token in p.held_ids))
             for row, p in enumerate(params)
@@ -121,7 +126,7 @@ def build_layout(
         ),
         bias_flat=torch.cat([bias.ids + row * vocab_size for row, bias in biased]) if biased else None,
         bias_values=torch.cat([bias.values for _, bias in biased]) if biased else None,
-        penalties=_penalty_rows(slots, params, vocab_size, device),
+        penalties=_penalty_rows(slots, places, params, vocab_size, device),
         errors={row: p.error for row, p in zip(row_numbers, params, strict=True) if p.error is not None},
     )
 
@@ -146,7 +151,12 @@ def _allowed_rows(params: Sequence[SlotParams], vocab_size: int, device: torch.d
 
 
 def _bad_word_rows(
-    slots: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device
+    row_numbers: Sequence[int],
+    slots: Sequence[int],
+    params: Sequence[SlotParams],
+    vocab_size: int,
+    device: torch.device,
+    width: int,
 ) -> BadWordRows | None:
     found = [(row, p.bad_words) for row, p in enumerate(params) if p.bad_words is not None]
     if not found:
@@ -154,20 +164,26 @@ def _bad_word_rows(
     words_before = [0]
     for _, bad in found:
         words_before.append(words_before[-1] + bad.last.numel())
+    heads = [row for row, _ in found if row_numbers[row] % width == 0]
     return BadWordRows(
-        rows=to_device([row for row, _ in found], torch.int64, device),
-        slots=to_device([slots[row] for row, _ in found], torch.int64, device),
+        heads=to_device([row_numbers[row] // width for row in heads], torch.int64, device) if heads else None,
+        head_slots=to_device([slots[row] for row in heads], torch.int64, device),
         target=torch.cat([bad.last + row * vocab_size for row, bad in found]),
         prefix_len=torch.cat([bad.prefix_len for _, bad in found]),
         prefix=torch.cat([bad.prefix for _, bad in found]),
         distance=torch.cat([bad.distance for _, bad in found]),
         word=torch.cat([bad.word + start for (_, bad), start in zip(found, words_before, strict=False)]),
         slot_of_prefix=torch.cat([torch.full_like(bad.prefix, slots[row]) for row, bad in found]),
+        place_of_prefix=torch.cat([torch.full_like(bad.prefix, row_numbers[row] % width) for row, bad in found]),
     )
 
 
 def _penalty_rows(
-    slots: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device
+    slots: Sequence[int],
+    places: Sequence[int],
+    params: Sequence[SlotParams],
+    vocab_size: int,
+    device: torch.device,
 ) -> PenaltyRows | None:
     found = [(row, p.penalties) for row, p in enumerate(params) if p.penalties is not None]
     if not found:
@@ -183,6 +199,7 @@ def _penalty_rows(
         rows=to_device([row for row, _ in found], torch.int64, device),
         state_start=slot_ids * vocab_size,
         slots=slot_ids,
+        places=to_device([places[row] for row, _ in found], torch.int64, device),
         repetition=column([p.repetition for _, p in found], 1.0),
         frequency=column([p.frequency for _, p in found], 0.0),
         presence=column([p.presence for _, p in found], 0.0),

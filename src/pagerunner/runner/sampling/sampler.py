@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,25 +53,39 @@ class SampledRows(NamedTuple):
 
     `lengths` counts each row's tokens so far, which is the new token's position. `positions_S` int64 [S] are the positions of
     the tokens before the new ones, on the device.
+
+    With drafts a row has up to `width` places: its last token's, and one after each draft. A token is sampled for each. Logits and what lies on the
+    device are by place then, [S * width]; row r has the first `counts[r]` of its places, and at others `slots_S` is -1. `lengths` are of the first places, and
+    the least that is possible. `drafts_NK`: the drafts, by slot.
     """
 
     slots: Sequence[int]
     lengths: Sequence[int]
     slots_S: torch.Tensor
     positions_S: torch.Tensor
+    width: int = 1
+    counts: Sequence[int] = ()
+    drafts_NK: torch.Tensor | None = None
+
+    def places(self, row: int) -> range:
+        """The places that a row has."""
+        return range(row * self.width, row * self.width + self.counts[row]) if self.width > 1 else range(row, row + 1)
+
+
+Settle = Callable[[torch.Tensor], torch.Tensor]
+"""Tells the slots what was sampled, int64 [S], and returns what of it counts: see `ops.accept.accept`. Without drafts all of it does."""
 
 
 @dataclass(slots=True, eq=False)
 class Sampled:
-    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host.
-    With `again` some tokens differ from what a graph has found.
+    """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host. With drafts all is by
+    place, and `token_ids` are below 0 behind a row's tokens.
     """
 
     token_ids: torch.Tensor
     copy: ToHost | BestCopy
     logprob_rows: Sequence[LogprobRows]
     known_errors: dict[int, str]
-    again: bool = False
     _read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -93,13 +107,13 @@ class Sampled:
                 report = lists[part * NUM_REPORTED : (part + 1) * NUM_REPORTED]
                 found = to_token_logprobs([tokens[row] for row in wanted.row_numbers], report, wanted.top)
                 for row, value in zip(wanted.row_numbers, found, strict=True):
-                    logprobs[row] = value
+                    logprobs[row] = value if tokens[row] >= 0 else None
             errors: dict[int, str] = {}
             if not math.isfinite(sum(best)):  # finite float32 logits never sum up to infinity in float64
                 errors = {
                     row: NO_TOKEN_ALLOWED if value == -math.inf else BAD_LOGITS
                     for row, value in enumerate(best)
-                    if not math.isfinite(value)
+                    if not math.isfinite(value) and tokens[row] >= 0
                 }
             errors.update(self.known_errors)
             self._read = (tokens, logprobs, errors)
@@ -119,8 +133,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         vocabulary: DividedVocabulary | None = None,
+        num_drafts: int = 0,
     ) -> None:
-        """`vocabulary`: logits are those of one of several ranks."""
+        """`vocabulary`: logits are those of one of several ranks. `num_drafts`: the most of a row."""
         self._device, self._vocabulary = torch.device(device), vocabulary
         self._vocab_size = vocab_size
         self._allowed_ids = AllowedIds(vocab_size, self._device)
@@ -134,8 +149,9 @@ class Sampler:
         self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
         # Latest generated tokens, newest last: what the last token of a bad word may follow.
         self._recent = torch.full((max_num_seqs, _recent_width()), -1, dtype=torch.int32, device=self._device)
-        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
-        self._best_copies = BestCopies(max_num_seqs, self._device)
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...], int], Layout] = {}
+        self._best_copies = BestCopies(max_num_seqs * (1 + num_drafts), self._device)
+        self._bounds = num_drafts > 0  # lengths that come from the host
 
     @property
     def is_divided(self) -> bool:
@@ -203,47 +219,57 @@ class Sampler:
         logits_SV: torch.Tensor,
         rows: SampledRows,
         masks: Mapping[int, bytes] | None = None,
-        drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
+        drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        settle: Settle | None = None,
     ) -> Sampled:
-        """Sample one token per row, without waiting for the device.
+        """Sample one token per row or place, without waiting for the device.
 
         Args:
             logits_SV: [S, V] of any floating dtype. They are not changed.
             rows: whose they are, row by row.
             masks: by row, which tokens a grammar allows; see ops/mask.py.
-            drawn: tokens int64 [S] and largest logits [S] of `pick`, if a graph has found them already. They
-                are changed in place where a row asks for more.
+            drawn: tokens int64 [S] and largest logits [S] of `pick`, if a graph has found them already, and what `settle` made of the
+                tokens. The first two are changed in place where a row asks for more, and settled again.
+            settle: without it tokens are as they are sampled.
         """
         masks = masks or {}
         odd = self._odd_rows(rows, masks)
-        tokens_S, best_S = drawn or self.pick(logits_SV, rows.slots_S, rows.positions_S)
-        together = self._draw_together(logits_SV, rows, odd, (tokens_S, best_S))
-        if not odd:
-            return Sampled(tokens_S, self._best_copies.copy(tokens_S, best_S), (), {}, again=together)
+        if drawn is None:
+            tokens_S, best_S = self.pick(logits_SV, rows.slots_S, rows.positions_S)
+        else:
+            tokens_S, best_S, found_S = drawn
+        again = self._draw_together(logits_SV, rows, odd, (tokens_S, best_S))
         reports: list[torch.Tensor] = []
-        logprob_rows: list[LogprobRows] = []
+        layouts: list[Layout] = []
         errors: dict[int, str] = {}
-        again = together or self._vocabulary is not None
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
-            layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows.slots)
-            theirs = {index: masks[row] for index, row in enumerate(layout.row_numbers) if row in masks}
+            layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows)
+            of_rows = (row // rows.width for row in layout.row_numbers)
+            theirs = {index: masks[row] for index, row in enumerate(of_rows) if row in masks}
             reports += self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
-            logprob_rows += [layout.logprobs] if layout.logprobs is not None else []
+            layouts.append(layout)
             errors.update(layout.errors)
-            again |= layout.changes_logits or bool(theirs)
-        copy = ToHost((tokens_S, best_S, *reports), self._device)
-        return Sampled(tokens_S, copy, logprob_rows, errors, again=again)
+            again |= layout.changes_logits or bool(theirs) or self._vocabulary is not None
+        if drawn is None or again:
+            found_S = tokens_S if settle is None else settle(tokens_S)
+        for layout in layouts:
+            self._remember(layout, found_S, rows.width)
+        if not odd:
+            return Sampled(found_S, self._best_copies.copy(found_S, best_S), (), {})
+        copy = ToHost((found_S, best_S, *reports), self._device)
+        return Sampled(found_S, copy, [one.logprobs for one in layouts if one.logprobs is not None], errors)
 
     def _odd_rows(self, rows: SampledRows, masks: Mapping[int, bytes]) -> list[int]:
-        """Rows that ask for more than their settings say."""
+        """Places of rows that ask for more than their settings say."""
         plain_from = list(map(self._plain_from.__getitem__, rows.slots))
         if not masks and not any(plain_from):
             return []
-        return [
+        found = [
             row
             for row, (length, plain) in enumerate(zip(rows.lengths, plain_from, strict=True))
             if length < plain or row in masks
         ]
+        return found if rows.width == 1 else [place for row in found for place in rows.places(row)]
 
     def _draw_together(
         self,
@@ -258,22 +284,29 @@ class Sampler:
         others, drew, every = set(odd), False, (logits_SV, found[1], rows.slots_S, rows.positions_S)
         ways = (self._free, self._vocabulary.draw), (self._shared_out, self._vocabulary.draw_filtered)
         for theirs, draw in ways:
-            some = [row for row, slot in enumerate(rows.slots) if theirs[slot] and row not in others]
+            some = [
+                place
+                for row, slot in enumerate(rows.slots)
+                if theirs[slot]
+                for place in rows.places(row)
+                if place not in others
+            ]
             if some:
-                index_N = self._layout(some, rows.slots).index
-                own = every if len(some) == len(rows.slots) else tuple(one.index_select(0, index_N) for one in every)
+                index_N = self._layout(some, rows).index
+                own = every if len(some) == len(rows.slots_S) else tuple(one.index_select(0, index_N) for one in every)
                 logits_NO, *drawn = own
                 found[0].index_copy_(0, index_N, draw(logits_NO, DrawnRows(*drawn, self.settings)))
                 drew = True
         return drew
 
-    def _layout(self, odd: Sequence[int], slots: Sequence[int]) -> Layout:
-        key = (tuple(odd), tuple(slots[row] for row in odd))
+    def _layout(self, odd: Sequence[int], rows: SampledRows) -> Layout:
+        slots, width = rows.slots, rows.width
+        key = (tuple(odd), tuple(slots[place // width] for place in odd), width)
         layout = self._layouts.get(key)
         if layout is None:
             params = [p for p in map(self._params.__getitem__, key[1]) if p is not None]
             assert len(params) == len(odd), "a slot was sampled that holds no request"
-            layout = build_layout(odd, key[1], params, self._vocab_size, self._device)
+            layout = build_layout(odd, key[1], params, self._vocab_size, self._device, width)
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = layout
@@ -303,40 +336,67 @@ class Sampler:
             if masks:
                 masked_M = to_device(list(masks), torch.int64, self._device)
                 allow_bits(logits_NV, masked_M, bits_to_device(list(masks.values()), self._device))
-            self._process(logits_NV, layout, [rows.lengths[row] for row in layout.row_numbers])
+            self._process(logits_NV, layout, rows)
         if changes or self._vocabulary is not None:
             slots_N = rows.slots_S.index_select(0, layout.index)
             sampled_N = sample(logits_NV, slots_N, rows.positions_S.index_select(0, layout.index), self.settings)
             for all_S, again_N in zip(found, sampled_N, strict=True):
                 all_S.index_copy_(0, layout.index, again_N)
-            self._remember(layout, sampled_N[0])
         if wanted is None or raw_LV is None:
             return ()
         chosen_L = found[0].index_select(0, layout.index.index_select(0, wanted.rows))
         return gather_logprobs(raw_LV, chosen_L, max(wanted.top))
 
-    def _process(self, logits_NV: torch.Tensor, layout: Layout, positions: list[int]) -> None:
+    def _process(self, logits_NV: torch.Tensor, layout: Layout, rows: SampledRows) -> None:
+        drafts_NK = rows.drafts_NK if rows.width > 1 else None
         if layout.allowed is not None:
             allow_only(logits_NV, layout.allowed)
         if layout.bad_words is not None:
-            ban_words(logits_NV, layout.bad_words, self._recent)
-        held = [flat for h in layout.held if positions[h.row] < h.until for flat in h.flat_ids]
-        if held:
-            logits_NV.view(-1).index_fill_(0, to_device(held, torch.int64, self._device), -math.inf)
+            ban_words(logits_NV, layout.bad_words, self._recent, drafts_NK)
+        self._hold(logits_NV, layout, rows)
         if layout.bias_flat is not None and layout.bias_values is not None:
             logits_NV.view(-1).index_add_(0, layout.bias_flat, layout.bias_values)
         if layout.penalties is not None:
-            penalize(logits_NV, layout.penalties, self._seen)
+            penalize(logits_NV, layout.penalties, self._seen, drafts_NK)
 
-    def _remember(self, layout: Layout, tokens_N: torch.Tensor) -> None:
-        """Penalties and bad words follow the sampled tokens on the device: the host may not know them yet."""
+    def _hold(self, logits_NV: torch.Tensor, layout: Layout, rows: SampledRows) -> None:
+        """Mask what may not be sampled before a row has its least number of tokens."""
+        width = rows.width
+        places = [layout.row_numbers[held.row] for held in layout.held]
+        held = [
+            (flat, place, one.until)
+            for one, place in zip(layout.held, places, strict=True)
+            if rows.lengths[place // width] + place % width < one.until
+            for flat in one.flat_ids
+        ]
+        if not held:
+            return
+        flat_H, place_H, until_H = to_device(list(zip(*held, strict=True)), torch.int64, self._device)
+        if not self._bounds:
+            logits_NV.view(-1).index_fill_(0, flat_H, -math.inf)
+            return
+        early_H = rows.positions_S.index_select(0, place_H) + 1 < until_H
+        logits_NV.view(-1).index_add_(0, flat_H, torch.where(early_H, -math.inf, 0.0))
+
+    def _remember(self, layout: Layout, found_S: torch.Tensor, width: int) -> None:
+        """Penalties and bad words follow the tokens on the device: the host may not know them yet."""
         if layout.penalties is not None:
-            flat = layout.penalties.state_start + tokens_N.index_select(0, layout.penalties.rows)
-            self._seen.view(-1).index_add_(0, flat, torch.full_like(flat, 2, dtype=torch.int32))
-        if layout.bad_words is not None:
-            new = tokens_N.index_select(0, layout.bad_words.rows)[:, None].to(torch.int32)
-            older = self._recent.index_select(0, layout.bad_words.slots)[:, 1:]
-            self._recent.index_copy_(0, layout.bad_words.slots, torch.cat((older, new), dim=1))
+            tokens_N = found_S.index_select(0, layout.index.index_select(0, layout.penalties.rows))
+            added_N = torch.full_like(tokens_N, 2, dtype=torch.int32)
+            if width > 1:  # what wasn't accepted is below 0
+                added_N.masked_fill_(tokens_N < 0, 0)
+                tokens_N = tokens_N.clamp(min=0)
+            self._seen.view(-1).index_add_(0, layout.penalties.state_start + tokens_N, added_N)
+        if layout.bad_words is not None and (heads := layout.bad_words.heads) is not None:
+            new_NW = found_S.view(-1, width).index_select(0, heads).to(torch.int32)
+            history = torch.cat((self._recent.index_select(0, layout.bad_words.head_slots), new_NW), dim=1)
+            size = self._recent.shape[1]
+            if width == 1:
+                latest = history[:, 1:]
+            else:
+                first_N1 = (new_NW >= 0).sum(1, keepdim=True)
+                latest = history.gather(1, first_N1 + torch.arange(size, device=history.device))
+            self._recent.index_copy_(0, layout.bad_words.head_slots, latest)
 
     def _init_seen(self, slot: int, prompt: list[int], output: list[int]) -> None:
         row = self._seen[slot].zero_()
