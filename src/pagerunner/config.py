@@ -397,6 +397,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: float = 0.1
     acceptance_rates: tuple[float, ...] | None = None
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that rows may have, but for 0. Each has graphs of its own, so there are few: of 1, 3, 7, 15 ... those well below
+        the most, and the most."""
+        if self.num_speculative_tokens_per_batch_size:
+            return tuple(sorted({drafts for _, drafts in self.num_speculative_tokens_per_batch_size if drafts}))
+        most = self.num_speculative_tokens
+        below = (2**power - 1 for power in range(1, most.bit_length() + 1))
+        return (*(number for number in below if 3 * number <= 2 * most), most)
+
 
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     """The result of resolving EngineArgs against a model and a machine. Every choice is made.

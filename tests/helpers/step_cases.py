@@ -16,18 +16,20 @@ GROUPS = ((16, 9), (3, 4), (1, 1), (48, 5))  # tokens of a page, columns of the 
 
 
 def staged_rows(
-    rng: random.Random, lengths: list[int], padded_rows: int, padded_tokens: int, slots: int
+    rng: random.Random, lengths: list[int], padded_rows: int, padded_tokens: int, slots: int, stride: int = 0
 ) -> tuple[torch.Tensor, PackedRows]:
     """Rows of these lengths in random slots at random positions, packed as for `build_rows`. Every second row generates, with as many drafts
-    as there are."""
+    as there are. With a `stride` all do."""
     rows, tokens = len(lengths), sum(lengths)
-    where = PackedRows(rows, tokens, padded_rows, padded_tokens, max(lengths) == 1)
+    where = PackedRows(rows, tokens, padded_rows, padded_tokens, max(lengths) == 1 and not stride, stride)
     packed = torch.full((where.size + 3,), -(2**40))  # no gap between the parts may be read
     packed[:rows] = torch.tensor(rng.sample(range(slots), rows))
     packed[where.starts : where.starts + rows] = torch.tensor(
-        [rng.randrange(500) if row % 2 else -1 for row in range(rows)]
+        [rng.randrange(500) if row % 2 and not stride else -1 for row in range(rows)]
     )
     packed[where.query_start : where.query_start + rows + 1] = torch.tensor([0, *lengths]).cumsum(0)
+    if stride:
+        return packed, where
     ids: list[int] = []
     for row, length in enumerate(lengths):
         ids += [rng.randrange(1000) if row % 2 else max(-1 - at, -1 - DRAFTS) for at in range(length)]
@@ -63,13 +65,15 @@ def tables(slots: int, device: str) -> TableSet:
     return TableSet(torch.randint(-1, 1000, (first,), device=device), torch.tensor(shapes, device=device))
 
 
-def filled(build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu") -> StepTensors:
+def filled(
+    build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu", stride: int = 0
+) -> StepTensors:
     """What `build` makes of one seeded step, in tensors larger than it that hold -7 before."""
     torch.manual_seed(len(lengths))
     slots = len(lengths) + 3
-    packed, where = staged_rows(random.Random(sum(lengths)), lengths, padded_rows, padded_tokens, slots)
+    packed, where = staged_rows(random.Random(sum(lengths)), lengths, padded_rows, padded_tokens, slots, stride)
     table, state = tables(slots, "cpu"), slot_state(slots)
-    out = StepTensors.empty(padded_rows + 2, padded_tokens + 5, len(GROUPS), torch.device(device))
+    out = StepTensors.empty(padded_rows + 2, padded_tokens + 5, len(GROUPS), torch.device(device), max(stride - 1, 0))
     for field in dataclasses.fields(out):
         getattr(out, field.name).fill_(-7)
     build(
@@ -82,10 +86,12 @@ def filled(build, lengths: list[int], padded_rows: int, padded_tokens: int, devi
     return out
 
 
-def check_build_rows(build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu") -> None:
+def check_build_rows(
+    build, lengths: list[int], padded_rows: int, padded_tokens: int, device: str = "cpu", stride: int = 0
+) -> None:
     """`build` fills the same as the twin, and nothing beyond the padding."""
-    expected = filled(build_rows.twin, lengths, padded_rows, padded_tokens)
-    found = filled(build, lengths, padded_rows, padded_tokens, device)
+    expected = filled(build_rows.twin, lengths, padded_rows, padded_tokens, stride=stride)
+    found = filled(build, lengths, padded_rows, padded_tokens, device, stride)
     for field in dataclasses.fields(expected):
         assert torch.equal(getattr(found, field.name).cpu(), getattr(expected, field.name)), field.name
 

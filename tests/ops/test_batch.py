@@ -41,7 +41,7 @@ def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
                 assert out.write_offset_GT[group, token] == position % page_tokens
             token += 1
     assert out.slots_R.tolist() == [*slot_of, 0, 0]
-    assert out.sample_slots_R.tolist() == [*slot_of, -1, -1]
+    assert out.sample_slots.tolist() == [*slot_of, -1, -1]
     accepted = [int(state.accepted[slot]) if found else -1 for slot, found in zip(slot_of, generates, strict=True)]
     assert out.accepted_R.tolist() == [*accepted, 0, 0]
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -52,8 +52,37 @@ def test_every_token_has_its_position_and_place(lengths: list[int]) -> None:
     assert out.write_entry_GT[:, tokens:].eq(-1).all()
 
 
+def test_rows_at_a_stride_have_their_padding_behind_their_tokens() -> None:
+    counts, slots, width = [3, 1, 4], 9, 4
+    packed, where = staged_rows(random.Random(2), counts, 5, 20, slots, stride=width)
+    all_tables, state = tables(slots, "cpu"), slot_state(slots)
+    out = StepTensors.empty(6, 0, len(GROUPS), torch.device("cpu"), DRAFTS)
+    build_rows(packed, where, all_tables, state, out)
+    slot_of = packed[:3].tolist()
+    for row in range(5):
+        for place in range(width):
+            token = row * width + place
+            if row >= 3 or place >= counts[row]:
+                there = (out.row_T, out.sample_slots, out.positions_T, out.token_ids_T, out.write_entry_GT[0])
+                assert [int(tensor[token]) for tensor in there] == [-1, -1, 0, 0, -1]
+                continue
+            slot, position = slot_of[row], int(state.lengths[slot_of[row]]) + place
+            wanted = int(state.drafts[slot, place - 1].clamp(min=0) if place else state.tokens[slot])
+            there = (out.row_T, out.sample_slots, out.positions_T, out.token_ids_T)
+            assert [int(tensor[token]) for tensor in there] == [row, slot, position, wanted]
+            for group, (page_tokens, columns) in enumerate(GROUPS):
+                first = int(all_tables.shapes[group, 0]) + slot * columns
+                entry = all_tables.entries[first + position // page_tokens % columns]
+                assert out.write_entry_GT[group, token] == entry
+                assert out.write_offset_GT[group, token] == position % page_tokens
+    lengths = [int(state.lengths[slot]) + count for slot, count in zip(slot_of, counts, strict=True)]
+    assert out.seq_lens_R[:5].tolist() == [*lengths, 0, 0]
+    assert out.query_start_R1[:6].tolist() == [0, 4, 8, 12, 16, 20]
+    assert out.accepted_R[:5].tolist() == [*(int(state.accepted[slot]) for slot in slot_of), 0, 0]
+
+
 def test_the_bytes_of_a_steps_tensors_are_known_beforehand() -> None:
-    made = StepTensors.empty(7, 40, 3, torch.device("cpu"))
-    assert sum(getattr(made, field.name).nbytes for field in dataclasses.fields(made)) == StepTensors.num_bytes(
-        7, 40, 3
-    )
+    for sizes, drafts in (((7, 40, 3), 0), ((7, 40, 3), 2), ((7, 10, 3), 2)):
+        made = StepTensors.empty(*sizes, torch.device("cpu"), drafts)
+        taken = sum(getattr(made, field.name).nbytes for field in dataclasses.fields(made))
+        assert taken == StepTensors.num_bytes(*sizes, drafts)

@@ -12,7 +12,7 @@ from helpers.device_costs import KEY_BYTES, Device
 from helpers.effort import effort
 from helpers.simulated_engine import Arrival, simulate
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, draft_choices
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
 from pagerunner.types import StepPlan, StepResult, StepRow
 from pagerunner.types.steps import StepShape
 
@@ -132,18 +132,6 @@ def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
     apart = [later - one for one, later in zip(begun, begun[1:], strict=False)]
     assert 10 < len(begun) < 60
     assert min(apart) > 32
-
-
-def test_there_are_few_numbers_to_choose_from() -> None:
-    assert {most: draft_choices(most) for most in (1, 2, 3, 4, 5, 7, 16)} == {
-        1: [1],
-        2: [1, 2],
-        3: [1, 3],
-        4: [1, 4],
-        5: [1, 3, 5],
-        7: [1, 3, 7],
-        16: [1, 3, 7, 16],
-    }
 
 
 def test_a_step_that_only_has_drafts_made_teaches_nothing() -> None:

@@ -46,7 +46,7 @@ def accept(
     Args:
         targets_SW: int64, the model's tokens. Those of places that a row doesn't have may be anything.
         slots_S: int64; a row of slot -1 is padding.
-        positions_S: int64, of the rows' first places; may have any stride.
+        positions_S: int64, of the rows' first places. These two may have any stride.
         ends_S: int, the position after the rows' last places. A row whose end is next to its position has no drafts.
         state: `drafts` are those that the rows have.
         chances: draw instead of comparing.

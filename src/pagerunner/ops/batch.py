@@ -29,6 +29,8 @@ class PackedRows(NamedTuple):
     The sections from index 0 on: slots [R]; first positions [R], where -1 means the length that the slot has on the device; query
     starts [R + 1]; token ids [T], where -1 means the slot's last token and -2, -3, ... its first draft, its second one, and so on; the
     tokens' rows [T], which are left out if every row has one token. Each section begins at an even index.
+
+    With a `stride` all rows generate, and each has so many padded tokens: its last token, its drafts, and padding. The sections of tokens are left out then.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class PackedRows(NamedTuple):
     padded_rows: int
     padded_tokens: int
     one_token: bool
+    stride: int = 0
 
     @property
     def starts(self) -> int:
@@ -60,7 +63,8 @@ class PackedRows(NamedTuple):
     @property
     def size(self) -> int:
         """Integers in all."""
-        return 3 * even(self.rows + 1) + even(self.tokens) * (1 if self.one_token else 2)
+        of_tokens = 0 if self.stride else 1 if self.one_token else 2
+        return 3 * even(self.rows + 1) + even(self.tokens) * of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,14 @@ class SlotState:
 class StepTensors:
     """What `build_rows` fills; larger than any step. Types as in StepRows and GroupBatch of pagerunner.batch.
 
-    `sample_slots_R` int64 is -1 in padding.
+    `sample_slots` int64 are by row, or by token where rows have drafts at a stride; -1 in padding.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     row_T: torch.Tensor
     slots_R: torch.Tensor
-    sample_slots_R: torch.Tensor
+    sample_slots: torch.Tensor
     query_start_R1: torch.Tensor
     seq_lens_R: torch.Tensor
     accepted_R: torch.Tensor
@@ -120,13 +124,17 @@ class StepTensors:
     write_offset_GT: torch.Tensor
 
     @staticmethod
-    def num_bytes(rows: int, tokens: int, groups: int) -> int:
+    def num_bytes(rows: int, tokens: int, groups: int, num_drafts: int = 0) -> int:
         """Bytes of `empty`."""
-        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 8 + 4 + 4) + (rows + 1) * 4
+        places = rows * (1 + num_drafts)
+        tokens = max(tokens, places)
+        return tokens * (8 + 8 + 4 + 16 * groups) + rows * (4 + 4 + 4) + 8 * places + (rows + 1) * 4
 
     @classmethod
-    def empty(cls, rows: int, tokens: int, groups: int, device: torch.device) -> StepTensors:
-        """Tensors for up to `rows` rows and `tokens` tokens of a step."""
+    def empty(cls, rows: int, tokens: int, groups: int, device: torch.device, num_drafts: int = 0) -> StepTensors:
+        """Tensors for up to `rows` rows and `tokens` tokens of a step, and rows with so many drafts."""
+        places = rows * (1 + num_drafts)
+        tokens = max(tokens, places)
 
         def make(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -136,7 +144,7 @@ class StepTensors:
             positions_T=make(torch.int64, tokens),
             row_T=make(torch.int32, tokens),
             slots_R=make(torch.int32, rows),
-            sample_slots_R=make(torch.int64, rows),
+            sample_slots=make(torch.int64, places),
             query_start_R1=make(torch.int32, rows + 1),
             seq_lens_R=make(torch.int32, rows),
             accepted_R=make(torch.int32, rows),
@@ -150,9 +158,12 @@ def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state:
     """Fill the first `padded_rows` rows and `padded_tokens` tokens of `out`.
 
     A row of padding has slot 0, no tokens, length 0, and the number of tokens as its query start. A token of padding has id 0,
-    position 0 and row -1, and is written to entry -1. A draft that isn't there has id 0. Of rows whose first position comes from the host, `accepted` is -1.
+    position 0 and row -1, and is written to entry -1. At a stride the padding of a row is behind its tokens. A draft that isn't there has id 0. Of rows whose first position comes from the host, `accepted` is -1.
     """
-    rows, tokens, padded_rows, padded_tokens, one_token = where
+    if where.stride:
+        _build_strided(packed, where, tables, state, out)
+        return
+    rows, tokens, padded_rows, padded_tokens, one_token, _ = where
     slots, starts = packed[:rows], packed[where.starts : where.starts + rows]
     out.accepted_R[:rows] = state.accepted.index_select(0, slots).masked_fill_(starts >= 0, -1)
     starts = torch.where(starts < 0, state.lengths.index_select(0, slots), starts)
@@ -168,7 +179,7 @@ def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state:
         positions += torch.arange(tokens, device=packed.device)
         out.row_T[:tokens] = row_of
     out.slots_R[:rows] = slots
-    out.sample_slots_R[:rows] = slots
+    out.sample_slots[:rows] = slots
     out.query_start_R1[: rows + 1] = query_start
     out.seq_lens_R[:rows] = starts + query_start.diff()
     out.positions_T[:tokens] = positions
@@ -183,7 +194,7 @@ def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state:
     out.write_offset_GT[:, :tokens] = positions % page_tokens_G1
     if padded_rows > rows:
         out.slots_R[rows:padded_rows] = 0
-        out.sample_slots_R[rows:padded_rows] = -1
+        out.sample_slots[rows:padded_rows] = -1
         out.seq_lens_R[rows:padded_rows] = 0
         out.accepted_R[rows:padded_rows] = 0
         out.query_start_R1[rows + 1 : padded_rows + 1] = tokens
@@ -194,11 +205,43 @@ def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state:
         out.write_entry_GT[:, tokens:padded_tokens] = -1
 
 
+def _build_strided(
+    packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors
+) -> None:
+    rows, padded_rows, width = where.rows, where.padded_rows, where.stride
+    slots, places = packed[:rows], torch.arange(width, device=packed.device)
+    counts = packed[where.query_start : where.query_start + rows + 1].diff()
+    starts = state.lengths.index_select(0, slots)
+    for tensor in (out.slots_R, out.seq_lens_R, out.accepted_R):
+        tensor[:padded_rows] = 0
+    out.slots_R[:rows], out.seq_lens_R[:rows] = slots, starts + counts
+    out.accepted_R[:rows] = state.accepted.index_select(0, slots)
+    out.query_start_R1[: padded_rows + 1] = torch.arange(padded_rows + 1, device=packed.device) * width
+    there = torch.zeros(padded_rows, width, dtype=torch.bool, device=packed.device)
+    there[:rows] = places < counts[:, None]
+
+    def put(target: torch.Tensor, values_RW: torch.Tensor, padding: int) -> None:
+        view = target[: padded_rows * width].view(padded_rows, width)
+        view.fill_(padding)
+        view[:rows] = torch.where(there[:rows], values_RW, padding).to(target.dtype)
+
+    positions = starts[:, None] + places
+    drafts = state.drafts.index_select(0, slots)[:, : width - 1].clamp(min=0)
+    put(out.token_ids_T, torch.cat((state.tokens.index_select(0, slots)[:, None], drafts), 1), 0)
+    put(out.positions_T, positions, 0)
+    put(out.row_T, torch.arange(rows, device=packed.device)[:, None].expand(-1, width), -1)
+    put(out.sample_slots, slots[:, None].expand(-1, width), -1)
+    for group, (first, columns, page_tokens) in enumerate(tables.shapes.tolist()):
+        at = (first + slots * columns)[:, None] + positions // page_tokens % columns
+        put(out.write_entry_GT[group], tables.entries.take(at), -1)
+        put(out.write_offset_GT[group], positions % page_tokens, 0)
+
+
 @build_rows.on_cpu
 def _build_rows_on_cpu(
     packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors
 ) -> None:
-    if packed.device.type != "cpu" or library() is None:
+    if packed.device.type != "cpu" or library() is None or where.stride:
         return NotImplemented
     return native.build_rows(packed, where, tables, state, out)
 

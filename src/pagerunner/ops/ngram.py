@@ -27,7 +27,7 @@ def draft_ngrams(
     Args:
         found_SW: int64, new tokens; those below 0 are none.
         slots_S: int64; a row of slot -1 is padding.
-        positions_S: int64, of the tokens before the new ones; may have any stride.
+        positions_S: int64, of the tokens before the new ones. These two may have any stride.
         texts_NL: int32, the slots' tokens by position.
         drafts_NK: int64.
         count: 0 writes the texts only.

@@ -39,7 +39,10 @@ class BatchBuilder:
         self.layers = layers
         self._backends = backends
         device = state.tokens.device
-        self.tensors = StepTensors.empty(plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device)
+        self._num_drafts = state.drafts.shape[1]
+        self.tensors = StepTensors.empty(
+            plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device, self._num_drafts
+        )
         self._states = self.new_states(None)
         self._host_planners = [
             (index, backend) for index, backend in enumerate(backends) if backend.capabilities.plans_on_host
@@ -55,6 +58,11 @@ class BatchBuilder:
     def graphs(self) -> bool:
         """Whether every group's backend may be captured, so that steps may run in graphs."""
         return all(backend.capabilities.graphs for backend in self._backends)
+
+    @property
+    def strided(self) -> bool:
+        """Whether every group's backend serves rows with drafts at a stride."""
+        return all(backend.capabilities.drafts for backend in self._backends)
 
     @property
     def min_sharing_rows(self) -> int:
@@ -73,7 +81,7 @@ class BatchBuilder:
     def clear(self) -> None:
         """Make every row and token of `tensors` padding."""
         own = self.tensors
-        for tensor in (own.row_T, own.sample_slots_R, own.write_entry_GT):
+        for tensor in (own.row_T, own.sample_slots, own.write_entry_GT):
             tensor.fill_(-1)
         others = (
             own.token_ids_T,
@@ -87,11 +95,22 @@ class BatchBuilder:
         for tensor in others:
             tensor.zero_()
 
+    def sampled_slots(self, step: StagedStep) -> torch.Tensor:
+        """int64 [S]: slots of the sampled rows, by place, in the step that was built last; -1 at places that a row doesn't have."""
+        return self.tensors.sample_slots[: step.num_places] if step.where.stride else step.sampled_slots_S
+
     def sampled_positions(self, step: StagedStep) -> torch.Tensor:
-        """int64 [S]: positions of the sampled rows' last tokens, in the step that was built last."""
-        if step.where.one_token and len(step.sampled_rows) == step.where.rows:
-            return self.tensors.positions_T[: step.where.rows]
+        """int64 [S]: positions of the tokens at the sampled rows' places, in the step that was built last."""
+        if step.where.stride or (step.width == 1 and step.where.one_token and step.samples_all):
+            return self.tensors.positions_T[: step.num_places]
         return self.tensors.positions_T.index_select(0, step.logits_index_S)
+
+    def sampled_ends(self, step: StagedStep) -> torch.Tensor:
+        """int32 [S / width]: lengths of the sampled rows with this step's tokens, in the step that was built last."""
+        if len(step.sampled_rows) == step.where.rows:
+            return self.tensors.seq_lens_R[: step.where.rows]
+        rows = self.tensors.row_T.index_select(0, step.logits_index_S[:: step.width])
+        return self.tensors.seq_lens_R.index_select(0, rows)
 
     def fill(self, step: StagedStep, rows: int, tokens: int) -> None:
         """Put the step into `tensors`, padded to `rows` rows and `tokens` tokens."""
@@ -108,6 +127,8 @@ class BatchBuilder:
     ) -> ForwardBatch:
         """The batch of a step outside graphs. The keywords are those of `ForwardBatch`."""
         self.fill(step, step.where.rows, step.where.tokens)
+        if self._num_drafts and self.tensors.row_T.device.type == "cpu":  # backends that plan with what the host knows
+            step.seq_lens = self.tensors.seq_lens_R[: step.where.rows].tolist()
         rows = self._rows(
             step.where.rows,
             step.where.tokens,
@@ -122,21 +143,23 @@ class BatchBuilder:
         return self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
 
     def captured(
-        self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0
+        self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0, stride: int = 0
     ) -> ForwardBatch:
         """The batch that a graph of this shape works on: all rows and tokens are padding until `fill` says otherwise.
 
-        Every group's backend must be able to be captured. `states` are the backends' states for this graph only. `most_tokens`: see `ForwardBatch`.
+        Every group's backend must be able to be captured. `states` are the backends' states for this graph only. `most_tokens`: see `ForwardBatch`;
+        `stride`: see `StepRows`.
         """
         rows = self._rows(
             shape.rows,
             shape.tokens,
-            max_query_len=1 if one_token else shape.tokens,
+            max_query_len=1 if one_token else stride or shape.tokens,
             max_seq_len=shape.max_seq_len,
             one_token=one_token,
+            stride=stride,
         )
         groups = tuple(self._group(index, self._inputs(index, rows, None), state) for index, state in enumerate(states))
-        nothing = self.tensors.sample_slots_R[:0]
+        nothing = self.tensors.sample_slots[:0]
         return self._batch(rows, nothing, groups, most_tokens=most_tokens)
 
     def plan_replay(
@@ -151,7 +174,9 @@ class BatchBuilder:
         for index, backend in self._host_planners:
             backend.plan(self._inputs(index, batch.rows, None), states[index])
 
-    def _rows(self, rows: int, tokens: int, *, max_query_len: int, max_seq_len: int, one_token: bool) -> StepRows:
+    def _rows(
+        self, rows: int, tokens: int, *, max_query_len: int, max_seq_len: int, one_token: bool, stride: int = 0
+    ) -> StepRows:
         own = self.tensors
         return StepRows(
             slots_R=own.slots_R[:rows],
@@ -162,6 +187,7 @@ class BatchBuilder:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             one_token=one_token,
+            stride=stride,
             accepted_R=own.accepted_R[:rows],
         )
 

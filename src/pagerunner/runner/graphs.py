@@ -1,6 +1,6 @@
 """Steps as graphs: decode steps and small mixed steps are captured once by shape and replayed, padded to that shape.
 
-A decode step has one token a row, and every row is sampled. It is captured from the embedding to the sampled tokens, which the
+A decode step has one token a row, or one and its drafts at a stride, and every row is sampled. It is captured from the embedding to the sampled tokens, which the
 graph stores as the slots' last tokens. Some rows ask for more than their settings can say, such as penalties. These rows are
 sampled again, from the logits of the graph. A mixed step is captured up to the hidden states.
 
@@ -114,14 +114,20 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one;
-    with `no_shared_prefix`, rows don't all begin with the same pages.
+    """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one, or a row has up to
+    `drafts` more; with `no_shared_prefix`, rows don't all begin with the same pages.
     """
 
     rows: int
     tokens: int
     decode: bool
     no_shared_prefix: bool = False
+    drafts: int = 0
+
+    @property
+    def stride(self) -> int:
+        """See StepRows."""
+        return 1 + self.drafts if self.drafts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ def mixed_sizes(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[i
 class GraphSettings:
     """What to capture, and with what. Without an engine, or with backends that can't be captured, steps run eagerly.
 
-    `teams`: there are several teams of ranks, whose steps take the same graphs.
+    `teams`: there are several teams of ranks, whose steps take the same graphs. `drafts`: numbers of drafts of a row to capture decode steps for.
     """
 
     engine: GraphEngine | None
@@ -159,6 +165,7 @@ class GraphSettings:
     mixed_sizes: tuple[int, ...] = ()
     max_model_len: int = 0
     teams: bool = False
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,13 @@ def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
     ]
 
 
+def drafted_keys(sizes: Sequence[int], drafts: Sequence[int]) -> list[GraphKey]:
+    """Graphs of decode steps with drafts. They have fewer sizes: 1, 2, 4, every sixteenth and the largest."""
+    most = max(sizes, default=0)
+    some = [size for size in sizes if size <= 8 or size % 16 == 0 or size == most]
+    return [GraphKey(size, size * (1 + count), True, True, count) for count in drafts for size in some]
+
+
 def is_telling(key: GraphKey) -> bool:
     """Whether a shape may need other kernels than the other shapes.
 
@@ -227,18 +241,27 @@ class StepGraphs:
             keys += decode_keys(settings.decode_sizes, sharing)
             if settings.teams:  # teams whose rows share pages and others would take different ones
                 keys = [key for key in keys if key.no_shared_prefix or key.rows < sharing or not sharing]
+            keys += drafted_keys(settings.decode_sizes, settings.drafts if builder.strided else ())
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
         self._decode = self._no_shared_prefix = self._mixed = _BySize([])
+        self._drafted: dict[int, _BySize] = {}  # by stride
 
     def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
         """The smallest graph that the step fits in. With `needs_hidden` only graphs that put hidden states out."""
         where = step.where
+        if where.stride:
+            return self._drafted[where.stride].find(where.rows * where.stride)
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
             return self._mixed.find(where.tokens)
         if self._no_shared_prefix.graphs and not self._builder.may_share(step.slots):
             return self._no_shared_prefix.find(where.rows)
         return self._decode.find(where.rows)
+
+    def stride_for(self, rows: int, width: int) -> int:
+        """The least stride with a graph for so many rows of up to `width` tokens; 0 if there is none."""
+        fits = (stride for stride, graphs in self._drafted.items() if stride >= width and graphs.find(rows * stride))
+        return min(fits, default=0)
 
     def find_for_teams(self, most_tokens: int, graphs: str) -> Captured | None:
         """The graph that the ranks of all teams take; see `StepPlan`."""
@@ -270,9 +293,9 @@ class StepGraphs:
         self._builder.clear()
         keys = [key for key in self.keys if not rehearsal or is_telling(key)]
         if extremes:
-            kinds: dict[tuple[bool, bool], list[GraphKey]] = {}
+            kinds: dict[tuple[bool, bool, int], list[GraphKey]] = {}
             for key in keys:
-                kinds.setdefault((key.decode, key.no_shared_prefix), []).append(key)
+                kinds.setdefault((key.decode, key.no_shared_prefix, key.drafts), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, _ = self._prepare(key)
@@ -298,6 +321,12 @@ class StepGraphs:
             if collects:
                 gc.enable()
         made.reverse()
+        drafted = [captured for captured in made if captured.key.drafts]
+        self._drafted = {
+            stride: _BySize([captured for captured in drafted if captured.key.stride == stride])
+            for stride in sorted({captured.key.stride for captured in drafted})
+        }
+        made = [captured for captured in made if not captured.key.drafts]
         least = min((captured.key.rows for captured in made if captured.key.no_shared_prefix), default=0)
         self._mixed = _BySize([captured for captured in made if not captured.key.decode])
         self._decode = _BySize(
@@ -306,13 +335,19 @@ class StepGraphs:
         self._no_shared_prefix = _BySize(
             [c for c in made if c.key.decode and (c.key.no_shared_prefix or c.key.rows < least)]
         )
-        return CaptureReport(time.perf_counter() - started, len(made))
+        return CaptureReport(time.perf_counter() - started, len(self.keys))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
         shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.no_shared_prefix)
         states = self._builder.new_states(shape)
         most_tokens = key.tokens if self._settings.teams else 0
-        batch = self._builder.captured(shape, one_token=key.decode, states=states, most_tokens=most_tokens)
+        batch = self._builder.captured(
+            shape,
+            one_token=key.decode and not key.drafts,
+            states=states,
+            most_tokens=most_tokens,
+            stride=key.stride,
+        )
         return batch, states
 
     def _capture(self, key: GraphKey, work: Work) -> Captured:

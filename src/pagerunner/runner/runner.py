@@ -12,9 +12,11 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.life import LIFE
+from pagerunner.ops.accept import Chances, accept, count_drafts
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
+from pagerunner.ops.sample import SEED
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
@@ -26,6 +28,7 @@ from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
 from pagerunner.runner.short_model import one_layer_of_each_kind
+from pagerunner.runner.spec import Drafter, NoDrafts, Verified
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_costs import measure_steps, steps_to_time
@@ -72,29 +75,51 @@ class PendingStep:
     prompt_scores: dict[int, PromptScores]
     pooled: dict[int, ToHost]
     in_graph: bool = False
+    width: int = 1
 
     def result(self) -> StepResult:
         """The step's tokens and log-probabilities, by row of the plan."""
         token_ids: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
+        drafted: dict[int, int] = {}
         rows = self.sampled_rows
         if self.sampled is not None:
             tokens, details = self.sampled.read()
-            errors = {rows[index]: error for index, error in self.sampled.errors.items()}
-            logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
-            token_ids = [[token] for token in tokens]
+            errors = {rows[index // self.width]: error for index, error in self.sampled.errors.items()}
+            if self.width == 1:
+                logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
+                token_ids = [[token] for token in tokens]
+            else:
+                token_ids, drafted = self._by_row(tokens, details, logprobs)
         if len(rows) < len(self.plan.rows):
             found = dict(zip(rows, token_ids, strict=True))
             token_ids = [found.get(row, []) for row in range(len(self.plan.rows))]
         return StepResult(
             step_id=self.plan.step_id,
             token_ids=token_ids,
+            drafted=drafted,
             logprobs=logprobs,
             prompt_logprobs={row: scores.read() for row, scores in self.prompt_scores.items()},
             pooled={row: copy.lists()[0] for row, copy in self.pooled.items()},
             errors=errors,
         )
+
+    def _by_row(
+        self, tokens: list[int], details: list[TokenLogprobs | None], logprobs: dict[int, list[TokenLogprobs]]
+    ) -> tuple[list[list[int]], dict[int, int]]:
+        """Of rows with several places the tokens, and how many drafts there were. Adds their `logprobs`."""
+        token_ids: list[list[int]] = []
+        drafted: dict[int, int] = {}
+        for number, row in enumerate(self.sampled_rows):
+            first = number * self.width
+            places = tokens[first : first + self.width]
+            drafted[row], taken = count_drafts(places)
+            token_ids.append(places[: taken + 1])
+            own = [detail for detail in details[first : first + taken + 1] if detail is not None]
+            if own:
+                logprobs[row] = own
+        return token_ids, drafted
 
 
 class ModelRunner:
@@ -117,12 +142,23 @@ class ModelRunner:
         recorded: RecordedSteps | None = None,
         stage: StageTokens | None = None,
         transfers: Transfers | None = None,
+        drafter: Drafter | None = None,
+        max_in_flight: int = 1,
+        rates: Sequence[float] | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
         the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
         all ranks run the same steps. `stage`: the model is that of one of several stages. `transfers` bring pages to host memory and back.
+        `drafter` makes drafts, as many as `state` has room for. With `rates` they are taken by chance.
         """
         self._transfers = transfers
+        self._num_drafts = state.drafts.shape[1]
+        self._drafter: Drafter = drafter or NoDrafts()
+        self._chances: Chances | None = None
+        if rates is not None:
+            rates_K = to_device(rates, torch.float64, state.tokens.device)
+            self._chances = Chances(rates_K, sampler.settings.words[:, SEED])
+        self._uncertain = self._num_drafts * (max_in_flight - 1)
         self._stage = stage
         self._samples = stage is None or stage.samples
         self._unpacks, self._kernels, self._agree = unpacks, kernels, agree
@@ -158,11 +194,15 @@ class ModelRunner:
             self._scorer.init_slot(init)
             self._pooler.init_slot(init)
             self._sampler.init_slot(init)
+            self._drafter.init_slot(init)
         if self._stage is not None:
             self._stage.begin(plan.rows)
         pages, tables, sampler = self._pages, self._tables, self._sampler
         entries, copies, fills = tables.places(plan.table_writes), pages.copies(plan.copies), pages.fills(plan.zero)
-        step = self._staging.stage(plan.rows, entries, copies, fills, sampler.new_settings())
+        width, strided = self._width(plan.rows, entries) if self._num_drafts else (1, False)
+        step = self._staging.stage(
+            plan.rows, entries, copies, fills, sampler.new_settings(), width=width, strided=strided
+        )
         if step.num_settings:
             sampler.write_settings(step.setting_places_N, step.settings_N)
         if step.num_writes:
@@ -187,27 +227,38 @@ class ModelRunner:
             return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
         if captured is not None and captured.key.decode:
             outputs = self._graphs.replay(captured, step, plan.state_saves)
-            sampled = self._sample_decoded(*outputs, step, plan.masks)
+            sampled = self._sample_decoded(*outputs, step, plan)
             self._tell(step, sampled)
-            return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True)
+            return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True, width=width)
         if self._recorded is not None and not needs_hidden:
             threads = torch.get_num_threads() if self._threads is None else self._threads.usual
             logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits, threads)
             if logits_SV is not None:
-                return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan.masks), {}, {})
+                return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan), {}, {})
         if captured is not None:
             (hidden_TD,) = self._graphs.replay(captured, step, plan.state_saves)
         else:
-            alone = len(step.sampled_rows) < step.where.tokens and not needs_hidden
+            alone = step.num_places < step.where.tokens and not needs_hidden
             batch = self._builder.eager(step, plan.state_saves, last_alone=alone, most_tokens=plan.most_tokens)
             hidden_TD = self._model(batch)
-        found = self._sample(hidden_TD, step, plan.masks)
+        found = self._sample(hidden_TD, step, plan, alone=captured is None and alone)
         self._tell(step, found)
         scores = self._scorer.score(
             hidden_TD, step, scored, lambda hidden_SD: self._sampler.whole(self._model.compute_logits(hidden_SD))
         )
         vectors = self._pooler.pool(hidden_TD, step, pooled)
-        return PendingStep(plan, step.sampled_rows, found, scores, vectors, in_graph=captured is not None)
+        return PendingStep(plan, step.sampled_rows, found, scores, vectors, captured is not None, width)
+
+    def _width(self, rows: Sequence[StepRow], entries: Mapping[int, int]) -> tuple[int, bool]:
+        """How many places sampled rows have in a step, and whether its tokens are at that stride, which graphs take."""
+        width = max((row.num_tokens for row in rows if not row.tokens), default=1)
+        if width == 1:
+            return 1, False
+        strided = -1 not in entries.values() and not any(row.tokens for row in rows)
+        stride = self._graphs.stride_for(len(rows), width) if strided else 0
+        if stride or not self._state.tokens.is_cuda:
+            return stride or width, stride > 0
+        return 1 + self._num_drafts, False  # kernels are made for few widths
 
     def _run_for_others(self, plan: StepPlan) -> PendingStep:
         """A step for which other teams of ranks alone have rows, or nobody: then only tables and pages change."""
@@ -279,7 +330,7 @@ class ModelRunner:
         given = [(row.slot, 0, row.start - 1) for row in rows if not row.tokens]
         if given:
             self._state.store(*to_device(given, torch.int64, self._state.tokens.device).T.contiguous())
-        self.run(StepPlan(step_id=-1, rows=rows)).result()
+        self.run(StepPlan(step_id=-1, rows=rows, num_drafts=self._num_drafts)).result()
         LIFE.moved()
 
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
@@ -332,6 +383,14 @@ class ModelRunner:
         yield _even_rows(1, max(min(longest, most) - 1, 1), longest, past=True)
         yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
+        yield from self._drafted_steps((1, 3, most_rows))
+
+    def _drafted_steps(self, sizes: Sequence[int]) -> Iterator[list[StepRow]]:
+        """Steps of so many rows with as many drafts as rows can have, at the end of sequences."""
+        width = min(1 + self._num_drafts, self._max_model_len - 1)
+        for rows in sorted({min(size, self._builder.max_rows, self._builder.max_tokens // width) for size in sizes}):
+            if width > 1 and rows:
+                yield [StepRow(slot, self._max_model_len - width, width, [], True) for slot in range(rows)]
 
     def _largest_steps(self) -> Iterator[list[StepRow]]:
         """Steps with as many tokens as a step can have, at the end of sequences and at their beginning.
@@ -342,6 +401,7 @@ class ModelRunner:
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         yield self._long_rows(most)
         yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
+        yield from self._drafted_steps((most_rows,))
         if self._unpacks and most >= MANY_TOKENS:
             yield self._long_rows(MANY_TOKENS - 1)
 
@@ -353,7 +413,7 @@ class ModelRunner:
         """
         longest, most = self._max_model_len, self._builder.max_tokens
         steps, graphs = (*self._first_steps(), *self._largest_steps()), self._graphs.keys
-        sampled = {len(rows) for rows in steps} | {key.rows for key in graphs if key.decode}
+        sampled = {len(rows) for rows in steps} | {key.tokens for key in graphs if key.decode}
         tokens = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in graphs}
         rows = self._agree(more_counts(self._kernels, sampled, min(self._builder.max_rows, most)))
         scored = self._agree(more_counts(self._kernels, sampled.union(rows), min(CHUNK, longest, most)))
@@ -383,30 +443,58 @@ class ModelRunner:
         if not decode or not self._samples:
             return (hidden_TD,)
         logits_SV = self._model.compute_logits(hidden_TD)
-        slots_S = self._builder.tensors.sample_slots_R[: batch.rows.num_rows]
-        tokens_S, best_S = self._sampler.pick(logits_SV, slots_S, batch.rows.positions_T)
-        self._state.store(slots_S, tokens_S, batch.rows.positions_T)
-        return logits_SV, tokens_S, best_S
+        rows = batch.rows
+        slots_S, positions_S = self._builder.tensors.sample_slots[: rows.num_tokens], rows.positions_T
+        tokens_S, best_S = self._sampler.pick(logits_SV, slots_S, positions_S)
+        found_S = self._settle(tokens_S, slots_S, positions_S, rows.seq_lens_R, rows.stride or 1)
+        return logits_SV, tokens_S, best_S, found_S
 
-    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled | None:
-        """The tokens of a step whose hidden states are known.
+    def _settle(
+        self,
+        tokens_S: torch.Tensor,
+        slots_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        ends_R: torch.Tensor | None,
+        width: int,
+    ) -> torch.Tensor:
+        """Let slots go on from what was sampled at their rows' places. Returns what of it counts."""
+        if width == 1 or ends_R is None:
+            self._state.store(slots_S, tokens_S, positions_S)
+            return tokens_S
+        places = slots_S[::width], positions_S[::width], ends_R
+        return accept(tokens_S.view(-1, width), *places, self._state, self._chances).view(-1)
 
-        Hidden states may be padded. `masks` are by row of the plan.
-        """
+    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, plan: StepPlan, *, alone: bool) -> Sampled | None:
+        """The tokens of a step whose hidden states are known, which may be padded; `alone`: there may be those of sampled tokens only."""
         if not step.sampled_rows:
             return None
-        every = len(step.sampled_rows) == hidden_TD.shape[0]
+        every = step.num_places == hidden_TD.shape[0] and (alone or step.samples_all)
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
-        return self._sample_logits(logits_SV, step, masks)
+        return self._sample_logits(logits_SV, step, plan)
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Of all tokens, [T, V]."""
         return self._model.compute_logits(self._model(batch))
 
-    def _sample_logits(self, logits_SV: torch.Tensor, step: StagedStep, masks: Mapping[int, bytes]) -> Sampled:
+    def _sample_logits(
+        self,
+        logits_SV: torch.Tensor,
+        step: StagedStep,
+        plan: StepPlan,
+        drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> Sampled:
+        """Sample a step's places, unless a graph has `drawn`, and draft what may follow."""
         rows = self._sampled_rows(step)
-        sampled = self._sampler.sample(logits_SV, rows, _by_sample(step, masks))
-        self._state.store(rows.slots_S, sampled.token_ids, rows.positions_S)
+        ends_R = self._builder.sampled_ends(step) if step.width > 1 else None
+
+        def settle(tokens_S: torch.Tensor) -> torch.Tensor:
+            return self._settle(tokens_S, rows.slots_S, rows.positions_S, ends_R, step.width)
+
+        sampled = self._sampler.sample(logits_SV, rows, _by_sample(step, plan.masks), drawn, settle)
+        if self._num_drafts:
+            width, found_S = step.width, sampled.token_ids
+            verified = Verified(found_S.view(-1, width), rows.slots_S[::width], rows.positions_S[::width])
+            self._drafter.draft(verified, plan.num_drafts)
         return sampled
 
     def _sample_decoded(
@@ -414,23 +502,25 @@ class ModelRunner:
         logits_SV: torch.Tensor,
         tokens_S: torch.Tensor,
         best_S: torch.Tensor,
+        found_S: torch.Tensor,
         step: StagedStep,
-        masks: Mapping[int, bytes],
+        plan: StepPlan,
     ) -> Sampled:
-        """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are stored already."""
-        rows, count = self._sampled_rows(step), step.where.rows
-        sampled = self._sampler.sample(logits_SV[:count], rows, masks, (tokens_S[:count], best_S[:count]))
-        if sampled.again:
-            self._state.store(rows.slots_S, sampled.token_ids, rows.positions_S)
-        return sampled
+        """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are settled already."""
+        count = step.num_places
+        return self._sample_logits(logits_SV[:count], step, plan, (tokens_S[:count], best_S[:count], found_S[:count]))
 
     def _sampled_rows(self, step: StagedStep) -> SampledRows:
         slots: Sequence[int] = step.slots
         lens: Sequence[int] = step.seq_lens
+        if self._num_drafts:  # the least that they may be at the first place
+            rows = step.rows
+            lens = [row.start + (row.num_tokens if row.tokens else 1 - self._uncertain) for row in rows]
         if len(step.sampled_rows) < len(slots):
             slots = [slots[row] for row in step.sampled_rows]
             lens = [lens[row] for row in step.sampled_rows]
-        return SampledRows(slots, lens, step.sampled_slots_S, self._builder.sampled_positions(step))
+        places = self._builder.sampled_slots(step), self._builder.sampled_positions(step)
+        return SampledRows(slots, lens, *places, step.width, step.counts, self._state.drafts)
 
 
 def _by_sample(step: StagedStep, masks: Mapping[int, bytes]) -> Mapping[int, bytes]:

@@ -46,7 +46,7 @@ class StagedStep:
 
     `seq_lens` are exact for rows that compute prompts. For rows that generate they are upper bounds.
 
-    `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
+    With drafts a sampled row has `counts` of `width` places, and what is said of sampled rows on the device is by place. `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
     a page.
     """
 
@@ -58,6 +58,8 @@ class StagedStep:
     where: PackedRows
     packed: torch.Tensor
     sections: Sections
+    width: int
+    counts: list[int]
     num_writes: int
     num_settings: int
     moved: tuple[Sequence[Sequence[Triple]], Sequence[Triple]]
@@ -65,13 +67,24 @@ class StagedStep:
 
     @property
     def logits_index_S(self) -> torch.Tensor:
-        """int64 [S] on the device: the sampled rows' last tokens."""
-        return self._part(self.sections.logits_index, len(self.sampled_rows))
+        """int64 [S] on the device: the sampled rows' last tokens. Places that a row doesn't have repeat its last one."""
+        return self._part(self.sections.logits_index, self.num_places)
+
+    @property
+    def num_places(self) -> int:
+        """S: sampled rows times their width."""
+        return len(self.sampled_rows) * self.width
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether place s is that of token s."""
+        where = self.where
+        return self.num_places == where.tokens and (self.width == 1 or self.num_places == sum(self.counts))
 
     @property
     def sampled_slots_S(self) -> torch.Tensor:
-        """int64 [S] on the device."""
-        return self._part(self.sections.sampled_slots, len(self.sampled_rows))
+        """int64 [S] on the device, -1 at places that a row doesn't have."""
+        return self._part(self.sections.sampled_slots, self.num_places)
 
     @property
     def table_places_N(self) -> torch.Tensor:
@@ -167,8 +180,14 @@ class Staging:
         copies: Sequence[Sequence[Triple]],
         fills: Sequence[Triple],
         settings: dict[int, int] | None = None,
+        *,
+        width: int = 1,
+        strided: bool = False,
     ) -> StagedStep:
-        """Pack a step: its rows, if it has any, table entries by place, page copies and fills, and slots' settings by place."""
+        """Pack a step: its rows, if it has any, table entries by place, page copies and fills, and slots' settings by place.
+
+        No row has more drafts than `width` - 1. A `strided` step has rows of that width, all of which generate.
+        """
         slots, starts, query_lens, known, samples = zip(*rows, strict=True) if rows else ((),) * 5
         num_rows, num_tokens = len(rows), sum(query_lens)
         from_host = any(known)
@@ -176,11 +195,12 @@ class Staging:
         one_token = (
             num_tokens == num_rows and max(query_lens, default=1) == 1 and not (from_host and sum(map(bool, known)) > 1)
         )
-        where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token)
+        stride = width if strided else 0
+        where = PackedRows(num_rows, num_tokens, num_rows, num_tokens, one_token and not strided, stride)
         sampled_rows = list(range(num_rows)) if all(samples) else [row for row, wanted in enumerate(samples) if wanted]
         sampled, settings = len(sampled_rows), settings or {}
         triples = [*(triple for wave in copies for triple in wave), *fills]
-        sections = Sections.of(where.size, sampled, len(table_entries), len(settings), len(triples))
+        sections = Sections.of(where.size, sampled * width, len(table_entries), len(settings), len(triples))
 
         packed = self._buffers.take(sections.size)
         packed[:num_rows] = slots
@@ -191,11 +211,16 @@ class Staging:
         else:
             query_start[0] = 0
             np.cumsum(query_lens, out=query_start[1:])
-        one_each = num_tokens == num_rows and not from_host
-        packed[where.token_ids : where.token_ids + num_tokens] = -1 if one_each else _token_ids(known, query_lens)
-        if not one_token:
+        if not strided:
+            one_each = num_tokens == num_rows and not from_host
+            packed[where.token_ids : where.token_ids + num_tokens] = -1 if one_each else _token_ids(known, query_lens)
+        if not (one_token or strided):
             packed[where.token_rows : where.token_rows + num_tokens] = np.repeat(np.arange(num_rows), query_lens)
-        if sampled:
+        counts: list[int] = []
+        if sampled and width > 1:
+            counts = [1 if known[row] else query_lens[row] for row in sampled_rows]
+            _put_places(packed, sections, query_start[1:][sampled_rows], packed[:num_rows][sampled_rows], counts, width)
+        elif sampled:
             rows_of = slice(num_rows) if sampled == num_rows else sampled_rows
             last_tokens = query_start[1:][rows_of] - 1
             _put(packed, sections.logits_index, last_tokens)
@@ -217,6 +242,8 @@ class Staging:
             where=where,
             packed=self._buffers.send(sections.size),
             sections=sections,
+            width=width,
+            counts=counts,
             num_writes=len(table_entries),
             num_settings=len(settings),
             moved=(copies, fills),
@@ -226,6 +253,16 @@ class Staging:
 
 def _put(packed: np.ndarray, first: int, values: np.ndarray | list[int]) -> None:
     packed[first : first + len(values)] = values
+
+
+def _put_places(
+    packed: np.ndarray, sections: Sections, ends: np.ndarray, slots: np.ndarray, counts: list[int], width: int
+) -> None:
+    """What is said of sampled rows, by place: of each row the first `counts` of `width`."""
+    has_S1, places_W = np.array(counts)[:, None], np.arange(width)
+    tokens_SW = ends[:, None] - has_S1 + np.minimum(places_W, has_S1 - 1)
+    _put(packed, sections.logits_index, tokens_SW.ravel())
+    _put(packed, sections.sampled_slots, np.where(places_W < has_S1, slots[:, None], -1).ravel())
 
 
 def _starts(starts: Sequence[int], known: Sequence[list[int]]) -> list[int]:

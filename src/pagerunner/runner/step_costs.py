@@ -71,7 +71,10 @@ def measure_steps(
         rate = words.nbytes / max(best[reads], 1e-9)
     return MeasuredSteps(
         steps=[(shape, best[number]) for number, shape in enumerate(shapes)],
-        decode_graphs={0: sorted({key.rows for key in keys if key.decode})},
+        decode_graphs={
+            drafts: sorted({key.rows for key in keys if key.decode and key.drafts == drafts})
+            for drafts in {0, *(key.drafts for key in keys)}
+        },
         mixed_graphs=sorted({key.tokens for key in keys if not key.decode}),
         bytes_per_second=rate,
     )

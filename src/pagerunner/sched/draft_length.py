@@ -65,12 +65,6 @@ class LengthByRows(_Unlearning):
         return self._drafts[max(bisect_right(self._firsts, rows) - 1, 0)]
 
 
-def draft_choices(most: int) -> list[int]:
-    """Numbers of drafts to choose from. Each has graphs of its own, so there are few: of 1, 3, 7, 15 ... those well below `most`, and `most`."""
-    below = [2**power - 1 for power in range(1, most.bit_length() + 1)]
-    return [number for number in below if 3 * number <= 2 * most] + [most]
-
-
 class AdaptiveLength:
     """The number that brings most tokens a second: those that a row can expect, over what the step costs.
 

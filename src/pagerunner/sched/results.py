@@ -34,7 +34,9 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
                 updates.append(update)
             elif row.samples:
                 own = logprobs.get(number) if logprobs else None
-                updates.append(_append(state, sequence, token_ids, own, _drafted(state, row, token_ids)))
+                updates.append(
+                    _append(state, sequence, token_ids, own, _drafted(state, token_ids, result.drafted.get(number)))
+                )
         except Exception as error:
             state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))
@@ -61,11 +63,11 @@ def _end_row(
     return None
 
 
-def _drafted(state: SchedulerState, row: StepRow, token_ids: list[int]) -> tuple[int, int] | None:
+def _drafted(state: SchedulerState, token_ids: list[int], drafted: int | None) -> tuple[int, int] | None:
     """How many tokens were drafted for a row, and how many of them were right, which is counted. None if it had no drafts."""
-    if row.num_tokens == 1 or row.tokens:
+    if not drafted:
         return None
-    drafted, accepted = row.num_tokens - 1, len(token_ids) - 1
+    accepted = len(token_ids) - 1
     if state.counts.spec is not None:
         state.counts.spec.add(drafted, accepted)
     return drafted, accepted

@@ -35,6 +35,13 @@ def test_rows_are_built_as_by_the_twin(lengths: list[int], padded_rows: int, pad
     check_build_rows(build_rows.kernel, lengths, padded_rows, padded_tokens)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "padded_rows", "stride"), [([1], 1, 2), ([3, 1, 2], 4, 4), ([4] * 70, 72, 4), ([2, 1] * 40, 80, 3)]
+)
+def test_rows_at_a_stride_are_built_as_by_the_twin(lengths: list[int], padded_rows: int, stride: int) -> None:
+    check_build_rows(build_rows.kernel, lengths, padded_rows, padded_rows * stride, stride=stride)
+
+
 @pytest.mark.parametrize("count", [2, 300])
 def test_tokens_and_entries_are_stored_where_the_twins_store_them(count: int) -> None:
     check_store_tokens(store_tokens.kernel, count)

@@ -37,7 +37,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows, draft_choices
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.teams import TeamsScheduler
@@ -162,7 +162,7 @@ def _draft_length(config: EngineConfig, costs: CostModel | None) -> DraftLength 
     if not config.adapts_drafts:
         return LengthByRows(asked.num_speculative_tokens_per_batch_size)
     assert costs is not None, "an engine that adapts the number of drafts prices its steps"
-    return AdaptiveLength(costs, draft_choices(asked.num_speculative_tokens))
+    return AdaptiveLength(costs, asked.lengths)
 
 
 def key_bytes(plan: MemoryPlan) -> int:

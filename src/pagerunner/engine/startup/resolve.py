@@ -34,7 +34,7 @@ from pagerunner.engine.startup.machine import (
 )
 from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.speculation import resolve_speculation
-from pagerunner.engine.startup.weights import count_weights, too_large, weights_with_unpacked_experts
+from pagerunner.engine.startup.weights import Weights, count_weights, too_large, weights_with_unpacked_experts
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -51,6 +51,7 @@ from pagerunner.models.configs.drafter import check_draft_length
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
 from pagerunner.runner.sampling.sampler import Sampler
+from pagerunner.runner.spec.made import drafting_bytes
 from pagerunner.tiers.host import cut_host
 
 logger = logging.getLogger(__name__)
@@ -381,31 +382,41 @@ class _Wish:
         return found
 
 
-def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> MemoryPlan:
-    """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
-    args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
-    longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
+def _most_weights(wish: _Wish) -> Weights:
+    """The weights of the rank and stage with most of them."""
     stages: list[range | None] = [*wish.stages] if len(wish.stages) > 1 else [None]
-    counted = max(
+    return max(
         (
-            count_weights(own, wish.dtype, wish.device, wish.batched_tokens * args.teams, layers)
+            count_weights(own, wish.dtype, wish.device, wish.batched_tokens * wish.args.teams, layers)
             for own in wish.of_ranks
             for layers in stages
         ),
         key=lambda weights: weights.size + weights.drafter,
     )
+
+
+def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> MemoryPlan:
+    """The plan for `memory_bytes` (None: what this machine has available); for a `card`, an upper bound of it."""
+    args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
+    longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
+    counted = _most_weights(wish)
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
     num_groups = len({spec.lifetime for spec in specs})
     host_bytes = wish.kv_transfer.host_bytes
+    num_drafts = wish.drafts.num_speculative_tokens if wish.drafts is not None else 0
 
     def other(length: int, table_width: int) -> tuple[tuple[str, int], ...]:
         always = (
             *counted.rows,
             ("page tables", 8 * max_num_seqs * table_width),
-            ("step inputs", StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups)),
+            (
+                "step inputs",
+                StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups, num_drafts),
+            ),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
-            ("logits of one step", 4 * max_num_seqs * model.vocab_size),
+            ("logits of one step", 4 * max_num_seqs * (1 + num_drafts) * model.vocab_size),
+            *drafting_bytes(wish.drafts, max_num_seqs, length),
             *unpacked,
         )
         if wish.device == "cuda":
@@ -436,6 +447,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=wish.in_flight,
+            num_drafts=num_drafts,
             stages=[stage for layer in model.spec_layers for stage, own in enumerate(wish.stages) if layer in own]
             + [0] * (len(specs) - len(model.spec_layers)),  # a drafter's: there is one stage then
             chunked_prefill=args.enable_chunked_prefill,

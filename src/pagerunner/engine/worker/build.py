@@ -49,6 +49,7 @@ from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
+from pagerunner.runner.spec.made import check_backends, make_drafter
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.step_threads import StepThreads
@@ -141,7 +142,11 @@ def make_runner(
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     tables = PageTables(plan, device)
-    state = SlotState.empty(config.max_num_seqs, device)
+    drafts = config.speculative
+    num_drafts = drafts.num_speculative_tokens if drafts is not None else 0
+    state = SlotState.empty(config.max_num_seqs, device, num_drafts)
+    if drafts is not None and device.type == "cuda":
+        check_backends(plan.groups, backends)
     unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
@@ -157,6 +162,7 @@ def make_runner(
             resolved.model.vocab_size,
             device,
             None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share)),
+            num_drafts,
         ),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
@@ -165,6 +171,7 @@ def make_runner(
             mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
             max_model_len=plan.max_model_len,
             teams=teams is not None,
+            drafts=drafts.lengths if drafts is not None else (),
         ),
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
@@ -173,6 +180,9 @@ def make_runner(
         recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
         stage=None if stage is None else StageTokens(stage, state, config.max_in_flight),
         transfers=transfers,
+        drafter=make_drafter(drafts, state, plan.max_model_len),
+        max_in_flight=config.max_in_flight,
+        rates=drafts.acceptance_rates if drafts is not None else None,
     )
 
 
@@ -207,7 +217,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     config = resolved.config
     sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
     choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
-    graphs = (config.enforce_eager, config.cudagraph_capture_sizes)
+    graphs = (config.enforce_eager, config.cudagraph_capture_sizes, config.speculative)
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
     model = replace(resolved.model, path="")  # where it lies changes nothing
     held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales

@@ -11,14 +11,14 @@ from pagerunner.ops.batch import SlotState
 from pagerunner.ops.kernels.sample import uniform_of
 
 
-@triton.jit(do_not_specialize=["position_stride", "seed_stride"])
+@triton.jit(do_not_specialize=["slot_stride", "position_stride", "seed_stride"])
 def _accept(
     targets_SW, slots_S, positions_S, ends_S, tokens_N, lengths_N, accepted_N, drafts_NK, rates_K, seeds_N, found_SW,
-    position_stride, seed_stride, K: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CHANCES: tl.constexpr,
+    slot_stride, position_stride, seed_stride, K: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CHANCES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
-    slot = tl.load(slots_S + row).to(tl.int64)
+    slot = tl.load(slots_S + row * slot_stride).to(tl.int64)
     real = slot >= 0
     position = tl.load(positions_S + row * position_stride)
     has = tl.load(ends_S + row).to(tl.int64) - position
@@ -57,7 +57,7 @@ def accept(
     rates_K, seeds_N = (targets_SW, targets_SW) if chances is None else chances
     _accept[(rows,)](
         targets_SW, slots_S, positions_S, ends_S, state.tokens, state.lengths, state.accepted, state.drafts, rates_K, seeds_N, found_SW,
-        positions_S.stride(0), seeds_N.stride(0), K=state.drafts.shape[1], W=width, BLOCK=triton.next_power_of_2(width),
+        slots_S.stride(0), positions_S.stride(0), seeds_N.stride(0), K=state.drafts.shape[1], W=width, BLOCK=triton.next_power_of_2(width),
         CHANCES=chances is not None, num_warps=1,
     )  # fmt: skip
     return found_SW

@@ -14,9 +14,9 @@ BLOCK = 128
 
 @triton.jit(do_not_specialize=["rows", "tokens", "padded_rows", "padded_tokens", "max_tokens"])
 def _build_rows(
-    packed, entries, shapes, last_tokens, lengths, accepted, drafts, token_ids_T, positions_T, row_T, slots_R, sample_slots_R,
+    packed, entries, shapes, last_tokens, lengths, accepted, drafts, token_ids_T, positions_T, row_T, slots_R, sample_slots,
     query_start_R1, seq_lens_R, accepted_R, write_entry_GT, write_offset_GT, rows, tokens, padded_rows, padded_tokens, max_tokens,
-    GROUPS: tl.constexpr, DRAFTS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, DRAFTS: tl.constexpr, ONE_TOKEN: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     section = (rows + 2) // 2 * 2
@@ -31,14 +31,28 @@ def _build_rows(
     first = tl.load(query_start + i, i <= rows, tokens)
     after = tl.load(query_start + i + 1, real, tokens)
     tl.store(slots_R + i, slot.to(tl.int32), i < padded_rows)
-    tl.store(sample_slots_R + i, tl.where(real, slot, -1), i < padded_rows)
-    tl.store(query_start_R1 + i, first.to(tl.int32), i <= padded_rows)
+    if STRIDE:
+        tl.store(query_start_R1 + i, i * STRIDE, i <= padded_rows)
+    else:
+        tl.store(sample_slots + i, tl.where(real, slot, -1), i < padded_rows)
+        tl.store(query_start_R1 + i, first.to(tl.int32), i <= padded_rows)
     tl.store(seq_lens_R + i, tl.where(real, start + after - first, 0).to(tl.int32), i < padded_rows)
     tl.store(accepted_R + i, tl.load(accepted + slot, here, tl.where(real, -1, 0)), i < padded_rows)
 
     mine = i < tokens
     inside = i < padded_tokens
-    if ONE_TOKEN:
+    if STRIDE:
+        row, place = i // STRIDE, i % STRIDE
+        theirs = row < rows
+        count = tl.load(query_start + row + 1, theirs, 0) - tl.load(query_start + row, theirs, 0)
+        mine = theirs & (place < count)
+        token_slot = tl.load(packed + row, mine, 0)
+        position = tl.load(lengths + token_slot, mine, 0) + place
+        token = tl.load(last_tokens + token_slot, mine & (place == 0), 0)
+        draft = tl.load(drafts + token_slot * DRAFTS + place - 1, mine & (place > 0), 0)
+        token = tl.where(place == 0, token, tl.maximum(draft, 0))
+        tl.store(sample_slots + i, tl.where(mine, token_slot, -1), inside)
+    elif ONE_TOKEN:
         row = i.to(tl.int64)
         token_slot, position = slot, start
     else:
@@ -48,12 +62,13 @@ def _build_rows(
         start = tl.where(start < 0, tl.load(lengths + token_slot, start < 0, 0), start)
         position = start + i - tl.load(query_start + row, mine, 0)
     position = tl.where(mine, position, 0)
-    token = tl.load(ids + i, mine, 0)
-    last = tl.load(last_tokens + token_slot, mine & (token < 0), 0)
-    if DRAFTS and not ONE_TOKEN:
-        draft = tl.load(drafts + token_slot * DRAFTS - 2 - token, mine & (token < -1), 0)
-        last = tl.where(token < -1, tl.maximum(draft, 0), last)
-    token = tl.where(token < 0, last, token)
+    if not STRIDE:
+        token = tl.load(ids + i, mine, 0)
+        last = tl.load(last_tokens + token_slot, mine & (token < 0), 0)
+        if DRAFTS and not ONE_TOKEN:
+            draft = tl.load(drafts + token_slot * DRAFTS - 2 - token, mine & (token < -1), 0)
+            last = tl.where(token < -1, tl.maximum(draft, 0), last)
+        token = tl.where(token < 0, last, token)
     tl.store(row_T + i, tl.where(mine, row, -1).to(tl.int32), inside)
     tl.store(positions_T + i, position, inside)
     tl.store(token_ids_T + i, token, inside)
@@ -74,9 +89,9 @@ def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state:
     groups, max_tokens = out.write_entry_GT.shape
     _build_rows[(blocks(count, BLOCK),)](
         packed, tables.entries, tables.shapes, state.tokens, state.lengths, state.accepted, state.drafts, out.token_ids_T,
-        out.positions_T, out.row_T, out.slots_R, out.sample_slots_R, out.query_start_R1, out.seq_lens_R, out.accepted_R,
+        out.positions_T, out.row_T, out.slots_R, out.sample_slots, out.query_start_R1, out.seq_lens_R, out.accepted_R,
         out.write_entry_GT, out.write_offset_GT, where.rows, where.tokens, where.padded_rows, where.padded_tokens, max_tokens,
-        GROUPS=groups, DRAFTS=state.drafts.shape[1], ONE_TOKEN=where.one_token, BLOCK=BLOCK,
+        GROUPS=groups, DRAFTS=state.drafts.shape[1], ONE_TOKEN=where.one_token, STRIDE=where.stride, BLOCK=BLOCK,
     )  # fmt: skip
 
 

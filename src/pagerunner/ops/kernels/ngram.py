@@ -9,13 +9,13 @@ import triton.language as tl
 BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["position_stride", "text_stride"])
+@triton.jit(do_not_specialize=["slot_stride", "position_stride", "text_stride", "count"])
 def _draft_ngrams(
-    found_SW, slots_S, positions_S, texts_NL, drafts_NK, position_stride, text_stride, W: tl.constexpr, K: tl.constexpr,
-    COUNT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    found_SW, slots_S, positions_S, texts_NL, drafts_NK, slot_stride, position_stride, text_stride, count, W: tl.constexpr, K: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_S + row).to(tl.int64)
+    slot = tl.load(slots_S + row * slot_stride).to(tl.int64)
     if slot < 0:
         return
     position = tl.load(positions_S + row * position_stride)
@@ -23,7 +23,7 @@ def _draft_ngrams(
     place = tl.arange(0, PLACES)
     found = tl.load(found_SW + row * W + place, place < W, -1)
     tl.store(text + position + 1 + place, found.to(tl.int32), found >= 0)
-    if COUNT == 0:
+    if count == 0:
         return
     tl.debug_barrier()  # what this program has written, it reads below
     end = position + tl.sum((found >= 0).to(tl.int64), 0)
@@ -41,9 +41,9 @@ def _draft_ngrams(
             score = tl.where((at < end) & (matched >= LEAST), matched * 4294967296 + at, -1)
             best = tl.maximum(best, tl.max(score, 0))
     after = best % 4294967296 + 1
-    there = (best >= 0) & (place < COUNT)
+    there = (best >= 0) & (place < count)
     draft = tl.load(text + after + place % (end + 1 - after), there, -1)
-    tl.store(drafts_NK + slot * K + place, draft.to(tl.int64), place < COUNT)
+    tl.store(drafts_NK + slot * K + place, draft.to(tl.int64), place < count)
 
 
 def draft_ngrams(
@@ -59,6 +59,6 @@ def draft_ngrams(
     """See ops/ngram.py."""
     rows, width = found_SW.shape
     _draft_ngrams[(rows,)](
-        found_SW, slots_S, positions_S, texts_NL, drafts_NK, positions_S.stride(0), texts_NL.stride(0), W=width, K=drafts_NK.shape[1],
-        COUNT=count, LEAST=least, MOST=most, PLACES=triton.next_power_of_2(max(width, count)), BLOCK=BLOCK, num_warps=8,
+        found_SW, slots_S, positions_S, texts_NL, drafts_NK, slots_S.stride(0), positions_S.stride(0), texts_NL.stride(0), count, W=width, K=drafts_NK.shape[1],
+        LEAST=least, MOST=most, PLACES=triton.next_power_of_2(max(width, drafts_NK.shape[1])), BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

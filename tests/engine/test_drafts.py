@@ -1,0 +1,180 @@
+"""Output with drafts is output without: whoever drafts, whatever requests ask for, whatever memory is like."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.effort import by_days
+from helpers.families import MAKERS
+from helpers.planted_drafts import PlantedDrafter, drafting, plant
+from pagerunner import LLM, SamplingParams
+from pagerunner.types import StructuredOutputsParams
+
+DEFAULTS: dict[str, Any] = {
+    "poison_fresh_pages": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 96,
+    "kv_cache_memory_bytes": 8_000_000,
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "as usual": {},
+    "budget of 7": {"max_num_batched_tokens": 7},
+    "pages of 48": {"block_size": 48},
+    "pages of 1": {"block_size": 1},
+    "three in flight": {"max_in_flight": 3},
+    "one in flight": {"max_in_flight": 1},
+    "no prefix hits": {"enable_prefix_caching": False},
+    "by priority": {"scheduling_policy": "priority"},
+}
+TOKENS = 20
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "seed": 4},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.0, "seed": 3, "presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "seed": 7, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 8, "min_tokens": 9, "stop_token_ids": list(range(4, 120)), "ignore_eos": False},
+    {"temperature": 1.0, "seed": 9, "logit_bias": {7: 3.0, 9: 2.0}, "n": 3},
+    {"temperature": 0.5, "seed": 10, "allowed_token_ids": list(range(4, 60)), "repetition_penalty": 1.3},
+]
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    """Prompts that repeat themselves, some of which begin alike."""
+    rng = random.Random(2)
+    bases = [[rng.randrange(4, 400) for _ in range(length)] for length in (5, 9, 21, 33)]
+    return [{"prompt_token_ids": (bases[number % 4] * 3)[: 11 + 7 * number]} for number in range(len(ASKED))]
+
+
+def asked(**more: Any) -> list[SamplingParams]:
+    return [
+        SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **own, **more})
+        for own in ASKED
+    ]
+
+
+def outputs(llm: LLM) -> list[Any]:
+    found = llm.generate(prompts(), asked(), use_tqdm=False)
+    assert not any(output.error for output in found)
+    return found
+
+
+def tokens(found: list[Any]) -> list[list[tuple[list[int], str | None]]]:
+    return [[(list(one.token_ids), one.finish_reason) for one in output.outputs] for output in found]
+
+
+def texts(found: list[Any]) -> dict[tuple[int, ...], list[int]]:
+    """What the planted drafter knows: the first of siblings' tokens, whoever asks."""
+    known: dict[tuple[int, ...], list[int]] = {}
+    for output, params in zip(found, asked(), strict=True):
+        for number, one in enumerate(output.outputs):
+            seed = (params.seed or 0) + number
+            known[(*output.prompt_token_ids, seed)] = [*output.prompt_token_ids, *one.token_ids]
+    return known
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            MAKERS[family](made[family])
+        return next(path.parent for path in made[family].rglob("config.json"))
+
+    return of
+
+
+def check_logprobs(one: list[Any], other: list[Any]) -> None:
+    for want, got in zip(one, other, strict=True):
+        for first, second in zip(want.outputs, got.outputs, strict=True):
+            assert (first.logprobs is None) == (second.logprobs is None)
+            for entry, found in zip(first.logprobs or [], second.logprobs or [], strict=True):
+                assert {token: value.rank for token, value in entry.items()}.keys() == found.keys()
+                for token, value in entry.items():
+                    assert value.logprob == pytest.approx(found[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS))
+def test_tokens_are_those_without_drafts(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, condition: str
+) -> None:
+    path, how = str(checkpoints(family)), {**DEFAULTS, **CONDITIONS[condition]}
+    expected = outputs(LLM(path, **how))
+    plant(monkeypatch, texts(expected), 0.6)
+    llm = LLM(path, **how, **drafting(3))
+    found = outputs(llm)
+    assert tokens(found) == tokens(expected)
+    check_logprobs(expected, found)
+    assert PlantedDrafter.made > 0
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_drafters_that_are_always_right_and_always_wrong(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, right: float, drafts: int
+) -> None:
+    path = str(checkpoints("qwen3"))
+    expected = outputs(LLM(path, **DEFAULTS))
+    plant(monkeypatch, texts(expected), right)
+    llm = LLM(path, **DEFAULTS, **drafting(drafts))
+    assert tokens(outputs(llm)) == tokens(expected)
+    counts = llm.stats().spec
+    assert counts is not None and (counts.num_accepted_tokens > 0) == (right > 0)
+    if right:  # but for what is drafted behind a text's end
+        assert counts.num_accepted_tokens > 0.8 * counts.num_draft_tokens > 50
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_ngrams_draft_and_change_nothing(checkpoints: Any, family: str) -> None:
+    path = str(checkpoints(family))
+    expected = outputs(LLM(path, **DEFAULTS))
+    assert tokens(outputs(LLM(path, **DEFAULTS, **drafting(4)))) == tokens(expected)
+
+
+@pytest.mark.parametrize(("family", "pages"), [("qwen3", 14), ("gemma3_text", 14), ("qwen3_next", 14)])
+def test_scarce_pages_and_preemption_change_nothing(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, pages: int
+) -> None:
+    path = str(checkpoints(family))
+    expected = outputs(LLM(path, **DEFAULTS))
+    plant(monkeypatch, texts(expected), 0.6)
+    scarce = {**DEFAULTS, "max_model_len": 128, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": pages}
+    llm = LLM(path, **scarce, **drafting(3))
+    assert tokens(outputs(llm)) == tokens(expected)
+    assert llm.stats().preemptions_total > 0 or family == "qwen3_next"  # whose pages of states are held to the end
+
+
+def test_sleep_and_aborts_in_the_middle_change_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(checkpoints("qwen3"))
+    expected = outputs(LLM(path, **DEFAULTS))
+    plant(monkeypatch, texts(expected), 0.7)
+    llm = LLM(path, **DEFAULTS, enable_sleep_mode=True, **drafting(3))
+    for _ in range(2):
+        for prompt, params in zip(prompts(), asked(), strict=True):
+            stream = llm.stream(prompt, params)
+            next(stream)
+            stream.close()
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert tokens(outputs(llm)) == tokens(expected)
+
+
+def test_rows_with_a_grammar_go_beside_rows_with_drafts(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(checkpoints("qwen3"))
+    how = {key: value for key, value in DEFAULTS.items() if key != "skip_tokenizer_init"}
+    guided = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-z ]{20}")
+    )
+    wanted, params = [*prompts(), {"prompt_token_ids": [8, 9, 10]}], [*asked(), guided]
+    expected = LLM(path, **how).generate(wanted, params, use_tqdm=False)
+    plant(monkeypatch, texts(expected[:-1]), 0.6)
+    found = LLM(path, **how, **drafting(3)).generate(wanted, params, use_tqdm=False)
+    assert tokens(found) == tokens(expected)
