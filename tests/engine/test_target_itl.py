@@ -75,6 +75,30 @@ def test_a_start_measures_what_runs_in_graphs_and_what_does_not(path: str, monke
     assert tokens_of(llm) == tokens_of(LLM(path, enforce_eager=True, **SETTINGS))
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def test_a_start_measures_steps_with_drafts_and_their_number_follows(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tokens_of(LLM(path, enforce_eager=True, **SETTINGS))
+    assert tokens_of(LLM(path, speculative_config=NGRAM, **SETTINGS)) == plain, "nothing is measured without graphs"
+    monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
+    llm = LLM(path, speculative_config=NGRAM, **SETTINGS)
+    measured = llm.startup.steps
+    assert sorted(measured.decode_graphs) == [0, 1, 3]
+    sizes = {
+        drafts: [shape.rows for shape, _ in measured.steps if shape.decode and shape.drafts == drafts]
+        for drafts in (0, 1, 3)
+    }
+    assert sizes == {0: [1, 4], 1: [1, 4], 3: [1, 4]}
+    assert all(shape.tokens == shape.rows * (1 + shape.drafts) for shape, _ in measured.steps if shape.decode)
+    assert tokens_of(llm) == plain
+    stats = llm.stats()
+    assert stats.spec is not None and stats.spec.num_drafts > 0
+    assert stats.costs is not None and stats.costs.measured_seconds_total > 0
+
+
 @pytest.mark.usefixtures("forked")
 def test_ranks_tell_how_long_their_steps_took(path: str) -> None:
     llm = LLM(path, target_itl_ms=20, tensor_parallel_size=2, device="cpu", **SETTINGS)

@@ -348,11 +348,13 @@ class ModelRunner:
         for slot in range(self._builder.max_rows):
             self._sampler.init_slot(SlotInit(slot, _first_request(SamplingParams(temperature=0.0, max_tokens=1)), []))
         keys, tokens = self._graphs.keys, self._builder.max_tokens
-        rows = min(self._builder.max_rows, tokens)
-        steps = steps_to_time(keys, rows, tokens, self._max_model_len)
-        clock = DeviceClock.of(self._state.tokens.device)
-        self._run_first(_even_rows(rows, rows, 2, past=True))  # gives all slots a length
-        return measure_steps(steps, lambda rows: self.run(StepPlan(step_id=-1, rows=rows)).result, clock, keys, weights)
+        steps = steps_to_time(keys, min(self._builder.max_rows, tokens), tokens, self._max_model_len)
+
+        def run(rows: list[StepRow]) -> Callable[[], object]:
+            drafts = 0 if rows[0].tokens else rows[0].num_tokens - 1
+            return self.run(StepPlan(step_id=-1, rows=rows, num_drafts=drafts)).result
+
+        return measure_steps(steps, self._run_first, run, DeviceClock.of(self._state.tokens.device), keys, weights)
 
     def state_digest(self) -> str:
         """A digest of all page tables and of all slots' last tokens and lengths, which runners with the same plans share. Waits for the device."""

@@ -1,4 +1,4 @@
-"""Times a few steps at the start, for the model of costs (sched/costs.py). Each runs three times, one behind the other, as steps do when requests run.
+"""Times a few steps at the start, for the model of costs (sched/costs.py). Each runs twice, one behind the other, as steps do when requests run.
 
 The steps are the same on all ranks of an engine, whatever they take: no rank can make one alone.
 """
@@ -18,15 +18,18 @@ from pagerunner.types.steps import MeasuredSteps, StepShape, pairs_of
 _PROMPT = 512  # tokens, of which products take longer than weights are read
 _PAST = 8_192  # before as many tokens again
 _READ_BYTES = 256 * 2**20  # more than any cache holds
-_RUNS = 3
+_RUNS = 2
 
 
 def steps_to_time(keys: Sequence[GraphKey], most_rows: int, most_tokens: int, longest: int) -> Iterator[list[StepRow]]:
-    """Rows of the steps: decode steps of the smallest, a middle and the largest graph, and prompts in graphs, beyond them, and behind others."""
-    decode = sorted({key.rows for key in keys if key.decode}) or [1, most_rows]
+    """Rows of the steps: for each number of drafts decode steps of the smallest, a middle and the largest graph; and prompts in graphs, beyond
+    them, and behind others.
+    """
+    for drafts in sorted({0, *(key.drafts for key in keys)}):
+        decode = sorted({key.rows for key in keys if key.decode and key.drafts == drafts}) or [1, most_rows]
+        for size in sorted({decode[0], decode[len(decode) // 4], decode[-1]}):
+            yield [StepRow(slot, 1, 1 + drafts, [], True) for slot in range(size)]
     mixed = sorted({key.tokens for key in keys if not key.decode})
-    for size in sorted({decode[0], decode[len(decode) // 4], decode[-1]}):
-        yield [StepRow(slot, 1, 1, [], True) for slot in range(size)]
     most = min(most_tokens, longest)
     beyond = mixed[-1] + 16 if mixed else 16
     for size in sorted({*mixed[:1], *mixed[-1:], beyond, _PROMPT}):
@@ -39,38 +42,32 @@ def steps_to_time(keys: Sequence[GraphKey], most_rows: int, most_tokens: int, lo
 
 def measure_steps(
     steps: Iterator[list[StepRow]],
+    begin: Callable[[list[StepRow]], None],
     run: Callable[[list[StepRow]], Callable[[], object]],
     clock: DeviceClock,
     keys: Sequence[GraphKey],
     weights: torch.Tensor | None,
 ) -> MeasuredSteps:
-    """Time `steps`. `run` launches one and returns what waits for it. `weights`: the bytes that say how fast the device reads."""
-    shapes: list[StepShape] = []
+    """Time `steps`. `begin` runs one once, so that slots have the lengths that its rows say; `run` launches one and returns what waits for it.
+    `weights`: the bytes that say how fast the device reads.
+    """
+    found: list[tuple[StepShape, float]] = []
     for rows in steps:
-        decode = not rows[0].tokens
-        number, tokens = len(shapes), sum(row.num_tokens for row in rows)
-        pairs = 0 if decode else sum(pairs_of(row.start, row.num_tokens) for row in rows)
-        shapes.append(StepShape(len(rows), tokens, 2 * len(rows) if decode else 0, pairs, decode=decode))
+        begin(rows)
         for _ in range(_RUNS):
-            with clock.step(number):
+            with clock.step():
                 wait = run(rows)
         wait()
-    reads, rate = len(shapes), 0.0
+        found.append((_shape(rows), _best(clock)))
+    rate = 0.0
     if weights is not None:
         words = weights[: min(_READ_BYTES, weights.numel() // 4 * 4)].view(torch.float32)
         for _ in range(_RUNS):
-            with clock.step(reads):
+            with clock.step():
                 words.amax()
-    total = _RUNS * (len(shapes) + (weights is not None))
-    while clock.steps_done < total:
-        time.sleep(1e-4)
-    best: dict[int, float] = {}
-    for number, seconds in clock.take_timed():
-        best[number] = min(seconds, best.get(number, seconds))
-    if weights is not None:
-        rate = words.nbytes / max(best[reads], 1e-9)
+        rate = words.nbytes / max(_best(clock), 1e-9)
     return MeasuredSteps(
-        steps=[(shape, best[number]) for number, shape in enumerate(shapes)],
+        steps=found,
         decode_graphs={
             drafts: sorted({key.rows for key in keys if key.decode and key.drafts == drafts})
             for drafts in {0, *(key.drafts for key in keys)}
@@ -78,3 +75,19 @@ def measure_steps(
         mixed_graphs=sorted({key.tokens for key in keys if not key.decode}),
         bytes_per_second=rate,
     )
+
+
+def _shape(rows: list[StepRow]) -> StepShape:
+    if rows[0].tokens:
+        pairs = sum(pairs_of(row.start, row.num_tokens) for row in rows)
+        return StepShape(len(rows), sum(row.num_tokens for row in rows), 0, pairs, decode=False)
+    return StepShape(len(rows), len(rows) * rows[0].num_tokens, 2 * len(rows), 0, rows[0].num_tokens - 1)
+
+
+def _best(clock: DeviceClock) -> float:
+    """The shortest of the runs that the clock has timed since the last call. Waits for the device."""
+    seconds: list[float] = []
+    while len(seconds) < _RUNS:
+        seconds += [each for _, each in clock.take_timed()]
+        time.sleep(1e-5)
+    return min(seconds)
