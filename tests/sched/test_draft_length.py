@@ -118,6 +118,19 @@ def test_one_requests_poor_drafts_leave_the_others_theirs() -> None:
     assert engine.usual(200) >= 3
 
 
+def test_drafts_make_no_step_longer_than_the_target() -> None:
+    engine = Decoding(64)
+    assert engine.run(300, 0.95) and engine.usual(100) >= 5
+    target = 1.02 * engine.costs.decode_seconds(64, 64_000, 3)
+    bounded = Decoding(64)
+    bounded.length = AdaptiveLength(bounded.costs, CHOICES, target)
+    bounded.run(300, 0.95)
+    assert bounded.usual(100) == 3 == max(bounded.chosen)
+    bounded.length = AdaptiveLength(bounded.costs, CHOICES, 1e-4)
+    bounded.run(50, 0.95)
+    assert bounded.usual(50) == 0, "what a step takes without drafts is no reason for none"
+
+
 def test_without_a_measurement_it_tries_and_learns() -> None:
     for rows, rate in ((1, 0.8), (64, 0.05)):
         engine = Decoding(rows, measured=False)

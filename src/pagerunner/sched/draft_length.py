@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
@@ -76,9 +77,9 @@ class AdaptiveLength:
     seen counts less with each plan, but the latest 16 trials always count.
     """
 
-    def __init__(self, costs: CostModel, choices: Sequence[int]) -> None:
-        """`choices` are the numbers that may be chosen; 0 is always one of them."""
-        self._costs, self._choices = costs, sorted({0, *choices})
+    def __init__(self, costs: CostModel, choices: Sequence[int], target: float | None = None) -> None:
+        """`choices` are the numbers that may be chosen; 0 is always one of them. Drafts don't make a step longer than the `target`, in seconds."""
+        self._costs, self._choices, self._target = costs, sorted({0, *choices}), target or math.inf
         self.most = self._choices[-1]
         self._right = [0.0] * self.most  # by place, of the drafts before which all were right
         self._tried = [0.0] * self.most
@@ -95,14 +96,15 @@ class AdaptiveLength:
         if not rows or not seconds[0]:  # what isn't known is tried
             return self.most
         tokens = self.expected()
-        brings = {drafts: tokens[drafts] / seconds[drafts] for drafts in self._choices}
-        best = max(self._choices, key=brings.__getitem__)
-        if brings[best] > _BETTER * brings[self._now]:
+        allowed = [drafts for drafts in self._choices if not drafts or seconds[drafts] <= self._target]
+        brings = {drafts: tokens[drafts] / seconds[drafts] for drafts in allowed}
+        best = max(allowed, key=brings.__getitem__)
+        if brings[best] > _BETTER * brings.get(self._now, 0.0):
             self._now = best
         paused = self._plans - self._trial_ends
-        if paused < _LEAST_PAUSE or self._now == self.most:
+        if paused < _LEAST_PAUSE or self._now == allowed[-1]:
             return self._now
-        more = next(drafts for drafts in self._choices if drafts > self._now)
+        more = next(drafts for drafts in allowed if drafts > self._now)
         lost = _TRIAL_PLANS * seconds[more] - seconds[self._now] - tokens[more] / brings[self._now]
         if lost > _TRIAL_SHARE * paused * seconds[self._now]:
             return self._now

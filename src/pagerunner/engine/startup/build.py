@@ -162,7 +162,11 @@ def _draft_length(config: EngineConfig, costs: CostModel | None) -> DraftLength 
     if not config.adapts_drafts:
         return LengthByRows(asked.num_speculative_tokens_per_batch_size)
     assert costs is not None, "an engine that adapts the number of drafts prices its steps"
-    return AdaptiveLength(costs, asked.lengths)
+    return AdaptiveLength(costs, asked.lengths, _seconds(config.target_itl_ms))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def key_bytes(plan: MemoryPlan) -> int:
@@ -228,5 +232,5 @@ def build_scheduler(
         load_failure=config.kv_load_failure_policy,
         draft_length=_draft_length(config, costs),
         costs=costs,
-        target_itl=config.target_itl_ms and config.target_itl_ms / 1e3,
+        target_itl=_seconds(config.target_itl_ms),
     )
