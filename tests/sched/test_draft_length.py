@@ -138,6 +138,16 @@ def test_without_a_measurement_it_tries_and_learns() -> None:
         assert engine.run(300, rate) > 0.95 * best_fixed(rows, rate)
 
 
+def test_what_one_row_taught_is_not_believed_of_many() -> None:
+    engine = Decoding(1, measured=False)
+    engine.run(200, 0.9)
+    assert engine.usual(100) >= 3
+    engine.rows = 256
+    engine.run(100, 0.1)
+    assert engine.usual(50) == 0
+    assert engine.run(300, 0.1) > 0.97 * best_fixed(256, 0.1)
+
+
 def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
     engine = Decoding(256)
     engine.run(300, 0.1)

@@ -104,10 +104,10 @@ class _Curve:
             self._figures[place] = _Figure(seconds, variance)
             self.level(self._figures[place])
 
-    def begin_like(self, plain: _Curve, tokens: int) -> None:
-        """Take over what steps take whose rows have one token, for rows of so many `tokens`."""
-        self._sizes = list(plain._sizes)
-        self._figures = [_Figure(plain.seconds(size * tokens), _GUESSED) for size in self._sizes]
+    def covers(self, size: int) -> bool:
+        """Whether what is known says something about this size: it lies between sizes that are known, or next to one."""
+        size = self._computed(size)
+        return bool(self) and 2 * self._sizes[0] <= 3 * size <= 4.5 * self._sizes[-1]
 
     def level(self, latest: _Figure) -> None:
         """Make smaller sizes take no longer than the `latest` figure says, and larger ones no less."""
@@ -172,6 +172,10 @@ class CostModel:
         """How long a step takes in which `rows` generate, each with so many `drafts`, and read `keys` tokens together."""
         return self.seconds(StepShape(rows, rows * (1 + drafts), keys, 0, drafts))
 
+    def knows(self, rows: int, drafts: int) -> bool:
+        """Whether steps were timed in which about so many rows generate, with so many drafts."""
+        return drafts in self._decode and self._decode[drafts].covers(rows)
+
     def planned(self, step_id: int, shape: StepShape) -> None:
         """A step of this shape is under way. One that only has drafts made, and computes none yet, is neither a step with drafts nor one without."""
         if shape.decode and shape.drafts and shape.tokens == shape.rows:
@@ -192,8 +196,6 @@ class CostModel:
         predicted = self.seconds(shape)
         if predicted:
             self.stats = self.stats.with_step(predicted, seconds)
-        if not curve and shape.drafts and (plain := self._decode.get(0)):
-            curve.begin_like(plain, 1 + shape.drafts)
         if not curve:
             read = shape.keys * self._key.value + shape.pairs * self._pair.value
             curve.know(size, max(seconds - read, seconds / 2))

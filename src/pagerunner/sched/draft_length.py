@@ -17,6 +17,7 @@ _LEAST_KEPT = 16.0  # trials that count however old they are
 _BETTER = 1.02  # times as many tokens a second as the present number brings, to take another one
 _TRIAL_PLANS = 2  # the first has the drafts made that the second computes
 _TRIAL_SHARE = 0.01  # of the time, what trials may cost
+_PLANS_ALIKE = 4  # plans of as many rows that one choice is made for
 _LEAST_PAUSE = 32  # plans between trials
 
 
@@ -86,15 +87,22 @@ class AdaptiveLength:
         self._plans = self._learned_at = 0
         self._now = 0
         self._trial = self._trial_ends = 0
+        self._rows = self._looks_again = 0
 
     def choose(self, rows: int, keys: int) -> int:
         """See DraftLength."""
         self._plans += 1
         if self._plans < self._trial_ends:
             return self._trial
-        seconds = {drafts: self._costs.decode_seconds(rows, keys, drafts) for drafts in self._choices}
-        if not rows or not seconds[0]:  # what isn't known is tried
-            return self.most
+        if rows == self._rows and self._plans < self._looks_again:
+            return self._now
+        self._rows, self._looks_again = rows, self._plans + _PLANS_ALIKE
+        costs = self._costs
+        if not costs.knows(rows, 0):
+            self._now = 0
+            return 0
+        plain = costs.decode_seconds(rows, keys)  # what drafts cost is tried where it isn't known
+        seconds = {k: costs.decode_seconds(rows, keys, k) if costs.knows(rows, k) else plain for k in self._choices}
         tokens = self.expected()
         allowed = [drafts for drafts in self._choices if not drafts or seconds[drafts] <= self._target]
         brings = {drafts: tokens[drafts] / seconds[drafts] for drafts in allowed}
