@@ -196,7 +196,7 @@ class CostModel:
         predicted = self.seconds(shape)
         if predicted:
             self.stats = self.stats.with_step(predicted, seconds)
-        if not curve:
+        if not curve.covers(size):
             read = shape.keys * self._key.value + shape.pairs * self._pair.value
             curve.know(size, max(seconds - read, seconds / 2))
             self._guess(seconds / max(shape.tokens, 1))

@@ -74,8 +74,8 @@ class AdaptiveLength:
     counts as the one before it. Example with rates of 0.7, 0.6, 0.5: with 3 drafts a row can expect 1 + 0.7 + 0.42 + 0.21 = 2.33 tokens. At one
     row such a step takes 1.2 times one without drafts. So it brings 1.9 times as many tokens. At 256 rows it takes 3 times as long, and drafts are left out.
 
-    What isn't tried isn't learned. So now and then more drafts are tried than seem to pay, so seldom that it costs 1 % of the time at most. What was
-    seen counts less with each plan, but the latest 16 trials always count.
+    What isn't tried isn't learned. So now and then the next larger number is tried, and then the next smaller one, so seldom that it costs 1 % of
+    the time at most. What was seen counts less with each plan, but the latest 16 trials always count.
     """
 
     def __init__(self, costs: CostModel, choices: Sequence[int], target: float | None = None) -> None:
@@ -86,7 +86,7 @@ class AdaptiveLength:
         self._tried = [0.0] * self.most
         self._plans = self._learned_at = 0
         self._now = 0
-        self._trial = self._trial_ends = 0
+        self._trial = self._trial_ends = self._trials = 0
         self._rows = self._looks_again = 0
 
     def choose(self, rows: int, keys: int) -> int:
@@ -109,15 +109,18 @@ class AdaptiveLength:
         best = max(allowed, key=brings.__getitem__)
         if brings[best] > _BETTER * brings.get(self._now, 0.0):
             self._now = best
-        paused = self._plans - self._trial_ends
-        if paused < _LEAST_PAUSE or self._now == allowed[-1]:
+        paused, place = self._plans - self._trial_ends, allowed.index(self._now)
+        others = [allowed[other] for other in (place - 1, place + 1) if 0 <= other < len(allowed)]
+        if paused < _LEAST_PAUSE or not others:
             return self._now
-        more = next(drafts for drafts in allowed if drafts > self._now)
-        lost = _TRIAL_PLANS * seconds[more] - seconds[self._now] - tokens[more] / brings[self._now]
+        trial = others[self._trials % len(others)]
+        # Computed are the drafts that the plan before has made, and no more than are chosen: two plans of a trial and the one behind it.
+        computed = tokens[trial] + 2 * tokens[min(self._now, trial)]
+        lost = _TRIAL_PLANS * seconds[trial] + seconds[self._now] - computed / brings[self._now]
         if lost > _TRIAL_SHARE * paused * seconds[self._now]:
             return self._now
-        self._trial, self._trial_ends = more, self._plans + _TRIAL_PLANS
-        return more
+        self._trial, self._trial_ends, self._trials = trial, self._plans + _TRIAL_PLANS, self._trials + 1
+        return trial
 
     def expected(self) -> list[float]:
         """Tokens that a row can expect of a step, by its number of drafts."""
