@@ -169,6 +169,7 @@ def test_drafts_get_what_rows_of_one_token_get(
 ) -> None:
     """Bit for bit, where slices cut no row: as many multiprocessors as make one slice."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
     rows = tuple(plain(start, stride) for start in (0, 62, 500, 127, 1300))
     check_drafts(Case(rows, 16, 4, group, dim, dtype=BF16, kv_dtype=BF16), stride, "cuda", **CLOSE, equal=True)
 

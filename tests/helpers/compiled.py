@@ -253,7 +253,7 @@ def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> di
         "G": group,
         "STRIDE": stride,
         "M": tiles.rows,
-        "TILES": -(-group * stride // tiles.rows),
+        "TILES": min(-(-group * stride // tiles.rows), 2 if dim <= 128 else 1),
         "NEW": 16,
         "D": dim,
         "HP": half,
@@ -287,7 +287,7 @@ def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], **more: str) 
 
 def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict[str, Any]:
     """Decode attention of several tokens a row, `ops/kernels/paged_drafts.py`, as it is launched for bfloat16."""
-    tiles, count, tokens = draft_tiles(padded(dim) * (1 if fp8 else 2), group, stride, fp8, few_rows)
+    tiles, count, tokens = draft_tiles(padded(dim) * (1 if fp8 else 2), group, stride, fp8, 64 if few_rows else 65)
     constants = {
         "S": 132 * tiles.programs // 8,
         "K": 8,

@@ -160,8 +160,11 @@ MANY = (plain(40, 3), plain(6, 8), plain(17, 1))
         (16, 8, E5M2, 1, 2),
     ],
 )
-def test_tiles_and_blocks_of_queries(group: int, stride: int, kv_dtype: torch.dtype, count: int, blocks: int) -> None:
-    tiles = kernels.draft_tiles(64, group, stride, kv_dtype != torch.float32, True)
+def test_tiles_and_blocks_of_queries(
+    monkeypatch: pytest.MonkeyPatch, group: int, stride: int, kv_dtype: torch.dtype, count: int, blocks: int
+) -> None:
+    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
+    tiles = kernels.draft_tiles(64, group, stride, kv_dtype != torch.float32, 4)
     assert (tiles.count, -(-stride // tiles.tokens)) == (count, blocks)
     check_drafts(Case(MANY, 4, 1, group, 8, kv_dtype=kv_dtype, padding=1), stride, "cpu")
 
@@ -176,6 +179,7 @@ def test_drafts_get_what_rows_of_one_token_get(
 ) -> None:
     """Rows that lie in one slice, and a row of five tiles in four slices."""
     tiles, draft_tiles = kernels.Tiles(16, 16, 4, 5, 1, 0), kernels.draft_tiles
+    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
     monkeypatch.setattr(kernels, "decode_tiles", lambda *_: tiles)
     monkeypatch.setattr(kernels, "draft_tiles", lambda *of: draft_tiles(*of)._replace(tiles=tiles))
     check_drafts(Case(rows, 4, kv_heads, group, 8, kv_dtype=kv_dtype, sinks=True), 4, "cpu", equal=True)
@@ -219,12 +223,14 @@ def test_few_drafted_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs:
     check_projected_drafts(case, 4, "cpu")
 
 
-@pytest.mark.parametrize(("group", "stride", "unused"), [(4, 8, "run_drafts"), (11, 3, "run_few_drafts")])
+@pytest.mark.parametrize(
+    ("group", "stride", "unused"), [(4, 8, "run_drafts"), (11, 5, "run_drafts"), (17, 2, "run_few_drafts")]
+)
 def test_few_drafted_rows_of_many_queries(
     monkeypatch: pytest.MonkeyPatch, group: int, stride: int, unused: str
 ) -> None:
+    """Two tiles of queries, two blocks of them, and more heads than registers hold."""
     monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(kernels, "MOST_DRAFT_BYTES", 32 * 64)
     check_projected_drafts(Case((plain(40, stride), plain(0, 2)), 16, 1, group, 8, padding=1), stride, "cpu")
 
 

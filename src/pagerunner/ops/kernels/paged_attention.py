@@ -33,7 +33,7 @@ MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds 
 FEW_ROWS = 16  # fewer do not occupy the device
 MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
 MOST_DRAFT_PARTS = 16  # the same where a part has the heads of several tokens
-MOST_DRAFT_BYTES = 8192  # of a row's queries for a head of keys in steps of few rows; more haven't registers
+MOST_DRAFT_BYTES = 8192  # of queries in a program of such steps; more haven't registers
 MOST_FEW_HEADS = 16  # for a head of keys; two warps haven't registers for more
 SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
@@ -94,14 +94,15 @@ class DraftTiles(NamedTuple):
     tokens: int
 
 
-def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, few: bool) -> DraftTiles:
-    """Tiles of decode for rows of up to `stride` tokens.
+def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, rows: int) -> DraftTiles:
+    """Tiles of decode for so many rows of up to `stride` tokens.
 
     Queries are rows of tiles as large as those of rows of one token, so that results are the same. With fp8 they are the products'
     columns, and any number is one tile. Registers hold 64 queries of 256 bytes, fewer of larger ones; more are several blocks of tokens.
-    Programs have as many registers as their results need (compiled for sm_90: docs/performance.md).
+    With few rows 16 queries are a block: the device is idle, and merging parts takes time for each query. Programs have as many registers as their results need (compiled for sm_90: docs/performance.md).
     """
-    most = min(64, max(16384 // row_bytes, 16))
+    few = rows <= SMALL_TILES_ROWS
+    most = 16 if rows < FEW_ROWS else min(64, max(16384 // row_bytes, 16))
     parts = blocks(stride, max(most // group, 1))
     tokens = blocks(stride, parts)
     if not fp8:
@@ -110,13 +111,13 @@ def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, few: bool) -
         if count > 1:
             tiles = tiles._replace(programs=3 if count * tiles.rows * row_bytes <= 8192 else 2)
         return DraftTiles(tiles, count, tokens)
-    rows = max(8, padded(tokens * group))
-    if rows == 8:
+    columns = max(8, padded(tokens * group))
+    if columns == 8:
         return DraftTiles(decode_tiles(row_bytes, group, fp8, few), 1, tokens)
     keys = min(max(8192 // row_bytes, 16), 64)
-    if rows == 16:
+    if columns == 16:
         return DraftTiles(Tiles(16, keys, 4, 2, 3, 1) if few else Tiles(16, keys, 2, 4, 4, 1), 1, tokens)
-    return DraftTiles(Tiles(rows, keys, 4, 3, 2, 1), 1, tokens)
+    return DraftTiles(Tiles(columns, keys, 4, 3, 2, 1), 1, tokens)
 
 
 def few_draft_tiles(row_bytes: int) -> Tiles:
@@ -218,9 +219,11 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, stride: int, plan:
     decode, columns = decode_tiles(row_bytes, group, fp8 is not None, small), kv_heads
     drafts = DraftTiles(decode, 1, 1)
     if stride:
-        drafts = draft_tiles(row_bytes, group, stride, fp8 is not None, small)
+        drafts = draft_tiles(row_bytes, group, stride, fp8 is not None, units)
         decode, columns = drafts.tiles, kv_heads * blocks(stride, drafts.tokens)
     slices = max(1, multiprocessors(q.device) * decode.programs // columns)
+    if stride and units < FEW_ROWS:
+        slices = min(slices, MOST_DRAFT_PARTS * units)
     return _Choices(
         group=group,
         group_padded=group_padded,
@@ -419,14 +422,16 @@ class _Call:
 
     def run_few_drafts(self, schedule: _Schedule, *, early: bool) -> None:
         prep, tiles, device, plan = self.prep, self.tiles, self.q.device, self.plan
-        launch, count = dependent(device), blocks(self.group * self.stride, self.tiles.rows)
-        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_DRAFT_PARTS * self.units)
-        parts = (max(1, slices) + self.units) * self.kv_heads * count * tiles.rows
+        launch, queries = dependent(device), self.group * self.stride
+        count = min(blocks(queries, tiles.rows), max(MOST_DRAFT_BYTES // (tiles.rows * self.row_bytes), 1), 2)
+        columns = self.kv_heads * blocks(queries, count * tiles.rows)
+        slices = max(1, min(multiprocessors(device) * tiles.programs // columns, MOST_DRAFT_PARTS * self.units))
+        parts = (slices + self.units) * columns * count * tiles.rows
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         half = max(16, padded(self.dim // 2))
-        few_drafts_kernel[((max(1, slices) + self.units) * self.kv_heads,)](
+        few_drafts_kernel[((slices + self.units) * columns,)](
             *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.rows.row_T, self.rows.positions_T,
-            self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, max(1, slices),
+            self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, slices,
             schedule.counters, part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale,
             self.softcap, plan.window, plan.chunk,
             UNITS=FEW_ROWS, K=self.kv_heads, G=self.group, STRIDE=self.stride, M=tiles.rows, TILES=count,
@@ -564,15 +569,14 @@ def projected_attention(
 
     In that kernel every slice of a row prepares the row's queries. With fp8 pages one kernel is faster for any number of rows (64
     rows on an H200: 17.0 us, and 19.0 with two kernels). Otherwise one kernel is faster only while a launch costs as much as the
-    work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels). A strided batch is one kernel if it has few rows
-    and few queries for a head of keys.
+    work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels). A strided batch is one kernel if it has few rows.
     """
     q, k, v = prep.split(qkv_TND)
     choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
     cheap = pages.scales is not None or reach or rows.slots_R.shape[0] < MIN_SHARING_ROWS
     single = plan.one_token and cheap and not shares(rows, plan)
     if rows.stride and rows.num_rows < FEW_ROWS and pages.scales is None:
-        single = rows.stride * choices.group * choices.row_bytes <= MOST_DRAFT_BYTES
+        single = choices.group <= MOST_FEW_HEADS
     if not (single and _writes_pages(choices, pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()

@@ -3,6 +3,7 @@
 A unit is a row. Its tokens of this step are no keys of its pages yet: they are one more small tile, which the program of the row's last
 part prepares from the projection, multiplies and stores. So no program waits for another, and tiles of older keys are on their way while
 the projection is still computed. Queries, the heads of one token after another, are the rows of TILES tiles of M; they share each tile of keys.
+More queries are several blocks, each with programs of its own: few rows leave the device idle, and the second-level cache has the keys.
 
 Scores are in units of log2. Shape letters: see `kernels.paged_few`; NEW tokens of a row, padded.
 """
@@ -96,11 +97,11 @@ def _attend_pages(
 
 @triton.jit
 def _new_tile(
-    token, has_new, k_ptr, k_st, v_ptr, v_st, cos_ptr, sin_ptr, stride_rope, k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr,
+    token, has_new, stores, k_ptr, k_st, v_ptr, v_st, cos_ptr, sin_ptr, stride_rope, k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr,
     kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
     STRIDE: tl.constexpr, NEW: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The row's new tokens, as pages hold them: keys and values in halves [NEW, HP], and which of them are there. Stores them, too."""
+    """The row's new tokens, as pages hold them: keys and values in halves [NEW, HP], and which of them are there. One block `stores` them, too."""
     HALF: tl.constexpr = D // 2
     h = tl.arange(0, HP)[None, :]
     end = tl.where(has_new, STRIDE, 0)
@@ -115,7 +116,7 @@ def _new_tile(
     k_low, k_high, v_low, v_high = k_low.to(held), k_high.to(held), v_low.to(held), v_high.to(held)
     entry = tl.load(entry_ptr + token_N, mask=there, other=-1)
     slot = tl.load(offset_ptr + token_N, mask=there, other=0)
-    stored = mask & (entry >= 0)[:, None]
+    stored = mask & (entry >= 0)[:, None] & stores
     k_at = kp_ptr + (entry * kp_se + slot * kp_ss)[:, None] + h
     v_at = vp_ptr + (entry * vp_se + slot * vp_ss)[:, None] + h
     tl.store(k_at, k_low, mask=stored)
@@ -127,7 +128,7 @@ def _new_tile(
 
 @triton.jit
 def _begin(
-    token, head, first, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr, window, chunk,
+    token, head, first_query, first, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr, window, chunk,
     k_low, k_high, v_low, v_high, there, scale, softcap,
     G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr, NEW: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, REACH: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
@@ -135,8 +136,10 @@ def _begin(
     """Queries, ready, and their results over the row's new tokens, of which some are `there`: tuples. `first` is the position of the first."""
     q_low, q_high, oldest_M, highest, total, acc_low, acc_high = (), (), (), (), (), (), ()
     for i in tl.static_range(TILES):
-        number, token_M, inside, real, position = _tokens(token, i * M, STRIDE * G, row_ptr, position_ptr, M, G)
-        q_head = head * G + (i * M + tl.arange(0, M)) % G
+        number, token_M, inside, real, position = _tokens(
+            token, first_query + i * M, STRIDE * G, row_ptr, position_ptr, M, G
+        )
+        q_head = head * G + (first_query + i * M + tl.arange(0, M)) % G
         wide = token_M.to(tl.int64)
         low, high = _prepare(
             q_ptr, wide * q_st + q_head * q_sh, inside, wide * stride_rope, cos_ptr, sin_ptr, q_norm_ptr, eps,
@@ -160,9 +163,9 @@ def _begin(
 
 @triton.jit
 def _finish(
-    part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter, token, head, piece, first_part, count,
-    highest, total, acc_low, acc_high,
-    K: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
+    part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter, token, head, first_query, column, piece, first_part,
+    count, highest, total, acc_low, acc_high,
+    COLUMNS: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The output of a unit that is one part. Of another it leaves the part, and the last program to do so merges them all."""
@@ -171,7 +174,7 @@ def _finish(
     done = count == 1
     if count > 1:
         for i in tl.static_range(TILES):
-            place = ((piece * K + head) * TILES + i) * M + tl.arange(0, M)
+            place = ((piece * COLUMNS + column) * TILES + i) * M + tl.arange(0, M)
             tl.store(sums_ptr + place * 2, highest[i])
             tl.store(sums_ptr + place * 2 + 1, total[i])
             at = part_ptr + place[:, None] * D + h
@@ -183,13 +186,16 @@ def _finish(
             tl.store(counter, 0)
     if done:
         for i in tl.static_range(TILES):
-            number, token_M, inside, there, position = _tokens(token, i * M, STRIDE * G, row_ptr, position_ptr, M, G)
-            q_head = head * G + (i * M + tl.arange(0, M)) % G
+            number, token_M, inside, there, position = _tokens(
+                token, first_query + i * M, STRIDE * G, row_ptr, position_ptr, M, G
+            )
+            q_head = head * G + (first_query + i * M + tl.arange(0, M)) % G
             at = out_ptr + (token_M.to(tl.int64) * out_st + q_head * out_sh)[:, None]
             if count > 1:
                 d = tl.arange(0, 2 * HP)[None, :]
-                place = ((first_part * K + head) * TILES + i) * M + tl.arange(0, M)
-                most, sums, acc = merged(part_ptr, sums_ptr, place, K * TILES * M, count, inside, D, 2 * HP, AT_ONCE)
+                place = ((first_part * COLUMNS + column) * TILES + i) * M + tl.arange(0, M)
+                stride = COLUMNS * TILES * M
+                most, sums, acc = merged(part_ptr, sums_ptr, place, stride, count, inside, D, 2 * HP, AT_ONCE)
                 factor = tl.where(there, over_sinks(most, sums, sinks_ptr, q_head, inside, SINKS), 0.0)[:, None]
                 tl.store(at + d, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (d < D))
             else:
@@ -211,15 +217,17 @@ def few_drafts_kernel(
     NORM: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row and one head of keys. `begin`, `unit`: see `decode_kernel`. `counter`, EARLY: see `few_kernel`.
+    """One part of one row, one head of keys and one block of queries. `begin`, `unit`: see `decode_kernel`. `counter`, EARLY: see `few_kernel`.
 
-    `part` [P, K, TILES * M, D] and `sums` [P, K, TILES * M, 2] are what parts leave.
+    `part` [P, COLUMNS, TILES * M, D] and `sums` [P, COLUMNS, TILES * M, 2] are what parts leave.
     """
     wait_turn(PDL and not EARLY)
     start_next(PDL and not EARLY)
     HALF: tl.constexpr = D // 2
-    head = tl.program_id(0) % K
-    piece = tl.program_id(0) // K
+    COLUMNS: tl.constexpr = K * ((STRIDE * G + TILES * M - 1) // (TILES * M))
+    column = tl.program_id(0) % COLUMNS
+    piece = tl.program_id(0) // COLUMNS
+    head, first_query = column % K, column // K * (TILES * M)
     unit, first, tiles, first_part, count, of_unit = part_of(
         begin_ptr, unit_ptr, num_units, piece, slices, 1, UNITS, False
     )
@@ -236,12 +244,12 @@ def few_drafts_kernel(
         start_next(EARLY)
         has_new = (first_part + count - 1 == piece) & (slot >= 0)
         new_k_low, new_k_high, new_v_low, new_v_high, new_there = _new_tile(
-            token, has_new, k_ptr + head * k_sh, k_st, v_ptr + head * v_sh, v_st, cos_ptr, sin_ptr, stride_rope,
+            token, has_new, first_query == 0, k_ptr + head * k_sh, k_st, v_ptr + head * v_sh, v_st, cos_ptr, sin_ptr, stride_rope,
             k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
             STRIDE, NEW, D, HP, NORM,
         )  # fmt: skip
         q_low, q_high, oldest_M, highest, total, acc_low, acc_high = _begin(
-            token, head, stop, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr,
+            token, head, first_query, stop, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr,
             window, chunk, new_k_low, new_k_high, new_v_low, new_v_high, new_there, scale, softcap,
             G, STRIDE, M, TILES, NEW, D, HP, REACH, NORM, SOFTCAP, TO,
         )  # fmt: skip
@@ -260,7 +268,7 @@ def few_drafts_kernel(
                     more, scale, softcap, BN, REACH, SOFTCAP, TO, TILES,
                 )  # fmt: skip
         _finish(
-            part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter_ptr + unit * K + head,
-            token, head, piece, first_part, count, highest, total, acc_low, acc_high,
-            K, G, STRIDE, M, TILES, D, HP, SINKS, AT_ONCE,
+            part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter_ptr + unit * COLUMNS + column,
+            token, head, first_query, column, piece, first_part, count, highest, total, acc_low, acc_high,
+            COLUMNS, G, STRIDE, M, TILES, D, HP, SINKS, AT_ONCE,
         )  # fmt: skip
