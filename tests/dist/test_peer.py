@@ -131,8 +131,8 @@ def test_numbers_that_begin_within_a_word_are_added_up_and_gathered_too() -> Non
     assert all(torch.equal(out, torch.stack(parts)) for out in found)
 
 
-def test_words_are_taken_only_when_they_are_of_the_round() -> None:
-    """What a room has of another round, or of none, isn't what is waited for: a rank that takes before another one has sent finds what was there."""
+def test_words_are_sent_with_the_round_to_its_half_of_the_room() -> None:
+    """`test_peer_waits.py` takes them."""
     rooms = [torch.zeros(room_bytes(2), dtype=torch.uint8) for _ in range(2)]
     one, two = ends_of(2, rooms)
     ones = torch.ones(512, dtype=torch.bfloat16)

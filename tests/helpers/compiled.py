@@ -28,6 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, overwritten
+from pagerunner.ops.kernels import peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
@@ -49,6 +50,8 @@ from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
+STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
+"""What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
 
 
 def gluon(
@@ -69,7 +72,8 @@ def gluon(
         file.write(compiled.asm["cubin"])
         file.flush()
         code = disassembled(Path(file.name))
-    return {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code}
+    found = {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code}
+    return found | ({"steps": STEPS.findall(compiled.asm["ptx"])} if kind is not GluonASTSource else {})
 
 
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
@@ -313,6 +317,41 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
     }
     held = "*u8" if fp8 else "*bf16"
     return _attention(drafts_kernel, tiles, constants, kp_ptr=held, vp_ptr=held)
+
+
+PEERS = {
+    "peer_words": {"W": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "GATHER": False},
+    "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
+    "peer_sum_twice": {"PART": 2048, "SLOT": 16384, "FLAGS": 2**26, "RELAY": True},
+}
+
+
+def peers(name: str, ranks: int) -> dict[str, Any]:
+    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16."""
+    kernel = getattr(peer_sum, name)
+    constants = {
+        "N": ranks,
+        "PADDED": padded(ranks),
+        "PROGRAMS": 128,
+        "ADD": True,
+        "SEND": True,
+        "TAKE": True,
+        "WAIT": True,
+        "PDL": True,
+    }
+    constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
+    pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*i32" if name == "peer_words" else "*bf16") | {"eps": "fp32"}
+    types |= {"peers_ptr": "*i64", "epochs_ptr": "*i32"}
+    return gluon(
+        kernel,
+        types,
+        constants,
+        [*pointers, "num"],
+        ASTSource,
+        num_warps=2 if name == "peer_words" else 8,
+        launch_pdl=True,
+    )
 
 
 @triton.jit

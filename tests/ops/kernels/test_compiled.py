@@ -91,7 +91,9 @@ def drafts_cases() -> list[tuple[Any, ...]]:
     )
 
 
+PEERS = [("peers", "peer_words", 3), ("peers", "peer_units", 3), ("peers", "peer_sum_twice", 4)]
 CASES = [
+    *PEERS,
     *turns(PRODUCTS, 1),
     *lanes_cases(),
     *streams_cases(),
@@ -140,6 +142,31 @@ def test_kernels_stay_on_their_way(case, compiled):
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
     assert case[0] != "lanes" or found["copies"], "a copy brings 16 bytes for each lane"
+
+
+@pytest.mark.parametrize("case", PEERS, ids=str)
+def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, compiled):
+    """What no interpreter shows, as there a program is one thread whose stores are seen in their order."""
+    _, name, ranks = case
+    steps: list[str] = compiled[case]["steps"]
+    early = steps[: steps.index("griddepcontrol.wait")]
+    read_early = {"peer_words": ["ld.global.b64"], "peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2}
+    assert early == ["griddepcontrol.launch_dependents", *read_early.get(name, [])], "addresses and a norm's weight"
+    if name == "peer_words":
+        sent = [place for place, step in enumerate(steps) if step == "st.global.v2.b64"]
+        taken = [place for place, step in enumerate(steps) if step == "ld.volatile.global.v2.b64"]
+        assert sent and len(taken) >= ranks and max(sent) < min(taken), (
+            "no rank waits for words before it has sent its own"
+        )
+        behind = steps[steps.index("st.global.v4.b32") + 1]
+        assert behind == "bar.sync", "no thread sends the next round's words before all have this one's"
+        return
+    told = [place for place, step in enumerate(steps) if step.startswith("atom.")]
+    assert len(told) == (2 if name == "peer_sum_twice" else 1)
+    for place in told:
+        assert steps[place - 2 : place + 1] == ["st.global.v4.b32", "bar.sync", "atom.global.sys.release.exch.b32"]
+    assert steps.count("ld.acquire.sys.global.b32") == ranks * len(told)
+    assert min(place for place, step in enumerate(steps) if ".acquire" in step or ".cg" in step) > told[0]
 
 
 @pytest.mark.parametrize("case", ROUNDING, ids=str)

@@ -1,7 +1,8 @@
 """A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into all ranks' memory, and reads what has come into its own.
 
 `peer_words` (few numbers): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
-there: nothing is fenced, and no flag follows them. `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
+there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
+another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them. `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
 
 Both start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
 weights while the sum waits for other ranks.
