@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
@@ -55,6 +56,7 @@ _PATHS = ("RAY_TLS_SERVER_KEY",)  # the file of a key, and not the key
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
+_STARTED: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 
 
@@ -141,8 +143,15 @@ def start(
         env=with_path(environment),
         start_new_session=own_session,
     )
+    _STARTED.add(process)
     tell(process, first_line)
     return process
+
+
+def kill_started() -> None:
+    """Kill what `start` has started in this process, which is about to leave. One that was stopped can't see the end of its leash."""
+    for process in list(_STARTED):
+        process.kill()  # nothing happens to one that has ended
 
 
 def tell(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -26,9 +26,9 @@ from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
-from pagerunner.server import api_processes
+from pagerunner.server import api_processes, launch
 from pagerunner.server.launch import run_server
-from pagerunner.server.listening import bind
+from pagerunner.server.listening import bind, claim
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -311,6 +311,32 @@ def test_wrong_numbers_and_ports(text_side: Path) -> None:
         other.listen()
         with pytest.raises(ConfigError, match="is in use"):
             run_server(args, port=other.getsockname()[1], api_server_count=2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_port_of_a_server_that_still_loads_is_in_use(count: int, text_side: Path) -> None:
+    """Nobody listens there yet, so the kernel would let two servers have it."""
+    with bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with claim(other), pytest.raises(ConfigError, match=rf"^Port {port} on 127\.0\.0\.1 is in use"):
+            run_server(EngineArgs(model=str(text_side)), port=port, api_server_count=count)
+        claim(other).close()
+
+
+def test_a_port_at_which_another_program_listens_when_the_model_is_loaded_is_in_use(
+    text_side: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(args: EngineArgs, listener: socket.socket, **_: Any) -> int:
+        with bind("127.0.0.1", listener.getsockname()[1]) as other:
+            other.listen()
+            listener.listen()
+        return 0
+
+    monkeypatch.setattr(launch, "serve", serve)
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"^Port {port} on 127\.0\.0\.1 is in use"):
+        run_server(EngineArgs(model=str(text_side)), port=port)
 
 
 def port_in_time_wait(*, shared: bool) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -18,6 +20,7 @@ from helpers.patience import patient, until
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
+from pagerunner.engine.core import client
 from pagerunner.engine.core.client import DEFAULT_FACTORY
 from pagerunner.errors import CapacityError
 
@@ -29,7 +32,11 @@ ARGS = EngineArgs(model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_
 
 def ranks_of(server: RunningServer) -> list[int]:
     """Processes of ranks that the server's core has started."""
-    pid = server.engine.core_pid
+    return ranks_under(server.engine.core_pid)
+
+
+def ranks_under(pid: int) -> list[int]:
+    """Processes of ranks that a core has started."""
     children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return [
         int(child)
@@ -87,6 +94,37 @@ def test_a_rank_that_can_not_come_up_is_the_servers_error(monkeypatch: pytest.Mo
         running_server(ARGS, core_factory=faulty_ranks.FACTORY),
     ):
         pass
+
+
+def test_a_rank_that_was_stopped_while_it_loads_ends_with_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't see that its core is gone, and would stay with all the memory that it has."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "all load hangs")
+    ranks: list[int] = []
+    cores: list[int] = []
+    spawn = client._spawn
+
+    def spawned(*given: Any) -> Any:
+        process = spawn(*given)
+        cores.append(process.pid)
+        return process
+
+    async def give_up() -> None:
+        loading = asyncio.create_task(client.launch_core(ARGS, faulty_ranks.FACTORY))
+        while not cores or len(ranks_under(cores[0])) < 2:
+            await asyncio.sleep(0.05)
+        ranks.extend(ranks_under(cores[0]))
+        os.kill(ranks[1], signal.SIGSTOP)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+    monkeypatch.setattr(client, "_spawn", spawned)
+    asyncio.run(give_up())
+    try:
+        until(lambda: all(map(gone, (*ranks, *cores))), 5)
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_answers_sleep_and_the_end_of_a_server_with_ranks() -> None:

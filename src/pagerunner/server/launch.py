@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -32,6 +33,8 @@ from pagerunner.server.listening import (
     StopSignals,
     allow_many_connections,
     bind,
+    bind_error,
+    claim,
     is_loopback,
     uvicorn_config,
 )
@@ -99,6 +102,11 @@ def run_server(
         )
     allow_many_connections()
     listener = bind(host, port)
+    try:
+        claimed = claim(listener)
+    except ConfigError:
+        listener.close()
+        raise
     if api_server_count > 1:  # the port was free; now others may take it too
         host, port = listener.getsockname()[:2]
         listener.close()
@@ -111,8 +119,13 @@ def run_server(
 
             return asyncio.run(supervise(args, listener, host, api_server_count, options))
         return asyncio.run(serve(args, listener, **options))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise bind_error(host, port, error) from error  # another program has begun to listen while the model was loaded
     finally:
         listener.close()
+        claimed.close()
 
 
 async def serve(

@@ -60,7 +60,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         try:
             return _bind_one(family, kind, protocol, address, shared)
         except OSError as error:
-            first_error = first_error or _bind_error(host, port, error)
+            first_error = first_error or bind_error(host, port, error)
     raise first_error or ConfigError(f"The address {host!r} has no TCP port.")
 
 
@@ -79,7 +79,24 @@ def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...], s
     return listener
 
 
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+def claim(listener: socket.socket) -> socket.socket:
+    """Keep a bound socket's port from another server of this machine, until the claim is closed. Raises ConfigError if it is kept already.
+
+    A port at which nobody listens yet can be bound again (SO_REUSEADDR), and at one that API processes share anybody of this user can listen
+    (SO_REUSEPORT). Two servers would load their models, and then share the port. A name in Linux's abstract namespace goes with its process.
+    """
+    host, port = listener.getsockname()[:2]
+    kept = socket.socket(socket.AF_UNIX)
+    try:
+        kept.bind(f"\0pagerunner {host} {port}")
+    except OSError as error:
+        kept.close()
+        raise bind_error(host, port, error) from None
+    return kept
+
+
+def bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    """Why an address can't be had, as a sentence."""
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"Port {port} on {host} is in use; stop what listens there or choose another one with --port."

@@ -36,6 +36,7 @@ STALL_SECONDS = float(limits.STALL_SECONDS)
 """How long the core may be silent, with requests to run, before it counts as unhealthy."""
 CLOSE_SECONDS = 15.0
 """How long a core may take to end: a store of pages writes what it was given, for up to tiers.disk.CLOSE_SECONDS."""
+_LEASH_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 
 
@@ -302,6 +303,10 @@ def _spawn(launch: wire.Launch, share: Share) -> subprocess.Popen[bytes]:
 
 def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socket | None, directory: Path) -> None:
     if process is not None:
+        if process.stdin is not None:  # the end of its leash, at which it kills its ranks
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                process.stdin.close()
+                process.wait(_LEASH_SECONDS)
         if stuck := end({"the engine core": process}):
             logger.error(stuck.strip())
     if socket is not None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from pagerunner.children import read_first_line, wait_for_parents_end
+from pagerunner.children import kill_started, read_first_line, wait_for_parents_end
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.garbage import set_apart
@@ -311,6 +311,7 @@ def load_factory(path: str) -> Callable[[EngineArgs, int | None, int], EngineCor
 def _exit_with_parent(parent: int, addresses: list[str]) -> None:
     """Thread: end this process when the parent closes our standard input or is replaced by another parent."""
     wait_for_parents_end(parent)
+    kill_started()
     paths = [Path(address.removeprefix("ipc://")) for address in addresses]
     try:
         for path in paths:

@@ -187,7 +187,9 @@ class Ranks:
         watch, own = self.watch, what_it_runs(resolved)
         watch.wait(
             lambda: len(watch.here) == self.size or None,
-            lambda: f"{self._first(watch.here)} hasn't started in {_START_FACTOR * self.seconds:g} seconds.",
+            lambda: (
+                f"{self._first(watch.here)} hasn't started in {_START_FACTOR * self.seconds:g} seconds {limits.knob('RANK_SECONDS')}."
+            ),
             _START_FACTOR * self.seconds,
         )
         self.start_seconds = time.monotonic() - self._began
