@@ -18,6 +18,8 @@ from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
 EVERYTHING: dict[str, None] = dict.fromkeys(("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"))
+WORKS = dict(speculation.WORKS)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "speculation.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -80,7 +82,7 @@ def test_the_engine_gets_what_was_asked_for(model: str) -> None:
             NGRAM | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.4, 0.1, 0]},
             {"acceptance_rates": (0.8, 0.5, 0.25, 0.0)},
         ),
-        ({"method": "suffix"}, {"method": "suffix", "num_speculative_tokens": 24}),
+        ({"method": "suffix"}, {"method": "suffix", "num_speculative_tokens": 7}),
         (
             {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.2},
             {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.2},
@@ -257,3 +259,15 @@ def test_methods_that_do_not_work_yet_are_refused(model: str, monkeypatch: pytes
     monkeypatch.setattr(speculation, "WORKS", {"suffix": None, "ngram": frozenset({"qwen3"})})
     with pytest.raises(ConfigError, match="method 'ngram' isn't there for llama; it works with qwen3"):
         resolved(model, NGRAM)
+
+
+def test_the_document_says_which_methods_work() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for line, methods in (
+        ("Methods that work: ", list(WORKS)),
+        ("Methods that vLLM has and that don't work here yet: ", [name for name in EVERYTHING if name not in WORKS]),
+    ):
+        said = text.partition(line)[2].partition(".")[0]
+        assert said == ", ".join(f"`{name}`" for name in methods) or (not methods and line not in text), line
+    for name in WORKS:
+        assert f"### `{name}`" in text

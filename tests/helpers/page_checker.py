@@ -279,6 +279,7 @@ class PageChecker:
     def _sample(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
         token_ids: list[list[int]] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        drafted: dict[int, int] = {}
         for number, row in enumerate(plan.rows):
             slot = self.slots[row.slot]
             request = slot.request
@@ -293,6 +294,7 @@ class PageChecker:
                 if end != len(slot.tokens):
                     raise PageFault(f"slot {row.slot} samples at {end} of {len(slot.tokens)} tokens")
                 drafts = slot.guesses[: row.num_tokens - 1] if not row.tokens else []
+                drafted[number] = len(drafts)
                 for draft in [*drafts, None]:
                     token = next_token(slot.model[-1], request.seed)
                     slot.append(token)
@@ -301,4 +303,6 @@ class PageChecker:
                         break
                 self.accepted += len(token_ids[-1]) - 1
                 slot.guess(plan.num_drafts, self._right)
-        return StepResult(step_id=plan.step_id, token_ids=token_ids, prompt_logprobs=prompt_logprobs, errors=errors)
+        return StepResult(
+            step_id=plan.step_id, token_ids=token_ids, drafted=drafted, prompt_logprobs=prompt_logprobs, errors=errors
+        )

@@ -24,7 +24,7 @@ long pagerunner_bytes(long kind) { return kind; }
 long pagerunner_scratch(const char *commands, long bytes, long threads) { return 0; }
 long pagerunner_run(const char *commands, long bytes, float *scratch, long threads) { return 0; }
 void pagerunner_suffix_extend(void) {}
-double pagerunner_suffix_best(void) { return 0; }
+long pagerunner_suffix_draft(void) { return 0; }
 int pagerunner_init(void *parallel, void *thread, void *threads) { return 8; }
 """
 

@@ -16,6 +16,7 @@ from pagerunner.ops.accept import Chances, accept, count_drafts
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
+from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
@@ -37,6 +38,7 @@ from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import (
     EngineRequest,
+    Guess,
     SamplingParams,
     SlotInit,
     StepPlan,
@@ -207,6 +209,8 @@ class ModelRunner:
             sampler.write_settings(step.setting_places_N, step.settings_N)
         if step.num_writes:
             tables.write(step.table_places_N, step.table_entries_N)
+        if plan.guesses:
+            self._take(plan.guesses)
         pages.prepare(step)
         if plan.transfers and self._transfers is not None:
             self._transfers.load(plan.transfers)
@@ -248,6 +252,12 @@ class ModelRunner:
         )
         vectors = self._pooler.pool(hidden_TD, step, pooled)
         return PendingStep(plan, step.sampled_rows, found, scores, vectors, captured is not None, width)
+
+    def _take(self, guesses: Sequence[Guess]) -> None:
+        """Take the host's guesses as drafts of their slots."""
+        most = max(len(guess.tokens) for guess in guesses)
+        packed = [[guess.slot, guess.start, *guess.tokens, *[-1] * (most - len(guess.tokens))] for guess in guesses]
+        take_guesses(to_device(packed, torch.int64, self._state.drafts.device), self._state)
 
     def _width(self, rows: Sequence[StepRow], entries: Mapping[int, int]) -> tuple[int, bool]:
         """How many places sampled rows have in a step, and whether its tokens are at that stride, which graphs take."""
@@ -311,6 +321,8 @@ class ModelRunner:
         self._run_largest_steps()
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
+        if self._num_drafts:
+            self._take([Guess(self._builder.max_rows, 0, [0])])  # of no slot
         self._pages.prepare(step)
         self._graphs.warm_up(self._work, progress, rehearsal=rehearsal)
 

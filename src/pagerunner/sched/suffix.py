@@ -43,7 +43,7 @@ class SuffixIndex:
     """Where ends of texts occurred before. A ring of tokens, a power of two of them.
 
     `end` counts all tokens that ever came, and position p is the token that came after p others. Tokens before `low` are forgotten. This is the
-    twin of `ops.native.suffix`, which does the same 30 times as fast.
+    twin of `ops.native.suffix`, which does the same ten times as fast.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -100,6 +100,14 @@ class SuffixIndex:
         self.end = self.low = 0
         for latest in self._latest:
             memoryview(latest).cast("B")[:] = bytes(4 * self._size)  # in place
+
+    def draft(self, answers: SuffixIndex | None, most: int, bounds: Bounds) -> list[int]:
+        """How this text may go on by what it says itself, or by what `answers` say: at most `most` tokens, 1 or more. Of equals its own."""
+        best, tokens = self.best(self, most, 0.0, bounds)
+        if answers is not None and best < most:
+            other, others = answers.best(self, most, best, bounds)
+            tokens = others if other > best else tokens
+        return tokens
 
     def best(self, text: SuffixIndex, most: int, above: float, bounds: Bounds) -> tuple[float, list[int]]:
         """How `text` may go on by what is known here: at most `most` tokens with the highest score above `above`, and the score.
@@ -224,10 +232,4 @@ class SuffixDrafter:
     def draft(self, text: SuffixIndex, most: int, *, alone: bool = False) -> list[int]:
         """How the text may go on, at most `most` tokens; none where nothing likely is known. `alone`: its own words are all that is looked at."""
         most = min(most, MOST_TOKENS)
-        if most < 1:
-            return []
-        best, tokens = text.best(text, most, 0.0, self._bounds)
-        if not alone and best < most:
-            other, others = self._answers.best(text, most, best, self._bounds)
-            tokens = others if other > best else tokens
-        return tokens
+        return [] if most < 1 else text.draft(None if alone else self._answers, most, self._bounds)

@@ -36,10 +36,12 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
+from pagerunner.ops.native.suffix import new_index
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.text.tokenizer import Tokenizer, end_token_ids
 from pagerunner.tiers.host import HostTier
@@ -169,6 +171,12 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
+def _words(config: EngineConfig) -> SuffixDrafter | None:
+    """What drafts on the host, if that is where drafts are made."""
+    asked = config.speculative
+    return SuffixDrafter(asked, new_index()) if asked is not None and asked.method == "suffix" else None
+
+
 def key_bytes(plan: MemoryPlan) -> int:
     """Bytes that a generated token reads for each token before it, in the layers that see all of them."""
     return sum(
@@ -231,6 +239,7 @@ def build_scheduler(
         tiers=tiers,
         load_failure=config.kv_load_failure_policy,
         draft_length=_draft_length(config, costs),
+        words=_words(config),
         costs=costs,
         target_itl=_seconds(config.target_itl_ms),
     )

@@ -17,10 +17,12 @@ from pagerunner.models.configs.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
-WORKS: dict[SpeculativeMethod, frozenset[str] | None] = {"ngram": None}
+WORKS: dict[SpeculativeMethod, frozenset[str] | None] = {"ngram": None, "suffix": None}
 """Methods that work from a request to its answer, and the families of models (their model_type) that each works with; None: all."""
 MOST_TOKENS = 32
 """Most drafts of a row in a step."""
+SUFFIX_TOKENS = 7
+"""Most drafts of suffix decoding unless more are asked for. vLLM takes the depth, 24: logits of 25 tokens for each of 256 rows would be 15 GB."""
 
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 _OTHER_NAMES: dict[str, SpeculativeMethod] = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
@@ -294,7 +296,7 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, args: En
             f'speculative_config: method "mtp" needs layers that predict, and config.json of {args.model} says that there are none.'
         )
     if asked is None and method == "suffix":
-        return min(options.suffix_decoding_max_tree_depth, MOST_TOKENS)
+        return min(options.suffix_decoding_max_tree_depth, SUFFIX_TOKENS)
     if asked is None:
         if not made_for:
             raise ConfigError(

@@ -56,7 +56,7 @@ class Library:
     - `scratch(commands, bytes, threads)`: how many floats of memory they work in.
     - `bytes(kind)`: how large the structure of a command is; 0 for no kind.
     - `run(commands, bytes, memory, threads)`: the number of a command that was given what it can't use; 0 if all were done.
-    - `suffix_extend`, `suffix_best`: see `suffix`.
+    - `suffix_extend`, `suffix_draft`: see `suffix`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +68,9 @@ class Library:
         self.bytes = _function(loaded.pagerunner_bytes, ctypes.c_long)
         self.scratch = _function(loaded.pagerunner_scratch, *commands, ctypes.c_long)
         self.run = _function(loaded.pagerunner_run, *commands, ctypes.c_void_p, ctypes.c_long)
-        number, real, place = ctypes.c_long, ctypes.c_double, ctypes.c_void_p
+        number, place = ctypes.c_long, ctypes.c_void_p
         self.suffix_extend = _function(loaded.pagerunner_suffix_extend, place, place, number)
-        self.suffix_best = _function(
-            loaded.pagerunner_suffix_best, place, place, number, real, number, real, real, place, place
-        )
-        loaded.pagerunner_suffix_best.restype = real
+        self.suffix_draft = _function(loaded.pagerunner_suffix_draft, place, place, number, place, place)
 
     @property
     def panel(self) -> int:

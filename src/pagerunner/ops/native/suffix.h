@@ -103,19 +103,19 @@ static double follow(const Suffixes *index, const Place *found, int count, long 
     return score;
 }
 
-// The score of the tokens, of which there are *count; `above` and none if nothing is better.
-double pagerunner_suffix_best(
-    const Suffixes *index, const Suffixes *text, long most, double above, long longest, double factor, double least, int32_t *tokens, long *count)
+typedef struct { int64_t longest; double factor, least; } Bounds;
+
+// Replaces the *count tokens by some with a score above `above`, if there are such. Returns the score of the tokens.
+static double best(const Suffixes *index, const Suffixes *text, long most, double above, const Bounds *bounds, int32_t *tokens, long *count)
 {
     Place found[MOST_PLACES + 1];
     int32_t own[most];
-    int known = places(index, text, longest, found);
-    *count = 0;
+    int known = places(index, text, bounds->longest, found);
     for (int number = 0; number < known; number++) {
-        long budget = min(most, (long)(factor * found[number].length)), written;
+        long budget = min(most, (long)(bounds->factor * found[number].length)), written;
         if (budget <= above) break;
         if (number + 1 < known && found[number + 1].length == found[number].length) continue;
-        double score = follow(index, found, number + 1, budget, least, own, &written);
+        double score = follow(index, found, number + 1, budget, bounds->least, own, &written);
         if (score > above) {
             above = score;
             *count = written;
@@ -123,4 +123,13 @@ double pagerunner_suffix_best(
         }
     }
     return above;
+}
+
+// How the text goes on by what it says itself and, if there are answers, by what they say. Returns the number of tokens; `most` is above 0.
+long pagerunner_suffix_draft(const Suffixes *text, const Suffixes *answers, long most, const Bounds *bounds, int32_t *tokens)
+{
+    long count = 0;
+    double score = best(text, text, most, 0, bounds, tokens, &count);
+    if (answers && score < most) best(answers, text, most, score, bounds, tokens, &count);
+    return count;
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -33,7 +35,6 @@ class NativeSuffixIndex(SuffixIndex):
         arrays = [_Pointers(*map(_address, part)) for part in (self._hashes, self._latest, self._before)]
         self._own = _Suffixes(self._mask, 0, 0, _address(self._text), *arrays)
         self._tokens = (ctypes.c_int32 * MOST_TOKENS)()
-        self._count = ctypes.c_long()
         self._address = ctypes.byref(self._own)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -43,14 +44,20 @@ class NativeSuffixIndex(SuffixIndex):
         self._library.suffix_extend(self._address, _address(given), len(given))
         self.end, self.low = self._own.end, self._own.low
 
-    def best(self, text: SuffixIndex, most: int, above: float, bounds: Bounds) -> tuple[float, list[int]]:
+    def draft(self, answers: SuffixIndex | None, most: int, bounds: Bounds) -> list[int]:
         """See the twin."""
-        assert isinstance(text, NativeSuffixIndex) and most <= MOST_TOKENS
-        self._own.end, self._own.low = self.end, self.low
-        score = self._library.suffix_best(
-            self._address, text._address, most, above, *bounds, self._tokens, ctypes.byref(self._count)
-        )
-        return score, self._tokens[: self._count.value]
+        assert most <= MOST_TOKENS and (answers is None or isinstance(answers, NativeSuffixIndex))
+        there = None
+        if answers is not None:
+            answers._own.end, answers._own.low = answers.end, answers.low
+            there = answers._address
+        count = self._library.suffix_draft(self._address, there, most, _bounds(bounds), self._tokens)
+        return self._tokens[:count]
+
+
+@functools.cache
+def _bounds(bounds: Bounds) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(struct.pack("q2d", *bounds))  # Bounds in native/suffix.h
 
 
 def _address(values: array[int]) -> int:

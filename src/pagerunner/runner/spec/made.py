@@ -16,7 +16,7 @@ from pagerunner.runner.spec.ngram import NgramDrafter
 
 def make_drafter(asked: SpeculativeConfig | None, state: SlotState, max_model_len: int) -> Drafter:
     """Who leaves drafts in `state`."""
-    if asked is None or asked.method != "ngram":
+    if asked is None or asked.method != "ngram":  # those of suffix come with the plan
         return NoDrafts()
     return NgramDrafter(state, max_model_len, asked.prompt_lookup_min, asked.prompt_lookup_max)
 
