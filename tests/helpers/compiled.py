@@ -28,7 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, overwritten
-from pagerunner.ops.kernels import peer_sum
+from pagerunner.ops.kernels import causal_conv, gdn, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
@@ -352,6 +352,30 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
         num_warps=2 if name == "peer_words" else 8,
         launch_pdl=True,
     )
+
+
+RECURRENCES = {
+    "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128},
+    "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0]},
+    "conv": {"TAPS": 4, "HAS_BIAS": True, "OUTPUTS": True, "GATES": 2, "HEADS": 32, "BH": 32},
+}
+
+
+def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
+    """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
+    kernel = {"gdn": gdn._few, "mamba2": mamba2._few, "conv": causal_conv._rows}[name]
+    block_v, warps = gdn.DRAFTS if journal else gdn.FEW
+    channels = causal_conv.DRAFTED_CHANNELS if journal else causal_conv.BLOCK_CHANNELS
+    own = {"gdn": {"BV": block_v}, "mamba2": {}, "conv": {"BT": padded(2 * journal + 1), "BC": channels}}[name]
+    constants = RECURRENCES[name] | own | {"HAS_SAVES": True, "ITEM": 4 if state == "fp32" else 2, "JOURNAL": journal}
+    strides = [other for other in kernel.arg_names if other.endswith("stride") or other == "channels"]
+    counts = ("num_rows", "num_tokens", "num_channels")
+    pointers = [other for other in kernel.arg_names if other not in (*constants, *strides, *counts)]
+    types = dict.fromkeys(pointers, "*bf16") | {"state": "*" + state}
+    wide, narrow = ("table", "positions", "save_target"), ("slots", "query_start", "seq_lens", "accepted")
+    types |= dict.fromkeys(wide, "*i64") | dict.fromkeys((*narrow, "save_start", "save_row", "save_position"), "*i32")
+    options = {"num_warps": {"gdn": warps, "mamba2": mamba2.FEW[1], "conv": 4}[name]}
+    return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from pagerunner.ops.state_rows import StateRows
 
 BLOCK_TOKENS = 16
 BLOCK_CHANNELS = 256
+DRAFTED_CHANNELS = 128  # of a program that has all tokens of a row
 
 
 @triton.jit
@@ -44,18 +45,20 @@ def _input(
 
 @triton.jit
 def _output(
-    x, own, entries, weight, bias, channel, in_range, token, first, replayed, by_one, x_stride, channels, weight_stride,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr,
+    x, own, entries, weight, bias, channel, mask, token, first, replayed, by_one, x_stride, channels, weight_stride,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr,
 ):  # fmt: skip
-    """The output of one token of a row."""
-    total = tl.zeros((BC,), dtype=tl.float32)
+    """Outputs of one token or several. Tokens and what belongs to them are in the first dimension, or are one number."""
+    in_range = channel < channels
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
         late = by_one & (tap < TAPS - 1)  # the token's own input isn't rounded
-        value = _input(x, own, entries, channel, in_range, at, first, replayed, late, x_stride, channels, TAPS, JOURNAL)
-        total += value.to(tl.float32) * tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(
-            tl.float32
-        )
+        value = _input(x, own, entries, channel, mask, at, first, replayed, late, x_stride, channels, TAPS, JOURNAL)
+        factor = tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(tl.float32)
+        if tap == 0:
+            total = value.to(tl.float32) * factor
+        else:
+            total += value.to(tl.float32) * factor
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32)
     return total / (1.0 + tl.exp(-total))
@@ -68,33 +71,21 @@ def _tokens(
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BT tokens and BC channels; states are read only."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    in_range = channel < channels
+    token = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None]
+    channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     row = tl.load(row_T + token, mask=token < num_tokens, other=-1)
     real = row >= 0
-    first = tl.load(query_start + row, mask=real, other=0)[:, None]
+    first = tl.load(query_start + row, mask=real, other=0)
     slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
     entry = tl.load(table + slot * table_stride, mask=real, other=0)
-    states = state + (entry * state_stride)[:, None]
-    entries = journal + (entry * journal_stride)[:, None]
-    held = tl.load(accepted + row, mask=real, other=-1)[:, None] if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
-    mask = real[:, None] & in_range[None, :]
-    total = tl.zeros((BT, BC), dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = token - (TAPS - 1 - tap)
-        late = (held >= 0) & (tap < TAPS - 1)
-        value = _input(
-            x, states, entries, channel[None, :], mask, at[:, None], first, tl.maximum(held, 0), late,
-            x_stride, channels, TAPS, JOURNAL,
-        )  # fmt: skip
-        taps = tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(tl.float32)
-        total += value.to(tl.float32) * taps[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32)[None, :]
-    total = total / (1.0 + tl.exp(-total))
-    target = out + token.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_range[None, :])
+    held = tl.load(accepted + row, mask=real, other=-1) if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
+    found = _output(
+        x, state + entry * state_stride, journal + entry * journal_stride, weight, bias, channel,
+        real & (channel < channels), token, first, tl.maximum(held, 0), held >= 0, x_stride, channels, weight_stride,
+        TAPS, HAS_BIAS, JOURNAL,
+    )  # fmt: skip
+    target = out + token.to(tl.int64) * channels + channel
+    tl.store(target, found.to(out.dtype.element_ty), mask=(token < num_tokens) & (channel < channels))
 
 
 @triton.jit
@@ -140,7 +131,7 @@ def _rows(
     table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_tokens, channels, x_stride, weight_stride, gate_stride, gate_2_stride, state_stride, journal_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr,
-    OUTPUTS: tl.constexpr, GATES: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
+    OUTPUTS: tl.constexpr, GATES: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A row's saved states, then its last, of BC channels. With a journal also the outputs of accepted drafts, and the drafts go
     into the journal. With OUTPUTS also the outputs of the step's tokens. Behind the channels comes a program for each gate.
@@ -177,13 +168,16 @@ def _rows(
     own = state + entry * state_stride
     entries = journal + entry * journal_stride
     if JOURNAL > 0:
-        for token in range(first - replayed, end if OUTPUTS else first):
+        stop = end if OUTPUTS else first
+        for begin in range(first - replayed, stop, BT):
+            many, there = (begin + tl.arange(0, BT))[:, None], channel[None, :]
+            mask = (many < stop) & in_range[None, :]
             found = _output(
-                x, own, entries, weight, bias, channel, in_range, token, first, replayed, by_one, x_stride, channels,
-                weight_stride, TAPS, HAS_BIAS, JOURNAL, BC,
+                x, own, entries, weight, bias, there, mask, many, first, replayed, by_one, x_stride, channels, weight_stride,
+                TAPS, HAS_BIAS, JOURNAL,
             )  # fmt: skip
-            to = behind(token, first, replayed, row, num_tokens, JOURNAL).to(tl.int64)
-            tl.store(out + to * channels + channel, found.to(out.dtype.element_ty), mask=in_range)
+            to = out + behind(many, first, replayed, row, num_tokens, JOURNAL).to(tl.int64) * channels + there
+            tl.store(to, found.to(out.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # all is read before anything is written
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
     for save in range(at, stop):
@@ -215,9 +209,24 @@ def _step(
         return
     own = state + state_entry(table, slots, row, table_stride) * state_stride
     total = _output(
-        x, own, own, weight, bias, channel, in_range, row, row, 0, False, x_stride, channels, weight_stride,
-        TAPS, HAS_BIAS, 0, BC,
-    )  # fmt: skip
+        x,
+        own,
+        own,
+        weight,
+        bias,
+        channel,
+        in_range,
+        row,
+        row,
+        0,
+        False,
+        x_stride,
+        channels,
+        weight_stride,
+        TAPS,
+        HAS_BIAS,
+        0,
+    )
     tl.store(target, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
         at = tl.load(save_start + row)
@@ -267,6 +276,7 @@ def journaled_conv_rows(
     weights = (weight_CW, weight_CW if bias_C is None else bias_C)
     strides = (state_EWC.stride(0), journal[0].stride(0) if journal else 0, rows.page_table.stride(0))
     columns, entries = blocks(channels, BLOCK_CHANNELS), journal[0] if journal else state_EWC
+    own = DRAFTED_CHANNELS if journal else BLOCK_CHANNELS
     if not one_launch:
         _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
             x_TC, out, state_EWC, entries, *weights, rows.page_table, *where, rows.step.row_T, tokens, channels,
@@ -279,10 +289,10 @@ def journaled_conv_rows(
     nothing = (x_TC, out, entries)
     one, two = (*held, nothing, nothing)[:2]
     heads = gates[0].shape[1] if gates else 1
-    _rows[(rows.step.num_rows, columns + len(gates))](
+    _rows[(rows.step.num_rows, blocks(channels, own) + len(gates))](
         x_TC, out, state_EWC, entries, *weights, *one, *two, rows.page_table, *where, *saves, tokens, channels,
         x_TC.stride(0), weight_CW.stride(0), one[0].stride(0), two[0].stride(0), *strides,
         has_saves, state_EWC.element_size(), taps, bias_C is not None, count, one_launch, len(gates), heads, padded(heads),
-        BLOCK_CHANNELS,
+        padded(2 * count + 1), own,
     )  # fmt: skip
     return out, *gates_out
