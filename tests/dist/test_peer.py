@@ -284,11 +284,13 @@ def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatc
 class Shared:
     """A rank's memory: its room is at 100 times its number, and others have it a little higher. `held` is what is taken or open."""
 
-    def __init__(self, rank: int, *, shares: bool = True, opens: bool = True) -> None:
-        self._rank, self._shares, self._opens = rank, shares, opens
+    def __init__(self, rank: int, *, shares: bool = True, opens: bool = True, fault: Exception | None = None) -> None:
+        self._rank, self._shares, self._opens, self._fault = rank, shares, opens, fault
         self.held: list[int] = []
 
     def share(self, size: int) -> tuple[int, bytes]:
+        if self._fault is not None:
+            raise self._fault
         if not self._shares:
             raise DriverError("cuMemAlloc failed: no memory")
         self.held.append(100 * self._rank)
@@ -311,18 +313,25 @@ class Shared:
 def test_ranks_have_all_rooms_or_all_have_none(tmp_path: Path) -> None:
     def act(host: GlooComm) -> tuple[Any, Any]:
         host.broadcast_bytes(b"" if host.rank == 0 else None)
-        memory = Shared(host.rank, **({faulty: False} if host.rank == 1 and faulty else {}))
+        memory = Shared(host.rank, **({faulty: how} if host.rank == 1 and faulty else {}))
         try:
             return peer.take_rooms(host, memory, 64), memory.held
         except peer.NoRoomsError as error:
             return str(error), memory.held
 
-    faulty = ""
+    faulty, how = "", None
     assert [rooms for rooms, _ in in_ranks(3, tmp_path / "all", act)] == [
         [100 * rank + (rank != own) for rank in range(3)] for own in range(3)
     ]
-    for faulty, why in (("shares", "cuMemAlloc failed: no memory"), ("opens", "device 1 has no way to device 2")):
-        found = in_ranks(3, tmp_path / faulty, act)
+    for number, (faulty, how, why) in enumerate(
+        (
+            ("shares", False, "cuMemAlloc failed: no memory"),
+            ("opens", False, "device 1 has no way to device 2"),
+            ("fault", RuntimeError(), "RuntimeError()"),
+            ("fault", OSError("no such device"), "no such device"),
+        )
+    ):
+        found = in_ranks(3, tmp_path / str(number), act)
         assert found == [(f"rank 1 of 3 can't share memory with the others ({why}).", [])] * 3
 
 

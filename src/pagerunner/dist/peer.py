@@ -79,14 +79,14 @@ def take_rooms(host: GlooComm, memory: SharedMemory, num_bytes: int) -> list[int
     rooms: dict[int, int] = {}
     try:
         own, handle = memory.share(num_bytes)
-    except RuntimeError as error:
-        fault = str(error)
+    except Exception as error:  # whatever it is, the others are told, or they would wait for what this rank doesn't say
+        fault = str(error) or repr(error)
     handles = gathered_bytes(host, handle)
     try:
         for rank, theirs in enumerate(handles if all(handles) else []):
             rooms[rank] = own if rank == host.rank else memory.open_shared(theirs)
-    except RuntimeError as error:
-        fault = str(error)
+    except Exception as error:
+        fault = str(error) or repr(error)
     faults = [one.decode() for one in gathered_bytes(host, fault.encode())]
     if not any(faults):
         return list(rooms.values())
