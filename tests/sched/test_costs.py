@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
@@ -135,3 +138,45 @@ def test_times_come_late_or_never() -> None:
     )
     assert abs(model.stats.predicted_seconds_total - 0.0041) == pytest.approx(model.stats.error_seconds_total)
     assert len(model._planned) < 100
+
+
+def test_an_interrupt_at_any_line_leaves_a_model_that_goes_on() -> None:
+    """The model outlives an interrupted step, as `EngineCore.recover` makes the scheduler anew and not the model."""
+    device = Device()
+    shapes = [some_shape(random.Random(number)) for number in range(6)]
+
+    def learn(line: int) -> tuple[CostModel, bool]:
+        """A model whose learning is interrupted at its n-th line."""
+        model, left = CostModel(), [line]
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            if not frame.f_code.co_filename.endswith("sched/costs.py"):
+                return None
+            if event == "line":
+                left[0] -= 1
+                if left[0] < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for number, shape in enumerate(shapes):
+                model.planned(number, shape)
+                model.timed([(number, device.seconds(shape))])
+        except KeyboardInterrupt:
+            return model, True
+        finally:
+            sys.settrace(None)
+        return model, False
+
+    line, interrupted = 0, True
+    while interrupted:
+        model, interrupted = learn(line)
+        for _ in range(20):
+            for shape in shapes:
+                model.learn(shape, device.seconds(shape))
+        wrong = [abs(model.seconds(shape) / device.seconds(shape) - 1) for shape in shapes]
+        assert max(wrong) < 0.6, f"interrupted at line {line}"
+        line += 1
+    assert line > 100

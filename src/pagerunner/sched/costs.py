@@ -65,12 +65,15 @@ Parts = list[tuple[_Figure, float]]
 
 
 class _Curve:
-    """Seconds by size, which never fall. They are interpolated between sizes that are known, and rise in proportion beyond the largest."""
+    """Seconds by size, which never fall. They are interpolated between sizes that are known, and rise in proportion beyond the largest.
+
+    An interrupt may come between any two lines, and the curve goes on: `_sizes` has a size once `_figures` has its figure.
+    """
 
     def __init__(self, graphs: Sequence[int] = ()) -> None:
         self._graphs = sorted(graphs)
         self._sizes: list[int] = []
-        self._figures: list[_Figure] = []
+        self._figures: dict[int, _Figure] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -80,29 +83,32 @@ class _Curve:
         size = self._computed(size)
         place = bisect_left(self._sizes, size)
         if place == len(self._sizes):
-            return [(self._figures[-1], size / self._sizes[-1])]
+            return [(self._figures[self._sizes[-1]], size / self._sizes[-1])]
         above = self._sizes[place]
         if above == size or not place:
-            return [(self._figures[place], 1.0)]
+            return [(self._figures[above], 1.0)]
         below = self._sizes[place - 1]
         share = (size - below) / (above - below)
-        return [(self._figures[place - 1], 1 - share), (self._figures[place], share)]
+        return [(self._figures[below], 1 - share), (self._figures[above], share)]
 
     def seconds(self, size: int) -> float:
         """The seconds of a size. The curve must not be empty."""
         return _sum(self.parts(size))
 
     def know(self, size: int, seconds: float | None = None, variance: float = _UNSURE) -> None:
-        """Have a figure of about this size from now on: `seconds`, or what the curve has said so far."""
+        """Have a figure of about this size from now on: `seconds`, or what the curve, which isn't empty then, has said so far."""
         node = self._computed(size)
         node = node if node in self._graphs else _rounded(node)
         place = bisect_left(self._sizes, node)
-        if place == len(self._sizes) or self._sizes[place] != node:
-            self._figures.insert(place, _Figure(self.seconds(node) if self else 0.0))
+        new = place == len(self._sizes) or self._sizes[place] != node
+        if seconds is not None:
+            self._figures[node] = _Figure(seconds, variance)
+        elif new:
+            self._figures[node] = _Figure(self.seconds(node))
+        if new:
             self._sizes.insert(place, node)
         if seconds is not None:
-            self._figures[place] = _Figure(seconds, variance)
-            self.level(self._figures[place])
+            self.level(self._figures[node])
 
     def covers(self, size: int) -> bool:
         """Whether what is known says something about this size: it lies between sizes that are known, or next to one."""
@@ -111,11 +117,12 @@ class _Curve:
 
     def level(self, latest: _Figure) -> None:
         """Make smaller sizes take no longer than the `latest` figure says, and larger ones no less."""
-        place = self._figures.index(latest)
-        for figure in reversed(self._figures[:place]):
-            figure.value = min(figure.value, latest.value)
-        for figure in self._figures[place + 1 :]:
-            figure.value = max(figure.value, latest.value)
+        bound = min
+        for size in self._sizes:
+            figure = self._figures[size]
+            if figure is latest:
+                bound = max
+            figure.value = bound(figure.value, latest.value)
 
     def _computed(self, size: int) -> int:
         """The size of the graph that a step runs in, or its own if there is none that large."""
