@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from helpers.effort import by_days
+from helpers.effort import by_days, effort
 from helpers.families import MAKERS
+from helpers.graphs import RecordedGraphs
 from helpers.planted_drafts import PlantedDrafter, drafting, plant
 from pagerunner import LLM, SamplingParams
+from pagerunner.engine.worker import build
+from pagerunner.runner.graphs import StepGraphs
 from pagerunner.types import StructuredOutputsParams
 
 DEFAULTS: dict[str, Any] = {
@@ -178,3 +181,61 @@ def test_rows_with_a_grammar_go_beside_rows_with_drafts(checkpoints: Any, monkey
     plant(monkeypatch, texts(expected[:-1]), 0.6)
     found = LLM(path, **how, **drafting(3)).generate(wanted, params, use_tqdm=False)
     assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_graphs_and_eager_steps_are_alike(checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    path, how = str(checkpoints(family)), {**DEFAULTS, "attention_backend": "triton"}
+    expected = outputs(LLM(path, **how, enforce_eager=True))
+    plant(monkeypatch, texts(expected), 0.7)
+    monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
+    replayed: list[int] = []
+    replay = StepGraphs.replay
+    monkeypatch.setattr(
+        StepGraphs, "replay", lambda self, one, *more: replayed.append(one.key.drafts) or replay(self, one, *more)
+    )
+    assert tokens(outputs(LLM(path, **how, **drafting(3)))) == tokens(expected)
+    assert replayed.count(3) > 5
+
+
+def test_drafts_taken_by_chance_are_as_many_as_asked_for(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model says: so that acceptance can be measured with random weights."""
+    plant(monkeypatch, {}, 1.0)
+    how = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    llm = LLM(str(checkpoints("qwen3")), **DEFAULTS, **drafting(3, **how))
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, detokenize=False)
+    found = llm.generate([{"prompt_token_ids": [7 + number, 8]} for number in range(6)], params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 150 for output in found)
+    counts = llm.stats().spec
+    assert counts is not None and counts.mean_acceptance_length == pytest.approx(2.5, abs=0.1)
+    assert counts.accepted[0] < 10 and counts.accepted[3] < 10, (
+        "one draft for certain, the second one half of the times"
+    )
+
+
+def test_tokens_are_distributed_as_the_model_says(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chi-square test of the whole loop: the tokens of many seeds, with drafts that are often right, against the same without drafts of other seeds."""
+    path, seeds, allowed = str(checkpoints("qwen3")), effort(600, 4000), [5, 60, 120, 200]
+    how = {**DEFAULTS, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+
+    def drawn(llm: LLM, first_seed: int) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=1.5, seed=first_seed + number, max_tokens=6, ignore_eos=True, detokenize=False, allowed_token_ids=allowed,
+            )
+            for number in range(seeds)
+        ]  # fmt: skip
+        found = llm.generate([{"prompt_token_ids": [9, 8, 7]}] * seeds, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in found]
+
+    plain = drawn(LLM(path, **how), 10_000)
+    monkeypatch.setattr(PlantedDrafter, "_guess", lambda self, token: allowed[self._rng.randrange(3)])
+    plant(monkeypatch, {}, 1.0)
+    llm = LLM(path, **how, **drafting(2))
+    found = drawn(llm, 20_000)
+    counts = llm.stats().spec
+    assert counts is not None and counts.num_accepted_tokens > 0.5 * seeds
+    for place in range(1, 6):
+        pairs = [(sum(t[place] == token for t in plain), sum(t[place] == token for t in found)) for token in allowed]
+        chi = sum((one - other) ** 2 / (one + other) for one, other in pairs if one + other)
+        assert chi < 21.1, f"place {place}: {pairs} differ by more than one time in ten thousand"

@@ -9,9 +9,9 @@ import triton.language as tl
 BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["slot_stride", "position_stride", "text_stride", "count"])
+@triton.jit(do_not_specialize=["slot_stride", "position_stride", "text_stride", "width", "count"])
 def _draft_ngrams(
-    found_SW, slots_S, positions_S, texts_NL, drafts_NK, slot_stride, position_stride, text_stride, count, W: tl.constexpr, K: tl.constexpr,
+    found_SW, slots_S, positions_S, texts_NL, drafts_NK, slot_stride, position_stride, text_stride, width, count, K: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -21,7 +21,7 @@ def _draft_ngrams(
     position = tl.load(positions_S + row * position_stride)
     text = texts_NL + slot * text_stride.to(tl.int64)
     place = tl.arange(0, PLACES)
-    found = tl.load(found_SW + row * W + place, place < W, -1)
+    found = tl.load(found_SW + row * width + place, place < width, -1)
     tl.store(text + position + 1 + place, found.to(tl.int32), found >= 0)
     if count == 0:
         return
@@ -59,6 +59,6 @@ def draft_ngrams(
     """See ops/ngram.py."""
     rows, width = found_SW.shape
     _draft_ngrams[(rows,)](
-        found_SW, slots_S, positions_S, texts_NL, drafts_NK, slots_S.stride(0), positions_S.stride(0), texts_NL.stride(0), count, W=width, K=drafts_NK.shape[1],
-        LEAST=least, MOST=most, PLACES=triton.next_power_of_2(max(width, drafts_NK.shape[1])), BLOCK=BLOCK, num_warps=8,
+        found_SW, slots_S, positions_S, texts_NL, drafts_NK, slots_S.stride(0), positions_S.stride(0), texts_NL.stride(0), width, count, K=drafts_NK.shape[1],
+        LEAST=least, MOST=most, PLACES=triton.next_power_of_2(1 + drafts_NK.shape[1]), BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
