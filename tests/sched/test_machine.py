@@ -21,7 +21,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import PrefixChain
 from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.snapshots import Snapshots
-from pagerunner.sched import results, scheduler
+from pagerunner.sched import results, scheduler, suffix
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.types import PageCopy, StateSave, TableWrite
 
@@ -344,8 +344,9 @@ def test_drafts_are_accepted_and_pages_are_scarce_in_this_traffic() -> None:
 
 
 @pytest.mark.days(3)
-def test_the_host_drafts_what_finished_answers_say() -> None:
+def test_the_host_drafts_what_finished_answers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the traffic with its drafts means little: prompts come again, and so do their answers."""
+    monkeypatch.setattr(suffix, "LEAST_TOKENS", 8)  # so that texts outgrow their room
     seen = {"accepted": 0, "ahead": 0}
 
     class Worded(Traffic):

@@ -102,7 +102,7 @@ def test_answers_are_looked_up_too_and_the_oldest_are_forgotten(
     for answer in answers:
         drafter.keep(answer)
     joined = [token for answer in answers[-kept:] for token in (-1, *answer)]
-    own = drafter.begin(text, 1 << 12)
+    own = drafter.begin(text)
     best, tokens = model(text, text, 6, 0.0, BOUNDS)
     assert drafter.draft(own, 6, alone=True) == tokens
     other, others = model(joined, text, 6, best, BOUNDS)
@@ -139,7 +139,7 @@ def test_c_says_what_python_says() -> None:
     for _ in range(30):
         answer = phrases(rng, rng.randrange(2, 300))
         text = phrases(rng, rng.randrange(100))
-        pair = ours.begin(text, 128), theirs.begin(text, 128)
+        pair = ours.begin(text), theirs.begin(text)
         assert isinstance(pair[1], NativeSuffixIndex)
         for _ in range(20):
             more = phrases(rng, rng.randrange(1, 9))
@@ -158,10 +158,13 @@ def test_c_says_what_python_says() -> None:
 def test_what_is_drafted() -> None:
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=24, suffix_decoding_min_token_prob=0.5)
     drafter = SuffixDrafter(config)
-    text = drafter.begin([9, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 7, 9, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4], 64)
+    text = drafter.begin([9, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 7, 9, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4])
     assert drafter.draft(text, 8) == [5, 6], "5 has always followed, 6 in two of three times, 8 and 9 once"
     assert drafter.draft(text, 1) == [5]
-    salted = drafter.begin([50, 51, 52], 64)
+    salted = drafter.begin([50, 51, 52])
     drafter.keep([50, 51, 52, 53, 54, 55])
     assert drafter.draft(salted, 8) == [53, 54, 55] and drafter.draft(salted, 8, alone=True) == []
-    assert text.num_bytes == 64 * 40
+    assert text.num_bytes == 256 * 40 and not text.is_full
+    longer = drafter.begin(range(1_000))
+    longer.extend(range(1_048))
+    assert longer.num_bytes == 2_048 * 40 and longer.is_full

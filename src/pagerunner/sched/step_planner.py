@@ -163,8 +163,8 @@ class StepPlanner:
     def _guess(self, words: SuffixDrafter, sequence: Sequence, start: int) -> Guess:
         """How the text goes on behind what is committed, as far as the row may need it that begins at `start` at the latest."""
         tokens, text = sequence.tokens, sequence.text
-        if text is None:
-            text = sequence.text = words.begin(tokens, sequence.max_total)
+        if text is None or text.is_full:
+            text = sequence.text = words.begin(tokens)
         guess = words.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
         sequence.drafts = max(len(guess) - sequence.pending, 0)
         return Guess(-1, len(tokens), guess)

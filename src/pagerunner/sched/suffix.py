@@ -26,6 +26,8 @@ GLOBAL_TOKENS = 1 << 20
 """Tokens of finished answers that are kept; the oldest answers make room."""
 MOST_TOKENS = 128
 """Most tokens of a draft."""
+LEAST_TOKENS = 256
+"""Room for a request's text at first."""
 _BREAK = -1  # stands between texts
 _LAST_END = 2**31 - 1
 _WORD = 0xFFFFFFFF
@@ -56,6 +58,11 @@ class SuffixIndex:
         self._before = tuple(
             array("i", [0]) * size for _ in LENGTHS
         )  # by position, the one before it in the same chain
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token takes the place of the first one."""
+        return self.end >= self._size
 
     @property
     def num_bytes(self) -> int:
@@ -208,9 +215,9 @@ class SuffixDrafter:
         self._begins: deque[int] = deque()
         self._room = tokens
 
-    def begin(self, tokens: Sequence[int], most: int) -> SuffixIndex:
-        """The text of a request so far, which may become `most` tokens long."""
-        text = self._new_index(most)
+    def begin(self, tokens: Sequence[int]) -> SuffixIndex:
+        """The text of a request so far. When it `is_full` it has to begin again: a request may become far longer than most do."""
+        text = self._new_index(max(len(tokens) * 3 // 2, LEAST_TOKENS))
         text.extend(tokens)
         return text
 
