@@ -87,7 +87,7 @@ STALL_SECONDS = _limit(
 RANK_SECONDS = _limit(
     "RANK_SECONDS",
     30,
-    "seconds that a rank or an API process may be silent, or a step go on in which no rank comes further, before it is ended; a start or a call of ranks has three times as long",
+    "seconds that a rank or an API process may be silent, or a step go on in which no rank comes further, before it is ended; a start, or a call of ranks, has ten times as long",
 )
 TRANSFER_SECONDS = _limit(
     "TRANSFER_SECONDS",

@@ -256,18 +256,18 @@ def test_ranks_may_load_in_unequal_times_as_long_as_one_moves(told: Told) -> Non
     asked(told, told.watch.loaded)
     first = orders.Alive(0, moved=900, begun=2, waits=True)
     for tensors in range(100):
-        assert told.look(5.9 * tensors, first, orders.Alive(1, moved=1 + tensors, begun=1)) is None
-    said = told.look(5.9 * 99 + 6.1, first, orders.Alive(1, moved=100, begun=1))
-    assert said == f"Rank 1 of 2 hangs: no rank has come further for 6 seconds {KNOB}, and it hasn't loaded."
+        assert told.look(19.9 * tensors, first, orders.Alive(1, moved=1 + tensors, begun=1)) is None
+    said = told.look(19.9 * 99 + 20.1, first, orders.Alive(1, moved=100, begun=1))
+    assert said == f"Rank 1 of 2 hangs: no rank has come further for 20 seconds {KNOB}, and it hasn't loaded."
 
 
 def test_a_start_in_which_all_ranks_stand_has_an_end_and_what_is_done_counts_as_a_move(told: Told) -> None:
     thread = asked(told, told.watch.loaded)
     both = [orders.Alive(rank, moved=3) for rank in range(2)]
-    assert told.look(0, *both) is told.look(5.9, *both) is None
-    assert "Rank 0 of 2 hangs: no rank has come further for 6 seconds" in str(told.look(6.1, *both))
-    assert told.look(6.2, *both, orders.Loaded(0, [])) is told.look(12.1, *both) is None
-    assert "Rank 1 of 2 hangs" in str(told.look(12.3, *both)), "who has loaded doesn't hang"
+    assert told.look(0, *both) is told.look(19.9, *both) is None
+    assert "Rank 0 of 2 hangs: no rank has come further for 20 seconds" in str(told.look(20.1, *both))
+    assert told.look(20.2, *both, orders.Loaded(0, [])) is told.look(40.1, *both) is None
+    assert "Rank 1 of 2 hangs" in str(told.look(40.3, *both)), "who has loaded doesn't hang"
     with told.watch._changed:
         told.watch._take(orders.Loaded(1, []))
         told.watch._changed.notify_all()

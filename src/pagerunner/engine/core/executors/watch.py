@@ -37,7 +37,7 @@ _FoundT = TypeVar("_FoundT")
 LOST = 1 << 16
 """Instead of an exit status: whoever held the process is gone, and nobody knows how it ended."""
 _LOOK_MS = 100
-_CALL_FACTOR = 3  # a start or a call may be without a move for so many times as long as a step: not all that is done there is counted
+_CALL_FACTOR = 10  # a start or a call may be without a move for so many times as long as a step: FlashInfer builds kernels for minutes
 _CAUSE_SECONDS = 1.0  # after a rank has lost another one, and before that is taken for the reason
 _LAST_WORDS_SECONDS = 0.3
 _KILLED_SECONDS = 0.02  # the same of a rank that was killed, which can't have said anything about it
