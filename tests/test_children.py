@@ -35,6 +35,9 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "aws",
     "DATABASE_PASSWORD": "db",
     "CUDA_PASSWORD": "c",
+    "NCCL_FOO_PASS": "n",
+    "TORCHX_APIKEY": "x",
+    "RUST_KEYS": "k",
     "RAY_AUTH_TOKEN": "r",
 }
 SETTINGS = {

@@ -84,6 +84,7 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
         until(lambda: all(map(gone, (*pids, core))), 5)
         log = capfd.readouterr().err
+        assert how == "raises" or "Traceback" not in log, "the sentence says it"
         assert how != "raises" or re.search(r"^\[rank 1\] .* ERROR .*\nTraceback ", log, re.MULTILINE), log
 
 

@@ -13,7 +13,7 @@ from pagerunner.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _REFUSED: dict[str, str] = {
-    "several devices": """data-parallel-rank
+    "several devices by other flags than -tp, -pp, -dp, -ep and --distributed-executor-backend": """data-parallel-rank
         data-parallel-start-rank data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend
         data-parallel-hybrid-lb data-parallel-external-lb expert-placement-strategy
         decode-context-parallel-size -dcp prefill-context-parallel-size nnodes node-rank master-addr

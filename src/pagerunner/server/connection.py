@@ -7,6 +7,7 @@ import errno
 import logging
 import resource
 import select
+import sys
 from typing import Any
 
 import h11
@@ -198,7 +199,9 @@ class Connection(H11Protocol):
         if self.conn.our_state is not h11.IDLE:
             return self.transport.close()
         error = HttpError(400, f"{msg.rstrip('.')}.")
-        if len(self.conn.trailing_data[0]) > limits.MAX_HEADER_BYTES:
+        if (
+            getattr(sys.exc_info()[1], "error_status_hint", 400) == 431
+        ):  # uvicorn calls this where it has met h11's error
             knob = limits.knob("MAX_HEADER_BYTES")
             error = HttpError(431, f"The request's headers are larger than {limits.MAX_HEADER_BYTES} bytes {knob}.")
         self._refuse(error)

@@ -337,7 +337,10 @@ def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
         with set_apart():
             CoreLoop(core, sockets, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
-        logger.exception("The engine core has failed.")
+        known = isinstance(error, EngineDeadError) and isinstance(error.__cause__, EngineDeadError | None)
+        logger.error(
+            "The engine core has failed.", exc_info=None if known else error
+        )  # a rank has said it, or its watch
         for socket in sockets:
             socket.send(encode(wire.Dead(wire.WireError.of(error))))
         return 1
