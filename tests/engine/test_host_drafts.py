@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from helpers.effort import share_of_the_day
+from helpers.families import MAKERS
+from helpers.once import made_once
 from pagerunner import LLM, SamplingParams
 from pagerunner.demo import demo_path
 from pagerunner.sched.stats import SpecCounts
@@ -79,3 +83,28 @@ def test_preemption_stops_siblings_and_grammars_change_no_token() -> None:
         states.append(llm.stats())
     assert found[:2] == found[2:]
     assert states[1].preemptions_total > 0 and counts(llm).num_accepted_tokens > 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    pytest.importorskip("transformers")
+    return made_once(tmp_path_factory, MAKERS)
+
+
+@pytest.mark.parametrize("family", [list(MAKERS)[number] for number in share_of_the_day(len(MAKERS), 5)])
+def test_every_family_has_its_tokens(checkpoint: Callable[[str], str], family: str) -> None:
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j * (i + 1)) % 40 + 4 for j in range(40 + 8 * i)]} for i in range(5)]
+    kinds = [
+        SamplingParams(temperature=temperature, seed=3, max_tokens=30, ignore_eos=True, detokenize=False)
+        for temperature in (0.0, 1.0, 0.0, 0.7, 1.0)
+    ]
+    found = []
+    for config in (None, FIXED | {"suffix_decoding_min_token_prob": 0.0}):
+        llm = LLM(
+            checkpoint(family), max_model_len=160, max_num_seqs=3, max_num_batched_tokens=48, kv_cache_memory_bytes=3_000_000, max_in_flight=2,
+            skip_tokenizer_init=True, poison_fresh_pages=True, use_tqdm=False, speculative_config=config,
+        )  # fmt: skip
+        for _ in range(2):
+            outputs = llm.generate(prompts, kinds, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[:2] == found[2:] and counts(llm).num_accepted_tokens > 60
