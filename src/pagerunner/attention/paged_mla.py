@@ -174,7 +174,7 @@ class PagedLatentBackend:
                 store_latent_(vectors_TL, *write)
                 q_THC = absorb(q_THD, up)
             else:
-                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, *write)
+                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, *write, most_of_page=rows.stride)
             q_THP = q_THD[..., up.key_dim :]
             return latent_values(q_THC, q_THP, pages, table, rows, scale, up.values_HVC, plan.scratch, scales_E)
         if prep is None:

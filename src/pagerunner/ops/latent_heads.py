@@ -68,10 +68,12 @@ def absorb_latent_heads_(
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
     scales_E: torch.Tensor | None = None,
+    most_of_page: int = 0,
 ) -> torch.Tensor:
     """As `prepare_latent_heads_`; the result is q's first N elements in the latent space, `q @ keys`, [T, H, C].
 
-    The vectors are undefined afterwards. The result's memory is one head after another.
+    The vectors are undefined afterwards. The result's memory is one head after another. `most_of_page`: no page gets more of the step's
+    tokens (0: not known).
     """
     prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write_entry_T, write_offset_T, scales_E)
     return torch.bmm(q_THD[..., : keys_HNC.shape[1]].transpose(0, 1), keys_HNC).transpose(0, 1)

@@ -107,16 +107,49 @@ def _ready(
 
 
 @triton.jit
+def _store_run(
+    vectors_ptr, weight, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, entry, num_tokens,
+    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps,
+    C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """All of the step's tokens of an fp8 page at once. They begin with `token`, and are at most RUN."""
+    c = tl.arange(0, CP)[None, :]
+    dtype = vectors_ptr.dtype.element_ty
+    tokens = token + tl.arange(0, RUN)
+    there = tl.load(entry_ptr + tokens, mask=tokens < num_tokens, other=-1) == entry
+    mask = there[:, None] & (c < C)
+    row = vectors_ptr + tokens.to(tl.int64)[:, None] * vector_token
+    x = tl.load(row + c, mask=mask, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / C) + eps)
+    x *= tl.where(there, inverse, 0.0)[:, None]
+    if OFFSET:
+        x = x + x * weight[None, :]
+    else:
+        x = x.to(dtype).to(tl.float32) * weight[None, :]
+    x = x.to(dtype).to(tl.float32)
+    at, inside, turned = _turn(row + C, cos_ptr, sin_ptr, tokens, there, angle_token, HALF, HP, PAIRS)
+    turned = tl.where(inside, turned.to(tl.float32), 0.0)
+    largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), tl.max(tl.max(tl.abs(turned), 1), 0))
+    page = pages_ptr + entry * page_stride
+    scale = page_scale(page, scales_ptr + entry * scale_stride, slot_stride, largest, C + 2 * HALF, PAGE, FP8, FP8_MAX)
+    slot = page + tl.load(offset_ptr + tokens, mask=there, other=0)[:, None] * slot_stride
+    tl.store(slot + c, quantise(x, scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True), mask=mask)
+    codes = quantise(turned, scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+    tl.store(slot + C + at, codes, mask=inside)
+
+
+@triton.jit
 def _vector(
     vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
     vector_token, page_stride, slot_stride, scale_stride, angle_token, eps,
     C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
-    PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, RUN: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's vector into its page. KEEP: it also replaces the raw one.
 
     Into fp8 pages go all of the step's tokens of a page, if this is the first of them, because they decide its scale together.
-    They don't replace the raw ones.
+    They don't replace the raw ones. RUN: at once, because no page gets more of them; 1: one after another.
     """
     c, one = tl.arange(0, CP), tl.arange(0, 1)
     weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
@@ -138,7 +171,15 @@ def _vector(
             tl.store(slot + C + one[:, None] + at, turned.to(held), mask=inside)
     else:
         before = tl.load(entry_ptr + token - 1, mask=token > 0, other=-1)
-        if (entry >= 0) & (entry != before):
+        begins = (entry >= 0) & (entry != before)
+        if RUN > 1:
+            if begins:
+                _store_run(
+                    vectors_ptr, weight, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, entry, num_tokens,
+                    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET,
+                    PAGE, FP8, FP8_MAX, RUN,
+                )  # fmt: skip
+        elif begins:
             largest = 0.0
             end = token
             following = entry
@@ -176,7 +217,7 @@ def _absorb_kernel(
     page_stride, slot_stride, scale_stride, angle_token,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr,
-    FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, FP8_MAX: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`absorbing` programs for queries, then one for each token's vector."""
     start_next(PDL)
@@ -190,7 +231,7 @@ def _absorb_kernel(
         _vector(
             vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, program - absorbing,
             num_tokens, vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS,
-            OFFSET, PAGE, FP8, FP8_MAX, False, PDL,
+            OFFSET, PAGE, FP8, FP8_MAX, RUN, False, PDL,
         )  # fmt: skip
 
 
@@ -208,7 +249,7 @@ def _prepare_kernel(
     _vector(
         vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
         vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8,
-        FP8_MAX, True, PDL,
+        FP8_MAX, 1, True, PDL,
     )  # fmt: skip
     for start in range(0, num_heads, BH):
         heads = start + tl.arange(0, BH)
@@ -218,6 +259,9 @@ def _prepare_kernel(
         )
         tl.debug_barrier()  # the whole program has read them
         tl.store(row + at, turned, mask=inside)
+
+
+MOST_AT_ONCE = 16  # tokens of an fp8 page, for which a program has registers
 
 
 class AbsorbConfig(NamedTuple):
@@ -280,6 +324,7 @@ def absorb_latent_heads_(
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
     scales_E: torch.Tensor | None = None,
+    most_of_page: int = 0,
     config: AbsorbConfig | None = None,
 ) -> torch.Tensor:
     """See the twin."""
@@ -296,6 +341,7 @@ def absorb_latent_heads_(
         *page_arguments(pages_EXL, scales_E), write_entry_T, write_offset_T, tokens, heads, absorbing, prep.norm.eps,
         *q_THD.stride()[:2], vectors_TL.stride(0), keys_HNC.stride(0), *out_THC.stride()[:2], *pages_EXL.stride()[:2],
         scale_stride(scales_E), prep.angles.cos_T1D.stride(0), **sizes, **page_sizes(pages_EXL), NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents,
+        RUN=padded(most_of_page) if 1 < most_of_page <= MOST_AT_ONCE else 1,
         PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32",
         num_warps=config.warps, **dependent(q_THD.device),
     )  # fmt: skip
