@@ -150,6 +150,23 @@ def test_a_drafter_comes_as_a_model_does(client: Client, tmp_path: Path) -> None
     assert "revision='v1' is of a repository on the hub" in local["error"]
 
 
+def test_a_drafter_that_names_its_model_stands_for_both(client: Client, tmp_path: Path) -> None:
+    config = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": "org/tiny"}}}
+    client.hub.repositories["org/speculator"] = {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"}
+    local, nameless = tmp_path / "local", tmp_path / "nameless"
+    for directory, said in ((local, config), (nameless, config | {"speculators_config": {}})):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(said))
+    named: list[Any] = [{"model": "org/speculator"}, {"model": str(local)}, {"model": str(nameless)}]
+    again = {"model": str(local), "speculative_config": {"method": "ngram"}}
+    one, two, unnamed, twice = client.fetch_each([*named, again])
+    assert one["name"] == "org/speculator" and two["name"] == str(local)
+    assert one["model"] == two["model"] and (Path(one["model"]) / "tokenizer.json").is_file()
+    assert (Path(one["drafter"]["model"]) / "model.safetensors").is_file() and one["drafter"]["method"] == "eagle3"
+    assert two["drafter"]["model"] == str(local)
+    assert "doesn't say for which model" in unnamed["error"] and "name org/tiny as the model" in twice["error"]
+
+
 def test_dummy_weights_are_not_fetched(client: Client) -> None:
     client.fetch(load_format="dummy")
     assert not any(name.endswith(".safetensors") for name in client.hub.downloaded())

@@ -23,7 +23,7 @@ import msgspec
 
 from pagerunner.config import EngineArgs
 from pagerunner.demo import find_model
-from pagerunner.engine.startup.speculation import read_options
+from pagerunner.engine.startup.speculation import read_options, with_verifier
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.configs.json_files import read_json
 
@@ -51,7 +51,7 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
     """`args` with directories in place of names on the hub. Files that the cache doesn't have are downloaded.
 
     A path that exists is never looked up. `served_model_name` keeps the name that the user gave. With load_format="dummy" no
-    weights are fetched.
+    weights are fetched. A drafter that names its model stands for both, as in vLLM.
 
     Raises:
         CheckpointError: there is no such repository, revision or file, it can't be had, or the disk is full.
@@ -62,9 +62,13 @@ def fetch_checkpoint(args: EngineArgs, *, show_progress: bool = True) -> EngineA
         directory = _with_config(args.model, fetched)
         if args.load_format != "dummy":
             _fetch_weights(args.model, args.download_dir, directory, show_progress)
+        if (pair := with_verifier(args, directory)) is not None:
+            return fetch_checkpoint(pair, show_progress=show_progress)
         found |= {"model": str(directory), "served_model_name": args.served_model_name or args.model}
     elif args.revision is not None and not Path(args.model).exists():
         raise CheckpointError(f"There is no model directory {args.model}, and it is not a name on the hub (ORG/NAME).")
+    elif (pair := with_verifier(args, Path(args.model))) is not None:
+        return fetch_checkpoint(pair, show_progress=show_progress)
     if args.tokenizer is not None and is_hub_name(args.tokenizer):
         revision = args.tokenizer_revision or (args.revision if args.tokenizer == args.model else None)
         found["tokenizer"] = str(

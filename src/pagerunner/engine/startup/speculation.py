@@ -138,6 +138,35 @@ def read_options(given: str | dict[str, Any] | None) -> SpeculativeOptions | Non
     return SpeculativeOptions(**taken)
 
 
+def with_verifier(args: EngineArgs, directory: Path) -> EngineArgs | None:
+    """If `directory`, which `args` name as the model, holds a drafter in the speculators format: arguments for the model that it was made for, with this drafter. None for a model.
+
+    Raises:
+        ConfigError: it doesn't say which model that is, or speculative_config names a drafter, too.
+    """
+    values = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    said = values.get("speculators_config")
+    if not isinstance(said, dict):
+        return None
+    verifier = said.get("verifier")
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{args.model} is a drafter, and its config.json doesn't say for which model (speculators_config.verifier.name_or_path): name that as the model, "
+            "and this one in speculative_config."
+        )
+    if args.speculative_config is not None:
+        raise ConfigError(
+            f"{args.model} is a drafter for {name}, and speculative_config is given as well: name {name} as the model."
+        )
+    logger.info("%s is a drafter for %s, which is run with it.", args.model, name)
+    drafter = {"method": values.get("speculators_model_type"), "model": str(directory)}
+    served = args.served_model_name or args.model
+    return msgspec.structs.replace(
+        args, model=name, revision=None, served_model_name=served, speculative_config=drafter
+    )
+
+
 def _as_asked(check: Callable[..., Any], *arguments: Any) -> Any:
     """What `check` returns; its errors say that the field is one of speculative_config."""
     try:
