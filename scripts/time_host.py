@@ -33,7 +33,8 @@ from pagerunner.engine.worker.worker import Worker
 from pagerunner.memory.manager import KVManager
 from pagerunner.ops.batch import SlotState
 from pagerunner.runner.graphs import StepGraphs, Tensors
-from pagerunner.runner.runner import ModelRunner, PendingStep
+from pagerunner.runner.pending import PendingStep
+from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.staging import Staging
 from pagerunner.runner.tables import PageTables
 from pagerunner.sched.scheduler import Scheduler

@@ -116,14 +116,14 @@ class StepRows:
         )
 
     def of_tokens(self, tokens_S: torch.Tensor) -> StepRows:
-        """One row for each of the tokens at the places `tokens_S` in T: the token, after all tokens before it."""
-        positions_S = self.positions_T.index_select(0, tokens_S)
+        """One row for each of the tokens at the places `tokens_S` in T: the token, after all tokens before it. Padding stays padding."""
+        positions_S, row_S = self.positions_T.index_select(0, tokens_S), self.row_T.index_select(0, tokens_S)
         count = torch.arange(len(tokens_S) + 1, dtype=torch.int32, device=tokens_S.device)
         return StepRows(
-            slots_R=self.slots_R.index_select(0, self.row_T.index_select(0, tokens_S)),
+            slots_R=self.slots_R.index_select(0, row_S.clamp(min=0)),
             query_start_R1=count,
-            seq_lens_R=(positions_S + 1).to(torch.int32),
-            row_T=count[:-1],
+            seq_lens_R=(positions_S + 1).to(torch.int32).mul_(row_S >= 0),
+            row_T=torch.where(row_S < 0, row_S, count[:-1]),
             positions_T=positions_S,
             max_query_len=1,
             max_seq_len=self.max_seq_len,

@@ -376,6 +376,10 @@ class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_write_threads: int = 2
 
 
+DRAFT_MODELS: tuple[SpeculativeMethod, ...] = ("eagle", "eagle3", "mtp")
+"""Methods whose drafters are models that go on from the target's hidden states."""
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine drafts tokens. Every choice is made; the names are vLLM's, but for the last.
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.checkpoints_drafters import EAGLE, eagle_weights, write_drafter
+from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, write_drafter
+from helpers.device import as_on_cuda, counted_graphs
+from pagerunner import LLM, SamplingParams
 from pagerunner.config import engine_args
-from pagerunner.engine.startup import speculation
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import ConfigError
 from pagerunner.memory.report import plan_table
+from pagerunner.sched.stats import SpecCounts
 
 LIMITS = {
     "max_num_seqs": 4,
@@ -24,11 +27,6 @@ LIMITS = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def _works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(speculation.WORKS, "eagle3", None)
 
 
 @pytest.fixture
@@ -89,3 +87,101 @@ def test_random_weights_need_only_a_config(paths: tuple[str, str]) -> None:
     drafter = worker.model.drafter
     assert drafter.to_target(torch.arange(96)).max() < 512
     assert drafter.layers[0].self_attn.qkv_proj.weights["weight"].std() > 0.01
+
+
+TEXTS = [
+    [3 + (7 * row + 13 * place) % 60 for place in range(length)] for row, length in enumerate((40, 5, 21, 33, 2, 64))
+]
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "prompts in pieces": {"max_num_batched_tokens": 16},
+    "two in flight": {"max_in_flight": 2, "max_num_batched_tokens": 24},
+    "few pages": {"num_gpu_blocks_override": 15, "kv_cache_memory_bytes": None, "max_in_flight": 2},
+    "poison": {"poison_fresh_pages": True},
+}
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A target and a head that is right in two thirds of all cases at most."""
+    target, head = make_followed(tmp_path_factory.mktemp("followed"))
+    return {"model": str(target), "head": str(head)}
+
+
+def generated(
+    followed: dict[str, object], params: list[SamplingParams], drafts: int = 0, make: Any = LLM, **options: Any
+) -> tuple[Any, SpecCounts]:
+    """What an engine answers to the texts, twice, and what became of its drafts."""
+    if drafts:
+        options["speculative_config"] = {"method": "eagle", "model": followed["head"], "num_speculative_tokens": drafts}
+        options["speculative_config"] |= {"num_speculative_tokens_per_batch_size": [[1, 4, drafts]]}
+    llm = make(
+        str(followed["model"]), **{name: value for name, value in (LIMITS | options).items() if value is not None}
+    )
+    prompts = [{"prompt_token_ids": text} for text in TEXTS]
+    found = []
+    for _ in range(2):  # the second time prompts are found
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found += [
+            (list(one.token_ids), [sorted(place) for place in one.logprobs or ()])
+            for output in outputs
+            for one in output.outputs
+        ]
+    stats = llm.stats()
+    assert stats.running == 0
+    return found, stats.spec or SpecCounts.of(0)
+
+
+def mixed_params() -> list[SamplingParams]:
+    """Most likely tokens, drawn ones, penalties, log-probabilities, siblings, and a text that ends early."""
+    plain = {"max_tokens": 24, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0, **plain),
+        SamplingParams(temperature=0.7, seed=3, **plain),
+        SamplingParams(temperature=0.5, seed=4, top_p=0.9, repetition_penalty=1.1, **plain),
+        SamplingParams(temperature=0, logprobs=2, **plain),
+        SamplingParams(temperature=0.6, seed=5, n=2, **plain),
+        SamplingParams(temperature=0, **plain | {"max_tokens": 3}),
+    ]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_tokens_are_those_without_a_drafter(followed: dict[str, object], condition: str) -> None:
+    options = CONDITIONS[condition]
+    expected, _ = generated(followed, mixed_params(), **options)
+    found, counts = generated(followed, mixed_params(), drafts=3, **options)
+    assert found == expected
+    first, *_, last = counts.accepted_per_pos
+    assert counts.num_drafts > first > last > 0, "no mixture of right and wrong drafts"
+
+
+def test_tokens_are_those_without_a_drafter_in_graphs(followed: dict[str, object]) -> None:
+    expected, _ = generated(followed, mixed_params())
+    eager = generated(followed, mixed_params(), drafts=2, max_in_flight=2)
+    with as_on_cuda(), counted_graphs() as graphs:
+        found, counts = generated(followed, mixed_params(), drafts=2, max_in_flight=2)
+    assert found == expected == eager[0]
+    assert counts == eager[1]  # the same drafts
+    assert counts.num_accepted_tokens > 30
+    assert any(key.drafts == 2 for key in graphs.replays)
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_drafter_goes_on_after_sleep(followed: dict[str, object], level: int) -> None:
+    drafts = {"method": "eagle", "model": followed["head"], "num_speculative_tokens": 3}
+    options = {"speculative_config": drafts | {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}}
+    llm = LLM(str(followed["model"]), enable_sleep_mode=True, **LIMITS, **options)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+
+    def run() -> tuple[list[list[int]], list[int]]:
+        before = llm.stats().spec
+        outputs = llm.generate([{"prompt_token_ids": text} for text in TEXTS], params, use_tqdm=False)
+        counts = llm.stats().spec
+        assert counts is not None
+        return [list(output.outputs[0].token_ids) for output in outputs], counts.since(before).accepted_per_pos
+
+    expected = run()
+    llm.sleep(level)
+    llm.wake_up()
+    assert run() == expected

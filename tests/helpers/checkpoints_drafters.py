@@ -249,3 +249,36 @@ def add_tensors(path: Path, tensors: Weights, prefix: str, **fields: Any) -> Pat
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | fields))
     return path
+
+
+def make_followed(directory: Path, family: str = "llama", *, strength: float = 0.1, **sizes: Any) -> tuple[Path, Path]:
+    """A target whose next token depends mostly on the last one, and an EAGLE-1 head that knows this much; both paths.
+
+    Layers add `strength` times what they would. The head's first product hands the token's embedding through, and its layer adds nothing. For a sixth of the
+    tokens its embedding is another one, so it is wrong there.
+    """
+    from helpers.checkpoints import make_checkpoint
+
+    target = make_checkpoint(directory, family, tie_word_embeddings=False, **sizes)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(strength)
+        if name == "model.embed_tokens.weight":
+            tensor.mul_(3)
+        if name == "model.norm.weight":
+            tensor.fill_(1.0)
+    save_file(tensors, file)
+    config = json.loads((target / "config.json").read_text())
+    fields = {name: value for name, value in EAGLE.items() if name != "draft_vocab_size"}
+    fields |= {name: config[name] for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+    weights = eagle_weights(fields, 1)
+    hidden = fields["hidden_size"]
+    weights["fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"layers.0.{name}.weight"].zero_()
+    embed = tensors["model.embed_tokens.weight"].clone()
+    embed[::6] = embed[::6].roll(1, 0)
+    weights["embed_tokens.weight"] = embed
+    return target, write_drafter(directory / "head", fields, weights, midlayer=False)

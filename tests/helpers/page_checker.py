@@ -226,7 +226,8 @@ class PageChecker:
 
     def _write(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
-        if row.tokens and row.tokens != slot.tokens[row.start : row.start + row.num_tokens]:
+        behind = len(row.tokens) - row.num_tokens  # 1 where drafters want the token behind a piece of a prompt
+        if row.tokens and (behind not in (0, 1) or row.tokens != slot.tokens[row.start : row.start + len(row.tokens)]):
             raise PageFault(f"slot {row.slot}: the plan's tokens are not the sequence's")
         begin, stored = slot.share(row)
         for group in self._attended:

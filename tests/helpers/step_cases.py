@@ -8,6 +8,7 @@ import random
 import torch
 
 from pagerunner.ops.batch import PackedRows, SlotState, StepTensors, TableSet, build_rows, store_tokens
+from pagerunner.ops.drafting import PassTensors, build_pass, next_tokens, store_drafts
 from pagerunner.ops.pages import copy_pages, fill_pages
 from pagerunner.ops.tables import write_entries
 
@@ -62,7 +63,8 @@ def tables(slots: int, device: str) -> TableSet:
     for page_tokens, width in GROUPS:
         shapes.append((first, width, page_tokens))
         first += slots * width
-    return TableSet(torch.randint(-1, 1000, (first,), device=device), torch.tensor(shapes, device=device))
+    ends = torch.randint(0, 600, (len(GROUPS), slots), device=device)
+    return TableSet(torch.randint(-1, 1000, (first,), device=device), torch.tensor(shapes, device=device), ends)
 
 
 def filled(
@@ -79,7 +81,7 @@ def filled(
     build(
         packed.to(device),
         where,
-        TableSet(table.entries.to(device), table.shapes.to(device)),
+        TableSet(table.entries.to(device), table.shapes.to(device), table.ends_GN.to(device)),
         moved(state, device),
         out,
     )
@@ -167,3 +169,56 @@ def check_host_words(from_host, to_host, words: int, device: str = "cpu") -> Non
         if pinned:
             torch.cuda.synchronize()
         assert torch.equal(back[part], values[part]) and not back[rest].any()
+
+
+def check_drafting(follow, build, store, rows: list[int], padding: int, device: str = "cpu") -> None:
+    """Tokens behind a step's, a pass' rows, and drafts, of rows with so many tokens: as by the twins, which do what plain loops say."""
+    torch.manual_seed(sum(rows))
+    count, slots = len(rows), len(rows) + 3
+    state, table = slot_state(slots), tables(slots, "cpu")
+    slots_R = torch.randperm(slots)[: count + padding].to(torch.int32)
+    row_T = torch.tensor(
+        [row for row, length in enumerate(rows) for _ in range(length)] + [-1] * padding, dtype=torch.int32
+    )
+    computed = [int(torch.randint(length + 1, ())) for length in rows]  # of a row's tokens
+    starts = [int(state.lengths[slots_R[row]]) - computed[row] for row in range(count)]
+    positions_T = torch.tensor(
+        [starts[row] + place for row, length in enumerate(rows) for place in range(length)] + [0] * padding
+    )
+    ids_T = torch.randint(1, 1000, row_T.shape)
+    expected = next_tokens.twin(ids_T, row_T, positions_T, slots_R, state)
+    first = 0
+    for row, length in enumerate(rows):
+        last = int(state.tokens[slots_R[row]])
+        wanted = [int(ids_T[first + place + 1]) if place + 1 < computed[row] else last for place in range(length)]
+        assert expected[first : first + length].tolist() == wanted
+        first += length
+    there = moved(state, device)
+    found = follow(*(x.to(device) for x in (ids_T, row_T, positions_T, slots_R)), there)
+    assert torch.equal(found.cpu(), expected)
+
+    slots_S = torch.cat((slots_R[:count].long(), torch.full((padding,), -1)))
+    held = TableSet(table.entries.to(device), table.shapes.to(device), table.ends_GN.to(device))
+    for ahead, last in ((1, 10**6), (3, 250)):
+        made = [PassTensors.empty(count + padding + 2, len(GROUPS), torch.device(where)) for where in ("cpu", device)]
+        build_pass.twin(slots_S, ahead, last, table, state, made[0])
+        build(slots_S.to(device), ahead, last, held, there, made[1])
+        for field in dataclasses.fields(made[0]):
+            assert torch.equal(getattr(made[1], field.name).cpu(), getattr(made[0], field.name)), field.name
+        for row in range(count):
+            slot = int(slots_S[row])
+            position = min(int(state.lengths[slot]) - 1 + ahead, last)
+            assert (made[0].positions_S[row], made[0].seq_lens_S[row]) == (position, position + 1)
+            for group, (page_tokens, width) in enumerate(GROUPS):
+                at = int(table.shapes[group, 0]) + slot * width + position // page_tokens % width
+                inside = position < table.ends_GN[group, slot]
+                assert made[0].write_entry_GS[group, row] == (table.entries[at] if inside else -1)
+        assert made[0].query_start_S1[: count + padding + 1].tolist() == [
+            min(i, count) for i in range(count + padding + 1)
+        ]
+
+    drafts_S = torch.randint(1000, slots_S.shape)
+    store_drafts.twin(slots_S, drafts_S, 1, state)
+    store(slots_S.to(device), drafts_S.to(device), 1, there)
+    assert torch.equal(there.drafts[:-1].cpu(), state.drafts[:-1])
+    assert torch.equal(state.drafts[slots_R[:count].long(), 1], drafts_S[:count])

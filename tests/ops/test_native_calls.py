@@ -206,11 +206,11 @@ def test_a_step_that_names_what_is_not_there_is_refused_and_nothing_written(leng
     refused(state=SlotState(*(getattr(state, field.name)[:few] for field in fields(state))))
     refused(state=replace(state, lengths=torch.full_like(state.lengths, -1)))
     refused(state=replace(state, drafts=state.drafts[:, :0])) if max(lengths) > 1 else None
-    refused(held=TableSet(held.entries[: held.shapes[-1, 0]], held.shapes))
+    refused(held=replace(held, entries=held.entries[: held.shapes[-1, 0]]))
     for column in (1, 2):
         shapes = held.shapes.clone()
         shapes[0, column] = 0
-        refused(held=TableSet(held.entries, shapes))
+        refused(held=replace(held, shapes=shapes))
     assert all(torch.equal(getattr(out, field.name), was) for field, was in zip(fields(out), before, strict=True))
     apart = replace(out, write_offset_GT=torch.zeros(len(GROUPS), 99, dtype=torch.int64)[:, : sum(lengths)])
     with pytest.raises(ValueError, match="same strides"):

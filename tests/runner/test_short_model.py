@@ -110,7 +110,7 @@ def test_the_whole_model_runs_in_the_largest_steps_and_the_extreme_shapes(deep: 
             or run(plan)
         ),
     )
-    monkeypatch.setattr(runner._graphs, "warm_up", lambda work, **how: tokens.append(how))
+    monkeypatch.setattr(runner._graphs, "warm_up", lambda *_, **how: tokens.append(how))
     runner.warm_up()
     assert layers == [9, 9]
     assert tokens == [512, 512, {"extremes": True}]  # 4 sequences of 128 tokens

@@ -13,7 +13,8 @@ import torch
 
 from pagerunner import LLM, SamplingParams
 from pagerunner.runner import step_threads
-from pagerunner.runner.runner import ModelRunner, PendingStep
+from pagerunner.runner.pending import PendingStep
+from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.types import StepPlan, StepRow
 

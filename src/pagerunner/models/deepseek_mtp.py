@@ -29,6 +29,7 @@ class DeepseekMTP(DraftModel):
 
     def __init__(self, config: DeepseekConfig, shared: SharedWeights, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shared)
+        self.taken_size = config.hidden_size
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.prefix = f"model.layers.{config.first_layer}."
         self.enorm, self.hnorm = RMSNorm(hidden, eps, dtype), RMSNorm(hidden, eps, dtype)

@@ -29,6 +29,7 @@ class DeepseekV4MTP(DraftModel):
         self, config: DeepseekV4Config, shared: SharedWeights, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(shared)
+        self.taken_size = config.streams * config.hidden_size
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.streams = config.streams
         self.enorm, self.hnorm = RMSNorm(hidden, eps, dtype), RMSNorm(hidden, eps, dtype)

@@ -55,13 +55,15 @@ class DraftModel(Module, ABC):
     """
 
     takes: Takes
+    taken_size: int
+    """Features that the first pass takes of a token."""
     prefix: str = ""
     divided = True
     """Of several ranks, each computes the logits of its own token ids. False: each computes all."""
 
     def __init__(self, shared: SharedWeights) -> None:
         super().__init__()
-        self.shared = shared
+        self.shared, self.taken_dtype = shared, shared.embed_tokens.dtype
 
     def first(
         self,

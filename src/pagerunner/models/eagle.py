@@ -66,7 +66,7 @@ class EagleDrafter(DraftModel):
             config.mlp_bias,
             attention_of(config),
         )
-        self.takes = config.takes or "final"
+        self.takes, self.taken_size = config.takes or "final", config.target_size * max(len(config.takes), 1)
         self.layers: tuple[Any, ...] = (
             first,
             *(

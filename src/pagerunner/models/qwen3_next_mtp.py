@@ -27,6 +27,7 @@ class Qwen3NextMTP(DraftModel):
         self, config: GatedDeltaConfig, shared: SharedWeights, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(shared)
+        self.taken_size = config.hidden_size
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.pre_fc_norm_embedding = OffsetRMSNorm(hidden, eps, dtype)
         self.pre_fc_norm_hidden = OffsetRMSNorm(hidden, eps, dtype)

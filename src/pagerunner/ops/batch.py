@@ -71,11 +71,13 @@ class PackedRows(NamedTuple):
 class TableSet:
     """The page tables of all groups, one after another: [slots, W] int64 each, in one flat tensor.
 
-    `shapes` [G, 3] int64: where the group's table begins, its W, and the tokens of a page.
+    `shapes` [G, 3] int64: where the group's table begins, its W, and the tokens of a page. `ends_GN`, the end of `entries`: before which position each slot's tokens
+    have pages, by group.
     """
 
     entries: torch.Tensor
     shapes: torch.Tensor
+    ends_GN: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

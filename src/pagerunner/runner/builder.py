@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.ops.batch import SlotState, StepTensors, build_rows
+from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
+from pagerunner.ops.drafting import PassTensors
 from pagerunner.runner.staging import StagedStep
 from pagerunner.runner.tables import PageTables
 from pagerunner.types import StateSave
@@ -53,6 +55,16 @@ class BatchBuilder:
     def max_rows(self) -> int:
         """The most rows of a step."""
         return self.tensors.slots_R.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        """The number of memory groups."""
+        return len(self._groups)
+
+    @property
+    def tables(self) -> TableSet:
+        """The page tables of all groups."""
+        return self._tables.all
 
     @property
     def graphs(self) -> bool:
@@ -141,6 +153,46 @@ class BatchBuilder:
             for index, state in enumerate(self._states)
         )
         return self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
+
+    def of_pass(
+        self,
+        made: PassTensors,
+        count: int,
+        batch: ForwardBatch,
+        more: int,
+        first_layer: int,
+        states: Sequence[Any] | None = None,
+    ) -> ForwardBatch:
+        """The batch of a drafter's pass, whose first `count` rows are in `made`: one of up to `more` passes behind the step of `batch`.
+
+        It is for layers from `first_layer` on; groups without such layers have the step's own batch. `states` are the backends' in a graph.
+        """
+        rows = StepRows(
+            slots_R=made.slots_S[:count],
+            query_start_R1=made.query_start_S1[: count + 1],
+            seq_lens_R=made.seq_lens_S[:count],
+            row_T=made.row_S[:count],
+            positions_T=made.positions_S[:count],
+            max_query_len=1,
+            max_seq_len=batch.rows.max_seq_len + more,
+            one_token=True,
+        )
+        groups = list(batch.groups)
+        for index in {memory.group for memory in self.layers[first_layer:]}:
+            backend = self._backends[index]
+            inputs = self._inputs(index, rows, None)
+            if not backend.capabilities.graphs:  # it plans from lists
+                lens = rows.seq_lens_R.tolist()
+                inputs = replace(inputs, query_lens=[1] * count, seq_lens=lens, slots=rows.slots_R.tolist())
+            groups[index] = GroupBatch(
+                page_table=inputs.page_table,
+                write_entry=made.write_entry_GS[index, :count],
+                write_offset=made.write_offset_GS[index, :count],
+                page_tokens=inputs.page_tokens,
+                backend=backend,
+                plan=backend.plan(inputs, (states or self._states)[index]),
+            )
+        return replace(batch, rows=rows, groups=tuple(groups), last_alone=False)
 
     def captured(
         self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0, stride: int = 0

@@ -170,12 +170,13 @@ class GraphSettings:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One graph with what it works on."""
+    """One graph with what it works on. `drafting` is its second part, which runs when what was sampled counts for good."""
 
     key: GraphKey
     graph: Graph
     batch: ForwardBatch
     states: list[Any]
+    drafting: Graph | None = None
 
 
 class _BySize:
@@ -221,6 +222,8 @@ def is_telling(key: GraphKey) -> bool:
 
 Work = Callable[[ForwardBatch, bool], Tensors]
 """`work(batch, decode)`: what a graph does with a batch."""
+SecondWork = Callable[[GraphKey, ForwardBatch, Sequence[Any]], None]
+"""`second(key, batch, states)`: what the second part of a decode step's graph does; `states` are the backends'."""
 
 
 class StepGraphs:
@@ -283,7 +286,13 @@ class StepGraphs:
         return captured.graph.outputs
 
     def warm_up(
-        self, work: Work, progress: Progress | None = None, *, rehearsal: bool = False, extremes: bool = False
+        self,
+        work: Work,
+        second: SecondWork | None = None,
+        progress: Progress | None = None,
+        *,
+        rehearsal: bool = False,
+        extremes: bool = False,
     ) -> None:
         """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
 
@@ -298,13 +307,15 @@ class StepGraphs:
                 kinds.setdefault((key.decode, key.no_shared_prefix, key.drafts), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
-            batch, _ = self._prepare(key)
+            batch, states = self._prepare(key)
             work(batch, key.decode)
+            if second is not None and key.decode:
+                second(key, batch, states)
             LIFE.moved()
             if progress is not None:
                 progress(done + 1, len(keys))
 
-    def capture(self, work: Work, progress: Progress | None = None) -> CaptureReport:
+    def capture(self, work: Work, second: SecondWork | None = None, progress: Progress | None = None) -> CaptureReport:
         """Capture every shape, largest first, so that smaller shapes reuse the memory of larger ones."""
         started = time.perf_counter()
         self._builder.clear()
@@ -313,7 +324,7 @@ class StepGraphs:
         gc.disable()  # a tensor freed by a collection in the middle of a capture would be part of it
         try:
             for key in self.keys:
-                made.append(self._capture(key, work))
+                made.append(self._capture(key, work, second))
                 LIFE.moved()
                 if progress is not None:
                     progress(len(made), len(self.keys))
@@ -350,9 +361,16 @@ class StepGraphs:
         )
         return batch, states
 
-    def _capture(self, key: GraphKey, work: Work) -> Captured:
+    def _capture(self, key: GraphKey, work: Work, second: SecondWork | None) -> Captured:
         engine = self._settings.engine
         assert engine is not None, "there are no keys without an engine"
         batch, states = self._prepare(key)
         graph = engine.capture(lambda: work(batch, key.decode))
-        return Captured(key, graph, batch, states)
+        if second is None or not key.decode:
+            return Captured(key, graph, batch, states)
+
+        def draft() -> Tensors:
+            second(key, batch, states)
+            return ()
+
+        return Captured(key, graph, batch, states, engine.capture(draft))

@@ -5,31 +5,42 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.life import LIFE
-from pagerunner.ops.accept import Chances, accept, count_drafts
+from pagerunner.ops.accept import Chances, accept
 from pagerunner.ops.ahead import compile_ahead
-from pagerunner.ops.async_copy import ToHost, to_device
+from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
 from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
-from pagerunner.runner.graphs import Captured, CaptureReport, GraphSettings, Progress, StepGraphs, Tensors
+from pagerunner.runner.first_rows import even_rows, first_request
+from pagerunner.runner.graphs import (
+    Captured,
+    CaptureReport,
+    GraphKey,
+    GraphSettings,
+    Progress,
+    SecondWork,
+    StepGraphs,
+    Tensors,
+)
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
+from pagerunner.runner.pending import PendingStep
 from pagerunner.runner.pooling import HiddenStatePooler
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
-from pagerunner.runner.scoring import CHUNK, PromptScorer, PromptScores
+from pagerunner.runner.scoring import CHUNK, PromptScorer
 from pagerunner.runner.short_model import one_layer_of_each_kind
-from pagerunner.runner.spec import Drafter, NoDrafts, Verified
+from pagerunner.runner.spec import Computed, Drafter, NoDrafts, Verified
+from pagerunner.runner.spec.hidden import HiddenDrafter
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_costs import measure_steps, steps_to_time
@@ -37,14 +48,11 @@ from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import (
-    EngineRequest,
     Guess,
     SamplingParams,
     SlotInit,
     StepPlan,
-    StepResult,
     StepRow,
-    TokenLogprobs,
 )
 from pagerunner.types.steps import MeasuredSteps
 
@@ -60,68 +68,14 @@ class RunnableModel(Protocol):
         If the batch is `last_alone`, a model may return sampled tokens alone, [S, D].
         """
 
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states as of `__call__`, and what a drafter takes of every token, [T, X], if there is one that goes on from that."""
+
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states, in the dtype of the weights; of one of several ranks, those of its token ids."""
 
     def join(self, most_tokens: int) -> None:
         """Compute for other teams of ranks, which have up to so many tokens; see Module."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """A launched step. `result()` waits for the device and reads what the host needs."""
-
-    plan: StepPlan
-    sampled_rows: list[int]
-    sampled: Sampled | None
-    prompt_scores: dict[int, PromptScores]
-    pooled: dict[int, ToHost]
-    in_graph: bool = False
-    width: int = 1
-
-    def result(self) -> StepResult:
-        """The step's tokens and log-probabilities, by row of the plan."""
-        token_ids: list[list[int]] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        errors: dict[int, str] = {}
-        drafted: dict[int, int] = {}
-        rows = self.sampled_rows
-        if self.sampled is not None:
-            tokens, details = self.sampled.read()
-            errors = {rows[index // self.width]: error for index, error in self.sampled.errors.items()}
-            if self.width == 1:
-                logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
-                token_ids = [[token] for token in tokens]
-            else:
-                token_ids, drafted = self._by_row(tokens, details, logprobs)
-        if len(rows) < len(self.plan.rows):
-            found = dict(zip(rows, token_ids, strict=True))
-            token_ids = [found.get(row, []) for row in range(len(self.plan.rows))]
-        return StepResult(
-            step_id=self.plan.step_id,
-            token_ids=token_ids,
-            drafted=drafted,
-            logprobs=logprobs,
-            prompt_logprobs={row: scores.read() for row, scores in self.prompt_scores.items()},
-            pooled={row: copy.lists()[0] for row, copy in self.pooled.items()},
-            errors=errors,
-        )
-
-    def _by_row(
-        self, tokens: list[int], details: list[TokenLogprobs | None], logprobs: dict[int, list[TokenLogprobs]]
-    ) -> tuple[list[list[int]], dict[int, int]]:
-        """Of rows with several places the tokens, and how many drafts there were. Adds their `logprobs`."""
-        token_ids: list[list[int]] = []
-        drafted: dict[int, int] = {}
-        for number, row in enumerate(self.sampled_rows):
-            first = number * self.width
-            places = tokens[first : first + self.width]
-            drafted[row], taken = count_drafts(places)
-            token_ids.append(places[: taken + 1])
-            own = [detail for detail in details[first : first + taken + 1] if detail is not None]
-            if own:
-                logprobs[row] = own
-        return token_ids, drafted
 
 
 class ModelRunner:
@@ -177,6 +131,10 @@ class ModelRunner:
         self._graphs = StepGraphs(graphs, builder)
         self._scorer = PromptScorer()
         self._pooler = HiddenStatePooler()
+        self._taken_TX = torch.empty(0)
+        if isinstance(self._drafter, HiddenDrafter):
+            most = max((key.tokens for key in self._graphs.keys if key.decode), default=0)
+            self._taken_TX = self._drafter.room_for(most)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -231,7 +189,7 @@ class ModelRunner:
             return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
         if captured is not None and captured.key.decode:
             outputs = self._graphs.replay(captured, step, plan.state_saves)
-            sampled = self._sample_decoded(*outputs, step, plan)
+            sampled = self._sample_decoded(*outputs, step, plan, captured)
             self._tell(step, sampled)
             return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True, width=width)
         if self._recorded is not None and not needs_hidden:
@@ -239,13 +197,16 @@ class ModelRunner:
             logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits, threads)
             if logits_SV is not None:
                 return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan), {}, {})
+        taken_TX: torch.Tensor | None
         if captured is not None:
-            (hidden_TD,) = self._graphs.replay(captured, step, plan.state_saves)
+            alone, batch = False, captured.batch
+            hidden_TD, taken_TX = (*self._graphs.replay(captured, step, plan.state_saves), None)[:2]
         else:
             alone = step.num_places < step.where.tokens and not needs_hidden
             batch = self._builder.eager(step, plan.state_saves, last_alone=alone, most_tokens=plan.most_tokens)
-            hidden_TD = self._model(batch)
-        found = self._sample(hidden_TD, step, plan, alone=captured is None and alone)
+            hidden_TD, taken_TX = self._model.run(batch) if self._drafter.goes_on else (self._model(batch), None)
+        computed = self._computed(step, batch, taken_TX, None if captured is None else captured.states)
+        found = self._sample(hidden_TD, step, plan, computed, alone=alone)
         self._tell(step, found)
         scores = self._scorer.score(
             hidden_TD, step, scored, lambda hidden_SD: self._sampler.whole(self._model.compute_logits(hidden_SD))
@@ -300,7 +261,7 @@ class ModelRunner:
             self._first_runs(more, progress)
         # the whole model in a few shapes, for the memory of all layers together and for kernels that one layer alone has
         self._run_largest_steps()
-        self._graphs.warm_up(self._work, extremes=True)
+        self._graphs.warm_up(self._work, self._second, extremes=True)
 
     def _init_slots(self) -> None:
         """Slots that want all that a sampler does. Of several ranks, the last one wants what these do otherwise: draw without filters."""
@@ -310,7 +271,7 @@ class ModelRunner:
         free, last = SamplingParams(temperature=1.0, max_tokens=1), self._builder.max_rows - 1
         for slot in range(last + 1):
             params = free if self._sampler.is_divided and 0 < slot == last else everything
-            self._sampler.init_slot(SlotInit(slot, _first_request(params), []))
+            self._sampler.init_slot(SlotInit(slot, first_request(params), []))
 
     def _first_runs(
         self, more: tuple[list[int], ...], progress: Progress | None = None, *, rehearsal: bool = False
@@ -324,7 +285,7 @@ class ModelRunner:
         if self._num_drafts:
             self._take([Guess(self._builder.max_rows, 0, [0])])  # of no slot
         self._pages.prepare(step)
-        self._graphs.warm_up(self._work, progress, rehearsal=rehearsal)
+        self._graphs.warm_up(self._work, self._second, progress, rehearsal=rehearsal)
 
     def _run_largest_steps(self) -> None:
         for rows in self._largest_steps():
@@ -332,7 +293,7 @@ class ModelRunner:
 
     def _run_scored(self, rows: list[StepRow]) -> None:
         """Run a step with a prompt to be scored in the first row."""
-        scored = _first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
+        scored = first_request(SamplingParams(prompt_logprobs=1, max_tokens=1))
         self._scorer.init_slot(SlotInit(0, scored, []))
         self._run_first(rows)
         self._scorer.clear()
@@ -352,13 +313,13 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
-        return self._graphs.capture(self._work, progress)
+        return self._graphs.capture(self._work, self._second, progress)
 
     @torch.inference_mode()
     def measure(self, weights: torch.Tensor | None) -> MeasuredSteps:
         """Time a few steps of requests that want nothing but tokens. `warm_up` and `capture` must have run."""
         for slot in range(self._builder.max_rows):
-            self._sampler.init_slot(SlotInit(slot, _first_request(SamplingParams(temperature=0.0, max_tokens=1)), []))
+            self._sampler.init_slot(SlotInit(slot, first_request(SamplingParams(temperature=0.0, max_tokens=1)), []))
         keys, tokens = self._graphs.keys, self._builder.max_tokens
         steps = steps_to_time(keys, min(self._builder.max_rows, tokens), tokens, self._max_model_len)
 
@@ -392,11 +353,11 @@ class ModelRunner:
             if rows > most_rows:
                 break
             for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
-                yield _even_rows(rows, min(tokens, most), longest, past=True)
-            yield _even_rows(rows, rows, longest, past=True)
-        yield _even_rows(1, max(min(longest, most) - 1, 1), longest, past=True)
-        yield _even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
-        yield _even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
+                yield even_rows(rows, min(tokens, most), longest, past=True)
+            yield even_rows(rows, rows, longest, past=True)
+        yield even_rows(1, max(min(longest, most) - 1, 1), longest, past=True)
+        yield even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
+        yield even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
         yield from self._drafted_steps((1, 3, most_rows))
 
     def _drafted_steps(self, sizes: Sequence[int]) -> Iterator[list[StepRow]]:
@@ -414,7 +375,7 @@ class ModelRunner:
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         yield self._long_rows(most)
-        yield _even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
+        yield even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
         yield from self._drafted_steps((most_rows,))
         if self._unpacks and most >= MANY_TOKENS:
             yield self._long_rows(MANY_TOKENS - 1)
@@ -437,23 +398,30 @@ class ModelRunner:
         """See `_more_counts`."""
         longest = self._max_model_len
         for count in rows:
-            self._run_first(_even_rows(count, count, longest, past=True))
+            self._run_first(even_rows(count, count, longest, past=True))
         for count in scored:
-            self._run_scored(_even_rows(1, count, longest, past=False))
+            self._run_scored(even_rows(1, count, longest, past=False))
         for count in tokens:
             self._run_first(self._long_rows(count))
 
     def _long_rows(self, tokens: int) -> list[StepRow]:
         """A step of so many tokens at the end of long sequences."""
         longest = self._max_model_len
-        return _even_rows(min(-(-2 * tokens // longest), self._builder.max_rows), tokens, longest, past=True)
+        return even_rows(min(-(-2 * tokens // longest), self._builder.max_rows), tokens, longest, past=True)
 
     def _work(self, batch: ForwardBatch, decode: bool) -> Tensors:
         """What a graph computes.
 
         Mixed step: hidden states. Decode step: logits, sampled tokens, and the largest logits; of a stage that isn't the last: the stream.
         """
-        hidden_TD = self._model(batch)
+        if self._drafter.goes_on:
+            hidden_TD, taken_TX = self._model.run(batch)
+            assert taken_TX is not None, "the model leaves nothing for its drafter"
+            if not decode:
+                return hidden_TD, taken_TX
+            self._taken_TX[: len(taken_TX)].copy_(taken_TX)  # another graph's second part reads it
+        else:
+            hidden_TD = self._model(batch)
         if not decode or not self._samples:
             return (hidden_TD,)
         logits_SV = self._model.compute_logits(hidden_TD)
@@ -462,6 +430,18 @@ class ModelRunner:
         tokens_S, best_S = self._sampler.pick(logits_SV, slots_S, positions_S)
         found_S = self._settle(tokens_S, slots_S, positions_S, rows.seq_lens_R, rows.stride or 1)
         return logits_SV, tokens_S, best_S, found_S
+
+    def _work_on(self, key: GraphKey, batch: ForwardBatch, states: Sequence[Any]) -> None:
+        """What the second part of a decode step's graph does, once what is sampled is settled: it drafts as many tokens as the step had."""
+        assert isinstance(self._drafter, HiddenDrafter)
+        places_S = torch.arange(0, key.tokens, key.stride or 1, device=self._taken_TX.device)
+        slots_S = self._builder.tensors.sample_slots[: key.tokens : key.stride or 1]
+        self._drafter.go_on(Computed((), batch, self._taken_TX[: key.tokens], places_S, states), slots_S, key.drafts)
+
+    @property
+    def _second(self) -> SecondWork | None:
+        """What decode steps' graphs have a second part for, if anything."""
+        return self._work_on if self._drafter.goes_on else None
 
     def _settle(
         self,
@@ -478,13 +458,29 @@ class ModelRunner:
         places = slots_S[::width], positions_S[::width], ends_R
         return accept(tokens_S.view(-1, width), *places, self._state, self._chances).view(-1)
 
-    def _sample(self, hidden_TD: torch.Tensor, step: StagedStep, plan: StepPlan, *, alone: bool) -> Sampled | None:
+    def _computed(
+        self, step: StagedStep, batch: ForwardBatch, taken_TX: torch.Tensor | None, states: Sequence[Any] | None
+    ) -> Computed | None:
+        """What a drafter goes on from, if there is one that does."""
+        if taken_TX is None:
+            return None
+        if step.width == 1 or not step.where.stride:
+            places_S = step.logits_index_S[:: step.width]
+        else:
+            places_S = torch.arange(0, step.where.rows * step.width, step.width, device=taken_TX.device)
+        return Computed(step.rows, batch, taken_TX, places_S, states)
+
+    def _sample(
+        self, hidden_TD: torch.Tensor, step: StagedStep, plan: StepPlan, computed: Computed | None, *, alone: bool
+    ) -> Sampled | None:
         """The tokens of a step whose hidden states are known, which may be padded; `alone`: there may be those of sampled tokens only."""
         if not step.sampled_rows:
+            if computed is not None:
+                self._drafter.draft(None, 0, computed)
             return None
         every = step.num_places == hidden_TD.shape[0] and (alone or step.samples_all)
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
-        return self._sample_logits(logits_SV, step, plan)
+        return self._sample_logits(logits_SV, step, plan, computed)
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Of all tokens, [T, V]."""
@@ -495,9 +491,11 @@ class ModelRunner:
         logits_SV: torch.Tensor,
         step: StagedStep,
         plan: StepPlan,
+        computed: Computed | None = None,
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        captured: Captured | None = None,
     ) -> Sampled:
-        """Sample a step's places, unless a graph has `drawn`, and draft what may follow."""
+        """Sample a step's places, unless a graph has `drawn`, and draft what may follow: in the `captured` graph's second part if it is for as many."""
         rows = self._sampled_rows(step)
         ends_R = self._builder.sampled_ends(step) if step.width > 1 else None
 
@@ -505,10 +503,12 @@ class ModelRunner:
             return self._settle(tokens_S, rows.slots_S, rows.positions_S, ends_R, step.width)
 
         sampled = self._sampler.sample(logits_SV, rows, _by_sample(step, plan.masks), drawn, settle)
-        if self._num_drafts:
+        if captured is not None and captured.drafting is not None and captured.key.drafts == plan.num_drafts:
+            captured.drafting.replay()
+        elif self._num_drafts:
             width, found_S = step.width, sampled.token_ids
             verified = Verified(found_S.view(-1, width), rows.slots_S[::width], rows.positions_S[::width])
-            self._drafter.draft(verified, plan.num_drafts)
+            self._drafter.draft(verified, plan.num_drafts, computed)
         return sampled
 
     def _sample_decoded(
@@ -519,10 +519,14 @@ class ModelRunner:
         found_S: torch.Tensor,
         step: StagedStep,
         plan: StepPlan,
+        captured: Captured,
     ) -> Sampled:
         """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are settled already."""
         count = step.num_places
-        return self._sample_logits(logits_SV[:count], step, plan, (tokens_S[:count], best_S[:count], found_S[:count]))
+        taken_TX = self._taken_TX[: captured.key.tokens] if self._drafter.goes_on else None
+        computed = self._computed(step, captured.batch, taken_TX, captured.states)
+        drawn = tokens_S[:count], best_S[:count], found_S[:count]
+        return self._sample_logits(logits_SV[:count], step, plan, computed, drawn, captured)
 
     def _sampled_rows(self, step: StagedStep) -> SampledRows:
         slots: Sequence[int] = step.slots
@@ -542,23 +546,3 @@ def _by_sample(step: StagedStep, masks: Mapping[int, bytes]) -> Mapping[int, byt
     if not masks:
         return masks
     return {index: masks[row] for index, row in enumerate(step.sampled_rows) if row in masks}
-
-
-def _first_request(params: SamplingParams) -> EngineRequest:
-    """A request of a warm-up."""
-    return EngineRequest(request_id="", prompt_token_ids=[0] * (CHUNK + 1), params=params, seed=0, max_tokens=1)
-
-
-def _even_rows(count: int, tokens: int, longest: int, *, past: bool) -> list[StepRow]:
-    """At most `count` rows of `tokens` tokens together, at the beginning or the end of sequences of `longest` tokens.
-
-    Rows of one token are those of requests that generate.
-    """
-    rows: list[StepRow] = []
-    left = tokens
-    for slot in range(count):
-        size = min(-(-left // (count - slot)), longest)
-        if size:
-            rows.append(StepRow(slot, longest - size if past else 0, size, [0] * size if size > 1 else [], True))
-        left -= size
-    return rows

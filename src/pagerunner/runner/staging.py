@@ -274,7 +274,7 @@ def _token_ids(known: Sequence[list[int]], query_lens: Sequence[int]) -> list[in
     """The tokens' ids. Of rows that generate only the device knows them: -1 is the slot's last token, then come -2, -3, ... for its drafts."""
     ids: list[int] = []
     for tokens, length in zip(known, query_lens, strict=True):
-        ids += tokens or range(-1, -1 - length, -1)
+        ids += tokens[:length] if tokens else range(-1, -1 - length, -1)
     return ids
 
 

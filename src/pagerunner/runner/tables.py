@@ -19,18 +19,27 @@ class PageTables:
     sequence has pages. Other entries are leftovers of earlier pages; kernels read only what a sequence covers.
     """
 
-    def __init__(self, plan: MemoryPlan, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: MemoryPlan, device: torch.device | str = "cpu", *, keep_ends: bool = False) -> None:
+        """`keep_ends`: the tables also say where each slot's pages end, for tokens that the host has not planned."""
+        self._keeps_ends = keep_ends
         self._widths = [group.table_width for group in plan.groups]
         sizes = [plan.max_num_seqs * width for width in self._widths]
         self._firsts = [sum(sizes[:group]) for group in range(len(sizes))]
-        flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._tables = [part.view(plan.max_num_seqs, -1) for part in flat.split(sizes)]
+        self._page_tokens = [group.page_tokens for group in plan.groups]
+        self._first_end = sum(sizes)
+        slots = plan.max_num_seqs if keep_ends else 0
+        ends = len(sizes) * slots
+        flat = torch.zeros(self._first_end + ends, dtype=torch.int64, device=device)
+        *tables, ends_X = flat.split([*sizes, ends])
+        self._tables = [part.view(plan.max_num_seqs, -1) for part in tables]
         shapes = [
             (first, width, group.page_tokens)
             for first, width, group in zip(self._firsts, self._widths, plan.groups, strict=True)
         ]
         self._heads = [[-1] * plan.max_num_seqs for _ in plan.groups]  # by group and slot, the entry of page 0
-        self.all = TableSet(flat, torch.tensor(shapes, dtype=torch.int64, device=device))
+        self.all = TableSet(
+            flat, torch.tensor(shapes, dtype=torch.int64, device=device), ends_X.view(len(sizes), slots)
+        )
 
     def of(self, group: int) -> torch.Tensor:
         """A group's table of all slots."""
@@ -47,6 +56,9 @@ class PageTables:
             row = self._firsts[group] + slot * width
             if first == 0 and entries:
                 self._heads[group][slot] = entries[0]
+            if self._keeps_ends:
+                end = self._first_end + group * len(self._heads[group]) + slot
+                found[end] = (first + len(entries)) * self._page_tokens[group]
             column = first % width
             fits = min(width - column, len(entries))
             found.update(zip(range(row + column, row + column + fits), entries, strict=False))

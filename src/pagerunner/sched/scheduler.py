@@ -73,9 +73,10 @@ class Scheduler:
         costs: CostModel | None = None,
         target_itl: float | None = None,
         draft_length: DraftLength | None = None,
+        goes_on: bool = False,
         words: SuffixDrafter | None = None,
     ) -> None:
-        """`load_failure`: what becomes of a request whose pages don't come back from another memory. `draft_length` chooses how many drafts
+        """`load_failure`: what becomes of a request whose pages don't come back from another memory. `goes_on`: see StepPlanner. `draft_length` chooses how many drafts
         rows have; without it they have none. `words` makes them, if the device doesn't.
         """
         self.manager = manager
@@ -94,6 +95,7 @@ class Scheduler:
             stages=min(stages, max_in_flight),
             pace=Pace(costs, target_itl, max_num_batched_tokens) if costs is not None and target_itl else None,
             draft_length=draft_length,
+            goes_on=goes_on,
         )
 
     # -- requests

@@ -38,7 +38,10 @@ class StepPlanner:
         stages: int = 1,
         pace: NoPace | None = None,
         draft_length: DraftLength | None = None,
+        goes_on: bool = False,
     ) -> None:
+        """`goes_on`: who drafts keeps pages, too, and all but the first of a row's drafts take a place behind the row's tokens."""
+        self._goes_on = goes_on
         self._state, self._pace = state, pace or NoPace()
         self._draft_length = draft_length or FixedLength(0)
         self._drafts = self._made = (
@@ -141,10 +144,14 @@ class StepPlanner:
                     continue
             grant = sequence.grant
             assert grant is not None
-            if end > grant.capacity and not (end := self._grow(sequence, grant, start, end, low)):
+            reach = end
+            if self._goes_on and self._drafts > 1 and end >= sequence.refill:
+                reach = max(min(end + self._drafts - 1, sequence.max_total), end)
+            if reach > grant.capacity and not (reach := self._grow(sequence, grant, start, reach, low)):
                 if sequence.grant is None:
                     break
                 continue
+            end = min(end, reach)
             budget -= end - start
             if start >= sequence.refill and sequence.guide is None:
                 sequence.scheduled = end
@@ -210,7 +217,9 @@ class StepPlanner:
             self._manager.publish(grant, tokens, end)
         if samples and sequence.parent_id:
             self._manager.offer(grant, sequence.parent_id, tokens[: sequence.prompt_len])
-        return StepRow(grant.slot, start, end - start, tokens[start:end], samples)
+        # a drafter works on a token and the one behind it, which is known if the prompt goes on
+        behind = not samples and self._draft_length.most > 0
+        return StepRow(grant.slot, start, end - start, tokens[start : end + behind], samples)
 
     def _may_go(self, tiers: Tiering, sequence: Sequence, passed: int) -> bool:
         """Look the first of the line up in other memories, unless that was done. Whether a sequence may be tried: who passes others that wait for

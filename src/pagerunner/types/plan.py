@@ -29,7 +29,7 @@ class SlotInit(msgspec.Struct, frozen=True):
 class StepRow(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on.
 
-    `tokens` are the ids of a prompt's part. A row that generates has none: the device knows the slot's last token, where that is, and the
+    `tokens` are the ids of a prompt's part; where drafters ask for it, one more follows if the prompt goes on. A row that generates has none: the device knows the slot's last token, where that is, and the
     drafts that follow it, of which the row has `num_tokens` - 1. Its `start` is the latest that is possible. With `samples` the last position's
     logits are sampled; of a row with drafts those of all positions, up to the first draft that isn't the token sampled before it.
     """

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.step_cases import check_build_rows, check_host_words, check_pages, check_store_tokens, check_write_entries
+from helpers.step_cases import (
+    check_build_rows,
+    check_drafting,
+    check_host_words,
+    check_pages,
+    check_store_tokens,
+    check_write_entries,
+)
 
 pytest.importorskip("triton")
 
 from pagerunner.ops.batch import build_rows, store_tokens  # noqa: E402
+from pagerunner.ops.drafting import build_pass, next_tokens, store_drafts  # noqa: E402
 from pagerunner.ops.host_words import from_host, to_host  # noqa: E402
 from pagerunner.ops.kernels import host_words  # noqa: E402
 from pagerunner.ops.pages import copy_pages, fill_pages  # noqa: E402
@@ -46,6 +54,11 @@ def test_rows_at_a_stride_are_built_as_by_the_twin(lengths: list[int], padded_ro
 def test_tokens_and_entries_are_stored_where_the_twins_store_them(count: int) -> None:
     check_store_tokens(store_tokens.kernel, count)
     check_write_entries(write_entries.kernel, count)
+
+
+@pytest.mark.parametrize(("rows", "padding"), [([1], 0), ([4, 1, 4], 5), ([40, 2, 300, 1], 1), ([1] * 140, 4)])
+def test_passes_of_drafters_are_made_as_by_the_twins(rows: list[int], padding: int) -> None:
+    check_drafting(next_tokens.kernel, build_pass.kernel, store_drafts.kernel, rows, padding)
 
 
 @pytest.mark.parametrize("sizes", [[16], [48, 4112, 16, 32784]])

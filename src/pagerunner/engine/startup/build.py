@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagerunner.config import EngineArgs, EngineConfig
+from pagerunner.config import DRAFT_MODELS, EngineArgs, EngineConfig
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.base import LoadedRanks
 from pagerunner.engine.core.executors.places import EarlyRanks
@@ -240,6 +240,7 @@ def build_scheduler(
         load_failure=config.kv_load_failure_policy,
         draft_length=_draft_length(config, costs),
         words=_words(config),
+        goes_on=config.speculative is not None and config.speculative.method in DRAFT_MODELS,
         costs=costs,
         target_itl=_seconds(config.target_itl_ms),
     )

@@ -416,7 +416,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             ),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * (1 + num_drafts) * model.vocab_size),
-            *drafting_bytes(wish.drafts, max_num_seqs, length),
+            *drafting_bytes(wish.drafts, max_num_seqs, length, num_groups),
             *unpacked,
         )
         if wish.device == "cuda":

@@ -141,8 +141,8 @@ def make_runner(
     dtype = getattr(torch, config.dtype)
     backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
-    tables = PageTables(plan, device)
     drafts = config.speculative
+    tables = PageTables(plan, device, keep_ends=model.drafter is not None)
     num_drafts = drafts.num_speculative_tokens if drafts is not None else 0
     state = SlotState.empty(config.max_num_seqs, device, num_drafts)
     if drafts is not None and device.type == "cuda":
@@ -151,17 +151,21 @@ def make_runner(
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
+    vocabulary = None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share))
+    builder = BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens)
+    pieces = len(pages.layers) - len(resolved.model.spec_layers)
+    drafter = make_drafter(drafts, state, plan.max_model_len, builder, model.drafter, pieces, vocabulary)
     return ModelRunner(
         model=model,
         pages=pages,
         tables=tables,
         state=state,
-        builder=BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens),
+        builder=builder,
         sampler=Sampler(
             config.max_num_seqs,
             resolved.model.vocab_size,
             device,
-            None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share)),
+            vocabulary,
             num_drafts,
         ),
         staging=Staging(device, config.max_in_flight + 1),
@@ -177,10 +181,10 @@ def make_runner(
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
         agree=partial(union, everybody),
-        recorded=RecordedSteps() if ranks == 1 and _can_record(config, backends) else None,
+        recorded=RecordedSteps() if ranks == 1 and not drafter.goes_on and _can_record(config, backends) else None,
         stage=None if stage is None else StageTokens(stage, state, config.max_in_flight),
         transfers=transfers,
-        drafter=make_drafter(drafts, state, plan.max_model_len),
+        drafter=drafter,
         max_in_flight=config.max_in_flight,
         rates=drafts.acceptance_rates if drafts is not None else None,
     )

@@ -49,7 +49,8 @@ from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.cuda_driver import CudaDriver
 from pagerunner.runner.device_clock import DeviceClock
-from pagerunner.runner.runner import ModelRunner, PendingStep
+from pagerunner.runner.pending import PendingStep
+from pagerunner.runner.runner import ModelRunner
 from pagerunner.runner.sleep import Sleeper
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import StepPlan, StepResult, TransferEnd

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pagerunner.config import SpeculativeConfig
+from pagerunner.config import DRAFT_MODELS, SpeculativeConfig
 from pagerunner.errors import CheckpointError
 from pagerunner.models.checkpoint.loader import checkpoint_files, opened
 from pagerunner.models.configs.base import ModelConfig
@@ -43,9 +43,10 @@ def with_drafter(
 
 def with_draft_model(config: ModelConfig, drafts: SpeculativeConfig | None) -> ModelConfig:
     """The config of a model with the drafter that `drafts` names, if that is a model. Raises as `with_drafter`."""
-    if drafts is None or drafts.method not in ("eagle", "eagle3", "mtp"):
+    if drafts is None or drafts.method not in DRAFT_MODELS:
         return config
-    return with_drafter(config, drafts.method, drafts.model)
+    method: Any = drafts.method
+    return with_drafter(config, method, drafts.model)
 
 
 class _Held(NamedTuple):

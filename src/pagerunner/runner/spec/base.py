@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagerunner.types import SlotInit
+from pagerunner.batch import ForwardBatch
+from pagerunner.types import SlotInit, StepRow
 
 
 class Verified(NamedTuple):
@@ -21,21 +23,42 @@ class Verified(NamedTuple):
     positions_S: torch.Tensor
 
 
+class Computed(NamedTuple):
+    """What the model has computed in a step, for a drafter that goes on from it.
+
+    `rows` are the step's, `batch` is what the model ran, and `taken_TX` what it left of every token; see `Decoder.run`. `places_S` int64: the places in T of the
+    sampled rows' first places, as many as `Verified` has rows. `states` are those of the attention backends in a graph; None: eager steps'.
+    """
+
+    rows: Sequence[StepRow]
+    batch: ForwardBatch
+    taken_TX: torch.Tensor
+    places_S: torch.Tensor
+    states: Sequence[Any] | None = None
+
+
 class Drafter(Protocol):
-    """Guesses the next tokens of slots, and leaves them in the slots' state."""
+    """Guesses the next tokens of slots, and leaves them in the slots' state. One that `goes_on` does so from what the model has computed."""
+
+    goes_on: bool
 
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot; nothing of the slot's former request remains."""
 
-    def draft(self, verified: Verified, count: int) -> None:
-        """Write `count` drafts for the next step of each row, -1 where there is none. Called after each step that samples, also for 0 drafts."""
+    def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
+        """Write `count` drafts for the next step of each row, -1 where there is none. Called after each step that samples, also for 0 drafts.
+
+        One that goes on is also called after steps that sample nothing (`verified` is None), and alone has `computed`.
+        """
 
 
 class NoDrafts:
     """An engine without drafts."""
 
+    goes_on = False
+
     def init_slot(self, init: SlotInit) -> None:
         """See Drafter."""
 
-    def draft(self, verified: Verified, count: int) -> None:
+    def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
         """See Drafter."""

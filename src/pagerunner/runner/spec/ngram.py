@@ -7,12 +7,14 @@ import torch
 from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.ngram import draft_ngrams
-from pagerunner.runner.spec.base import Verified
+from pagerunner.runner.spec.base import Computed, Verified
 from pagerunner.types import SlotInit
 
 
 class NgramDrafter:
     """One launch a step. A prompt comes from the host once, with the request."""
+
+    goes_on = False
 
     def __init__(self, state: SlotState, max_model_len: int, least: int, most: int) -> None:
         """`least` and `most`: how many of a text's last tokens must have stood before, and how many are looked at."""
@@ -32,8 +34,9 @@ class NgramDrafter:
         text = [*init.request.prompt_token_ids, *init.output_token_ids][: self._texts_NL.shape[1]]
         self._texts_NL[init.slot, : len(text)] = to_device(text, torch.int32, self._texts_NL.device)
 
-    def draft(self, verified: Verified, count: int) -> None:
+    def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
         """See Drafter."""
+        assert verified is not None, "it is called after steps that sample"
         draft_ngrams(*verified, self._texts_NL, self._drafts_NK, count, self._least, self._most)
 
 

@@ -1,0 +1,105 @@
+"""Drafts by a model that works on the target's hidden states: EAGLE heads and multi-token prediction modules.
+
+Its first pass is over all tokens of the target's step, each with the token behind it. So its pages hold what follows from the target's own hidden states, and
+not what earlier drafts have left there. Then it goes on alone, one token a row in each pass, from the last token that counts.
+
+Example: a row had tokens 10 and 11 and the drafts 12, 13, 14, of which 12 and 13 were right, and token 14' was sampled behind 13. The step's tokens are at
+positions 11 to 14. The first pass gets tokens 12, 13, 14' there, and 14' at position 14, too, which nobody reads. What it leaves at position 13 guesses the token behind
+14'. The next pass is at position 14.
+
+Shape letters: T tokens of the step, S rows that get drafts, X features that a pass takes of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagerunner.models.drafting import Drafted, DraftModel
+from pagerunner.ops.async_copy import to_device
+from pagerunner.ops.batch import SlotState
+from pagerunner.ops.drafting import PassTensors, build_pass, next_tokens, store_drafts
+from pagerunner.ops.sample import greedy
+from pagerunner.runner.builder import BatchBuilder
+from pagerunner.runner.sampling.vocabulary import DividedVocabulary
+from pagerunner.runner.spec.base import Computed, Verified
+from pagerunner.types import SlotInit, StepRow
+
+
+class HiddenDrafter:
+    """Drives a DraftModel. Everything that `go_on` does can be part of a graph.
+
+    Its pieces of memory are the last `num_layers`. `vocabulary`: of several ranks each computes the logits of its own token ids.
+    """
+
+    goes_on = True
+
+    def __init__(
+        self,
+        model: DraftModel,
+        builder: BatchBuilder,
+        state: SlotState,
+        num_layers: int,
+        max_model_len: int,
+        vocabulary: DividedVocabulary | None = None,
+    ) -> None:
+        self._model, self._builder, self._state = model, builder, state
+        self._last_position = max_model_len - 1
+        self._vocabulary = vocabulary if model.divided else None
+        device = state.tokens.device
+        self._pass = PassTensors.empty(builder.max_rows, builder.num_groups, device)
+        self._first_layer = len(builder.layers) - num_layers
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
+
+    def room_for(self, tokens: int) -> torch.Tensor:
+        """Room for what the target leaves of so many tokens, [T, X]."""
+        return torch.empty(tokens, self._model.taken_size, dtype=self._model.taken_dtype, device=self._none.device)
+
+    def init_slot(self, init: SlotInit) -> None:
+        """See Drafter. A slot's pages and tables say all."""
+
+    def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
+        """See Drafter."""
+        assert computed is not None, "it goes on from what the model has computed"
+        self._tell(computed.rows)
+        slots_S, count = (self._none, 0) if verified is None else (verified.slots_S, count)
+        self.go_on(computed, slots_S, count)
+
+    def go_on(self, computed: Computed, slots_S: torch.Tensor, count: int) -> None:
+        """Draft so many tokens for each of `slots` (-1: padding). The slots know already what the step has led to.
+
+        The pages of the step's tokens are filled even if nothing is drafted.
+        """
+        _, batch, taken_TX, places_S, states = computed
+        rows, state = batch.rows, self._state
+        ids_T = next_tokens(batch.token_ids, rows.row_T, rows.positions_T, rows.slots_R, state)
+        if not count:
+            self._model.first(taken_TX, ids_T, batch, self._none)
+            return
+        accepted_S = state.accepted.index_select(0, slots_S.clamp(min=0)).mul_(slots_S >= 0)
+        drafted = self._model.first(taken_TX, ids_T, batch, places_S + accepted_S)
+        for number in range(count):
+            best_S = self._best(drafted)
+            store_drafts(slots_S, best_S, number, state)
+            if number + 1 < count:
+                build_pass(slots_S, number + 1, self._last_position, self._builder.tables, state, self._pass)
+                own = self._builder.of_pass(self._pass, len(slots_S), batch, count, self._first_layer, states)
+                drafted = self._model.step(drafted.hidden, best_S, own)
+
+    def _tell(self, rows: Sequence[StepRow]) -> None:
+        """Let slots whose prompts go on know the token behind the part that these rows compute."""
+        known = [
+            (row.slot, row.tokens[row.num_tokens], row.start + row.num_tokens - 1)
+            for row in rows
+            if len(row.tokens) > row.num_tokens
+        ]
+        if known:
+            slots_N, tokens_N, positions_N = to_device(known, torch.int64, self._none.device).T.contiguous()
+            self._state.store(slots_N, tokens_N, positions_N)
+
+    def _best(self, drafted: Drafted) -> torch.Tensor:
+        """The most likely token of each row."""
+        logits_SV = self._model.compute_logits(drafted.logit_input)
+        best_S, _ = greedy(logits_SV) if self._vocabulary is None else self._vocabulary.best(logits_SV)
+        return self._model.to_target(best_S)
