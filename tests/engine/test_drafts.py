@@ -239,3 +239,21 @@ def test_tokens_are_distributed_as_the_model_says(checkpoints: Any, monkeypatch:
         pairs = [(sum(t[place] == token for t in plain), sum(t[place] == token for t in found)) for token in allowed]
         chi = sum((one - other) ** 2 / (one + other) for one, other in pairs if one + other)
         assert chi < 21.1, f"place {place}: {pairs} differ by more than one time in ten thousand"
+
+
+def test_fp8_pages_hold_the_same_with_drafts(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, how = str(checkpoints("qwen3")), {**DEFAULTS, "kv_cache_dtype": "fp8"}
+    expected = outputs(LLM(path, **how))
+    plant(monkeypatch, texts(expected), 0.6)
+    assert tokens(outputs(LLM(path, **how, **drafting(3)))) == tokens(expected)
+
+
+@pytest.mark.days(5)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_ranks_that_divide_the_model_accept_alike(checkpoints: Any, family: str) -> None:
+    path, how = str(checkpoints(family)), {**DEFAULTS, "tensor_parallel_size": 2}
+    llm = LLM(path, **how, **drafting(3))
+    found = tokens(outputs(llm))
+    counts = llm.stats().spec
+    assert counts is not None and counts.num_drafts > 0
+    assert found == tokens(outputs(LLM(path, **how)))

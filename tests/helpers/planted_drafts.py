@@ -24,6 +24,7 @@ class PlantedDrafter:
     """By the prompt and the seed of a request, its tokens with the prompt's."""
     right = 0.5
     made = 0
+    checks = True
 
     def __init__(self, state: SlotState) -> None:
         self._state, self._rng = state, random.Random(3)
@@ -39,7 +40,7 @@ class PlantedDrafter:
             if slot < 0:
                 continue
             last = position + sum(token >= 0 for token in tokens)
-            assert int(self._state.lengths[slot]) == last
+            assert not self.checks or int(self._state.lengths[slot]) == last
             text = self._by_slot.get(slot, ())
             drafts = [self._guess(text[at] if at < len(text) else 0) for at in range(last + 1, last + 1 + count)]
             type(self).made += count
