@@ -83,7 +83,7 @@ class CpuLatentBackend:
 
 @dataclass(slots=True)
 class RecurrentPlan:
-    """`native`: rows have one token each, and no state is to be saved. Such a step needs nothing of `inputs`, so a recorded one can run
+    """`native`: rows have one token each, no accepted drafts to run before it, and no state is to be saved. Such a step needs nothing of `inputs`, so a recorded one can run
     again. `divided` is torch's plan for other steps, which the first layer makes.
     """
 
@@ -123,13 +123,15 @@ class CpuRecurrentBackend:
 
     def plan(self, inputs: PlanInputs, state: None) -> RecurrentPlan:
         """Whether the kernels find the states of the step in their pages."""
-        return RecurrentPlan(inputs.rows.one_token and not inputs.state_saves, inputs)
+        rows = inputs.rows
+        current = rows.accepted_R is None or not bool((rows.accepted_R > 0).any())
+        return RecurrentPlan(rows.one_token and current and not inputs.state_saves, inputs)
 
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, rows = call
         plan: RecurrentPlan = group.plan
-        if plan.native and not pages.journal and _native(recurrence, inputs, pages.states):
+        if plan.native and _native(recurrence, inputs, pages.states):
             return recurrence.one_token(inputs, pages.states, group.page_table, rows)
         if plan.divided is None:
             plan.divided = self._rest.plan(plan.inputs, None)

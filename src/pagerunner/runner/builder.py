@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
 from pagerunner.ops.drafting import PassTensors
@@ -45,6 +45,7 @@ class BatchBuilder:
         self.tensors = StepTensors.empty(
             plan.max_num_seqs, max(max_tokens, plan.max_num_seqs), len(backends), device, self._num_drafts
         )
+        self._journals = any(isinstance(layer, StatePages) and layer.journal for layer in layers)
         self._states = self.new_states(None)
         self._host_planners = [
             (index, backend) for index, backend in enumerate(backends) if backend.capabilities.plans_on_host
@@ -75,6 +76,10 @@ class BatchBuilder:
     def strided(self) -> bool:
         """Whether every group's backend serves rows with drafts at a stride."""
         return all(backend.capabilities.drafts for backend in self._backends)
+
+    def replays(self, rows: int) -> bool:
+        """Whether recurrent layers have drafts to run from their journals, in the step of so many rows that was built last. Reads the device."""
+        return self._journals and bool((self.tensors.accepted_R[:rows] > 0).any())
 
     @property
     def min_sharing_rows(self) -> int:

@@ -66,11 +66,12 @@ class RecordedSteps:
         where = step.where
         if not where.one_token or len(step.sampled_rows) != where.rows or where.rows > self._most_rows or state_saves:
             return None
+        builder.fill(step, where.rows, where.tokens)
+        if builder.replays(where.rows):
+            return None
         self.steps += 1
         held = self._held.get(where.rows)
-        if held is not None and held.recording.is_valid:
-            builder.fill(step, where.rows, where.tokens)
-        else:
+        if held is None or not held.recording.is_valid:
             try:
                 held = self._record(builder.eager(step), logits_of, threads)
             except CannotRecordError as error:
