@@ -12,6 +12,7 @@ import pytest
 from helpers.checkpoints import write_tokenizer
 from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+from helpers.compiler import needs_compiler
 from helpers.effort import TEST_DAY, share_of_the_day
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
@@ -113,3 +114,14 @@ def test_a_pool_that_is_too_small(checkpoint: Any, tier: dict[str, Any]) -> None
     pages = int(2.1 * resolve(args).plan.request_bytes(300))
     stats = same(path, 60, hits=False, kv_cache_memory_bytes=pages, **limits).stats()
     assert stats.preemptions_total or sum(group.evictions for group in stats.groups)
+
+
+@needs_compiler
+def test_drafts_come_and_go_and_steps_without_any_are_recorded(checkpoint: Any) -> None:
+    path, options = checkpoint("demo"), {"max_model_len": 256, "max_num_seqs": 4}
+    wanted, _ = run(path, 50, None, **options)
+    few = {"num_speculative_tokens_per_batch_size": [[1, 2, DRAFTS], [3, 64, 0]]}
+    found, llm = run(path, 50, NGRAM | few, **options)
+    assert [made for made, *_ in found] == [made for made, *_ in wanted]
+    steps = llm._core._executor._runner._recorded
+    assert steps.recorded == steps.steps > 20 and llm.stats().spec.num_accepted_tokens > 0
