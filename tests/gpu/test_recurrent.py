@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.drafted_states import DRAFTED, compare_drafts
 from helpers.recurrent_cases import Step, close, compare, conv_call, delta_call, mamba_call
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
-from pagerunner.attention.recurrent import GatedDelta
+from pagerunner.attention.recurrent import GatedDelta, Mamba2
 from pagerunner.batch import GroupBatch, StatePages, StepRows
+from pagerunner.memory.specs import RecurrentState
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
 from pagerunner.ops.mamba2 import mamba2_rows
@@ -61,6 +63,22 @@ def test_gated_delta_of_other_sizes(sizes: tuple[int, int, int, int], dtype: tor
 def test_mamba2_of_other_sizes(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     call, shapes = mamba_call(STEPS["mixed"], sizes, dtype, "cuda"), [(3, 768), sizes[1:]]
     compare(mamba2_rows, call, 1, STEPS["mixed"], shapes, [dtype, torch.float32], "cuda", TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("step", DRAFTED.values(), ids=DRAFTED.keys())
+def test_drafts(step: Step, dtype: torch.dtype) -> None:
+    """At the sizes of Qwen3-Next and Bamba."""
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    delta = GatedDelta(rand(8192, 4), rand(32), rand(32), 16, 128, 128)
+    spec = RecurrentState(((3, 8192), (32, 128, 128)), ("float16", "float32"), entry=((8192,), (32,), (32,)))
+    compare_drafts(delta, spec, step, dtype, "cuda", 5 * TOLERANCE[dtype])
+    mamba = Mamba2(rand(8448, 4), rand(8448), rand(128), rand(128), rand(128), 64, 1, 128)
+    spec = RecurrentState(((3, 8448), (128, 64, 128)), ("float16", "float32"), entry=((8448,), (128,)))
+    compare_drafts(mamba, spec, step, dtype, "cuda", 5 * TOLERANCE[dtype])
 
 
 def test_a_graph_replays_any_step_and_saves_states() -> None:

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
+from helpers.recurrent_cases import Memory, Step, close
+from pagerunner.attention import recurrent
 from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.calls import RecurrentCall, Tensors
 from pagerunner.attention.compressed import SlotPooling
@@ -20,10 +23,21 @@ from pagerunner.attention.recurrent import GatedDelta, Mamba2
 from pagerunner.batch import GroupBatch, StatePages, StepRows
 from pagerunner.memory.memory_plan import LayerSlice
 from pagerunner.memory.specs import RecurrentState
+from pagerunner.ops.causal_conv import journaled_conv_rows
+from pagerunner.ops.gdn import gated_delta_rows
+from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.runner.pages import recurrent_view
 from pagerunner.types import StateSave
 
 PAGES, SLOTS = 24, 9
+DRAFTED = {
+    "drafts in places": Step((3, 1, 4, 2), ((0, 0), (0, 1), (1, 1), (1, 2), (2, -1)), (1, 0), 3, (2, 0, 3, 1), 4),
+    "drafts beside prompts": Step(
+        (4, 1, 9, 75, 3, 2), ((0, 1), (2, 9), (3, 64), (3, 7), (5, 0), (5, 3)), (1, 3), 5, (2, 5, -1, -1, -1, 0)
+    ),
+    "one token and none": Step((1, 1, 1), (), (1, 1), 3, (3, 0, 1)),
+}
+"""Steps with drafts: rows of all numbers of them and of accepted ones, saves that rows pass and others, padding."""
 
 
 def layers(dtype: str, heads: int = 32) -> dict[str, tuple[Any, RecurrentState]]:
@@ -273,3 +287,31 @@ def run(
                 for page in request.saves.values():
                     world.free.insert(0, page)
                 world.end(request)
+
+
+def compare_drafts(
+    layer: Any, spec: RecurrentState, step: Step, dtype: torch.dtype, device: str, tolerance: float
+) -> None:
+    """The kernels of a layer against their twins, in a step with drafts: outputs, states, saves, and journals bit by bit.
+
+    The convolution's state is in float16, the other in float32, inputs are in `dtype`.
+    """
+    torch.manual_seed(1)
+    sizes = [size for (size,) in spec.entry]
+    inputs = (
+        torch.randn(step.tokens, sum(sizes) + 5).to(device, dtype)[:, 5:].split(sizes, -1)
+    )  # as slices of one projection
+    shapes = [*spec.shapes, *((step.drafts, *shape) for shape in spec.entry)]
+    dtypes = [torch.float16, torch.float32, *[dtype] * len(inputs)]
+    outs, memories = [], [Memory(step, shapes, dtypes, device) for _ in range(2)]
+    for memory, version in zip(memories, ("kernel", "twin"), strict=True):
+        pages = StatePages(0, tuple(memory.states[:2]), tuple(memory.states[2:]))
+        with pytest.MonkeyPatch.context() as patch:
+            for op in (journaled_conv_rows, gated_delta_rows, mamba2_rows):
+                patch.setattr(recurrent, op.__name__, getattr(op, version))
+            outs.append(layer.rows(inputs, pages, memory.rows))
+    assert bool(outs[0].isfinite().all())
+    close(outs[0][step.real], outs[1][step.real], tolerance)
+    for at, (found, want) in enumerate(zip(memories[0].states, memories[1].states, strict=True)):
+        assert torch.equal(found.isnan(), want.isnan())
+        close(found.nan_to_num(), want.nan_to_num(), 0 if at > 1 else tolerance)

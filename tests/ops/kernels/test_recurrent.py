@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.drafted_states import layers, run
+from helpers.drafted_states import DRAFTED, compare_drafts, layers, run
 from helpers.effort import TEST_DAY, effort
-from helpers.recurrent_cases import Memory, Step, close, compare, conv_call, delta_call, mamba_call
+from helpers.recurrent_cases import Step, compare, conv_call, delta_call, mamba_call
 from pagerunner.attention import recurrent
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
-from pagerunner.batch import StatePages
 from pagerunner.ops.causal_conv import causal_conv_rows, journaled_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
 from pagerunner.ops.mamba2 import mamba2_rows
@@ -23,13 +22,6 @@ STEPS = {
     "long, short and one, saves, padded": Step(
         (3, 75, 1, 9), saves=((1, 61), (1, 64), (1, 7), (0, 2), (1, 75), (3, 9)), padding=(1, 4)
     ),
-}
-DRAFTS = {
-    "drafts in places": Step((3, 1, 4, 2), ((0, 0), (0, 1), (1, 1), (1, 2), (2, -1)), (1, 0), 3, (2, 0, 3, 1), 4),
-    "drafts beside prompts": Step(
-        (4, 1, 9, 75, 3, 2), ((0, 1), (2, 9), (3, 64), (3, 7), (5, 0), (5, 3)), (1, 3), 5, (2, 5, -1, -1, -1, 0)
-    ),
-    "one token and none": Step((1, 1, 1), (), (1, 1), 3, (3, 0, 1)),
 }
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-3)])
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
@@ -67,30 +59,13 @@ def test_keys_and_states_beyond_the_usual_tiles(dtype, tolerance):
     compare(mamba2_rows, call, 1, step, [(3, 6), (2, 20, 136)], dtypes, "cpu", tolerance)
 
 
-@pytest.mark.parametrize("step", DRAFTS.values(), ids=DRAFTS.keys())
+@pytest.mark.parametrize("step", DRAFTED.values(), ids=DRAFTED.keys())
 @pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
 @each_dtype
 def test_drafts(step, kind, dtype, tolerance):
-    layer, spec = layers("float32", 2)[kind]
-    torch.manual_seed(1)
-    channels, heads = spec.entry[0][0], spec.entry[1][0]
-    wide = torch.randn(step.tokens, channels + 2 * heads + 5).to(dtype)
-    inputs = wide[:, 5:].split([channels, heads, heads], -1)[: len(spec.entry)]
-    shapes = [*spec.shapes, *((step.drafts, *shape) for shape in spec.entry)]
-    dtypes = [torch.float16, torch.float32, *[dtype] * len(inputs)]
-    outs, memories = [], [Memory(step, shapes, dtypes, "cpu") for _ in range(2)]
-    for memory, version in zip(memories, ("kernel", "twin"), strict=True):
-        state = StatePages(0, tuple(memory.states[:2]), tuple(memory.states[2:]))
-        with pytest.MonkeyPatch.context() as patch:
-            for op in (journaled_conv_rows, gated_delta_rows, mamba2_rows):
-                patch.setattr(recurrent, op.__name__, getattr(op, version))
-            outs.append(layer.rows(inputs, state, memory.rows))
-    assert bool(outs[0].isfinite().all())
-    tolerance *= 5  # the layers' numbers are larger than those above
-    close(outs[0][step.real], outs[1][step.real], tolerance)
-    for at, (found, want) in enumerate(zip(memories[0].states, memories[1].states, strict=True)):
-        assert torch.equal(found.isnan(), want.isnan())
-        close(found.nan_to_num(), want.nan_to_num(), 0 if at > 1 else tolerance)
+    compare_drafts(
+        *layers("float32", 2)[kind], step, dtype, "cpu", 5 * tolerance
+    )  # whose numbers are larger than those above
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
