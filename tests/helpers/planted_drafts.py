@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.engine.worker import build
 from pagerunner.ops.batch import SlotState
-from pagerunner.runner.spec import Verified
+from pagerunner.runner.spec import Computed, Verified
 from pagerunner.types import SlotInit
 
 VOCAB = 500
@@ -25,6 +25,7 @@ class PlantedDrafter:
     right = 0.5
     made = 0
     checks = True
+    goes_on = False
 
     def __init__(self, state: SlotState) -> None:
         self._state, self._rng = state, random.Random(3)
@@ -34,7 +35,9 @@ class PlantedDrafter:
         request = init.request
         self._by_slot[init.slot] = self.texts.get((*request.prompt_token_ids, request.seed), ())
 
-    def draft(self, verified: Verified, count: int) -> None:
+    def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
+        if verified is None:
+            return
         found, slots, positions = (tensor.tolist() for tensor in verified)
         for tokens, slot, position in zip(found, slots, positions, strict=True):
             if slot < 0:
