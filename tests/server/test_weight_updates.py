@@ -267,15 +267,17 @@ def one_engine_that_fails_ends_it_on_all(
         patch.setattr(second.client, "call", call)
         patch.setattr(first.client, "call", late)
         refused = server.post("/start_weight_update")
+        assert "Engine 1 of 2: a fault of one engine alone." in refused.text
         assert refused.status_code == 500 and [one.level for one in server.engine.replicas] == [-1, -1]
         assert tokens_of(server) == tokens_of(server) == expected[1]
         failing = UpdateWeights
-        with pytest.raises(RuntimeError, match="a fault of one engine alone"):
+        with pytest.raises(RuntimeError, match="Engine 1 of 2: a fault of one engine alone"):
             rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send([(NORM, weights[NORM])])
     assert [one.level for one in server.engine.replicas] == [0, 0]
     health = server.get("/health")
     assert (
-        health.status_code == 503 and "half new, as an update of them has failed: a fault of one engine" in health.text
+        health.status_code == 503
+        and "half new, as an update of them has failed: Engine 1 of 2: a fault of one engine" in health.text
     )
     rl_trainer.Sender(rl_trainer.Server(server.url), seconds=20).send(weights.items())
     for engine in ("0", "1"):

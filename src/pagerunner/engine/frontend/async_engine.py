@@ -29,7 +29,7 @@ from pagerunner.engine.frontend.input_processor import (
     with_marked_end,
 )
 from pagerunner.engine.frontend.observer import EngineObserver
-from pagerunner.engine.frontend.replicas import Chooser, Replica, check_able, check_alive
+from pagerunner.engine.frontend.replicas import Chooser, Replica, answers, check_able, check_alive, named
 from pagerunner.engine.frontend.source import SOURCE
 from pagerunner.engine.frontend.stream import OutputStream
 from pagerunner.engine.startup.hub import fetch_checkpoint
@@ -451,7 +451,9 @@ class AsyncEngine:
         ended, _ = await asyncio.wait(
             calls, return_when=asyncio.FIRST_EXCEPTION if by_trainer else asyncio.ALL_COMPLETED
         )
-        errors = [error for call in calls if call in ended and (error := call.exception()) is not None]
+        errors = named(
+            alive, {one: error for call, one in calls.items() if call in ended and (error := call.exception())}
+        )
         if errors and len(alive) > 1:  # the others don't go on alone; one that waits for the trainer is told later
             abort = AbortUpdate(str(errors[0]))
             told = {self._begun(one.change_weights(abort)): call for call, one in calls.items()}
@@ -473,16 +475,7 @@ class AsyncEngine:
         return await self._answers(call)
 
     async def _answers(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
-        asked = check_alive(self.replicas)
-        answers = await asyncio.gather(*map(call, asked), return_exceptions=True)
-        check_alive(self.replicas)
-        found: list[Result] = []
-        for one, answer in zip(asked, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                found.append(answer)
-            elif one.client.death is None:
-                raise answer
-        return found
+        return await answers(self.replicas, call)
 
     async def _whole(self, change: Coroutine[Any, Any, Any]) -> None:
         """Run a change of state to its end, whatever becomes of the caller: the core carries it out in any case."""

@@ -8,7 +8,7 @@ it goes to engine 0: 2,048 tokens count as much as 4 requests that run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from pagerunner.engine.frontend.desk import OutputDesk
 from pagerunner.engine.frontend.observer import EngineObserver
 from pagerunner.engine.frontend.output_processor import OutputProcessor
 from pagerunner.engine.frontend.stream import OutputStream
-from pagerunner.errors import EngineDeadError, InvalidRequestError
+from pagerunner.errors import EngineDeadError, InvalidRequestError, PagerunnerError
 from pagerunner.memory.affinity import MOST_UNITS, UNITS_OF_A_REQUEST, SentUnits
 from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, chain_seed
 from pagerunner.sched.scheduler import WAITING_WEIGHT
@@ -244,6 +244,20 @@ class Chooser:
         )
 
 
+def named(asked: Sequence[Replica], errors: Mapping[Replica, BaseException]) -> list[BaseException]:
+    """Errors of calls, which say whose they are if there are several engines, unless all that were asked have the same one.
+
+    Example: `Engine 1 of 2: Rank 0 of 2: ...`.
+    """
+    if len(errors) == len(asked) and len(set(map(str, errors.values()))) == 1:
+        return [*errors.values()]
+    for one, error in errors.items():
+        engine = one.client.who.removeprefix("The process of ")
+        if isinstance(error, PagerunnerError) and engine != one.client.who and engine not in str(error):
+            error.args = (f"{engine.capitalize()}: {error}", *error.args[1:])
+    return [*errors.values()]
+
+
 def check_alive(replicas: Sequence[Replica]) -> list[Replica]:
     """Those that are alive. Raises EngineDeadError with their reasons if none is."""
     living = [one for one in replicas if one.client.death is None]
@@ -258,3 +272,18 @@ def check_able(replicas: Sequence[Replica]) -> list[Replica]:
     if all(faults):
         raise EngineDeadError(" ".join(dict.fromkeys(faults)))
     return [one for one, fault in zip(replicas, faults, strict=True) if not fault]
+
+
+async def answers(replicas: Sequence[Replica], call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The answers of all that live. Raises the error of the first that can't answer and lives on."""
+    asked = check_alive(replicas)
+    given = await asyncio.gather(*map(call, asked), return_exceptions=True)
+    check_alive(replicas)
+    failed = {
+        one: answer
+        for one, answer in zip(asked, given, strict=True)
+        if isinstance(answer, BaseException) and one.client.death is None
+    }
+    for error in named(asked, failed):
+        raise error
+    return [answer for answer in given if not isinstance(answer, BaseException)]
