@@ -38,7 +38,7 @@ def test_numbers_of_rows(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "stride"), [(16, 2), (16, 4), (24, 3), (16, 8), (128, 4)])
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("rows", [1, 70])
 def test_strided_batches(dtype: torch.dtype, heads: int, stride: int, rows: int) -> None:
     drafted = tuple(RowCase((1500, 0, 64, 62, 700)[i % 5] + i // 5, 1 + i % stride) for i in range(rows))
     compute = torch.bfloat16 if dtype.itemsize == 1 else dtype

@@ -152,8 +152,9 @@ def test_strided_batches(kv_heads: int, group: int, dim: int, rows: tuple, kv_dt
     check_drafts(case, 4, "cuda", **CLOSE)
 
 
-@pytest.mark.parametrize("group", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize("stride", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("group", "stride"), [(2, 3), (4, 2), (4, 5), (4, 8), (8, 3), (8, 8), (16, 4), (16, 8), (32, 2), (32, 5)]
+)
 @pytest.mark.parametrize("reach", [None, Reach(128), Reach(64, chunked=True)], ids=["full", "window", "chunk"])
 def test_strides_and_groups(group: int, stride: int, reach: Reach | None) -> None:
     rows = tuple(plain(start, 1 + i % stride) for i, start in enumerate((62, 0, 1000, 63, 127, 128, 300)))

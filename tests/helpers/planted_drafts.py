@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.engine.worker import build
 from pagerunner.ops.batch import SlotState
-from pagerunner.runner.spec import Computed, Verified
+from pagerunner.runner.spec import Computed, NoDrafts, Verified
 from pagerunner.types import SlotInit
 
 VOCAB = 500
@@ -60,7 +60,9 @@ def plant(patched: pytest.MonkeyPatch, texts: Mapping[tuple[int, ...], Sequence[
     patched.setattr(PlantedDrafter, "texts", texts)
     patched.setattr(PlantedDrafter, "right", right)
     patched.setattr(PlantedDrafter, "made", 0)
-    patched.setattr(build, "make_drafter", lambda asked, state, *more: None if asked is None else PlantedDrafter(state))
+    patched.setattr(
+        build, "make_drafter", lambda asked, state, *more: NoDrafts() if asked is None else PlantedDrafter(state)
+    )
 
 
 def drafting(drafts: int = 3, **more: Any) -> dict[str, Any]:
