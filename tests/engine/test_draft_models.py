@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, write_drafter
+from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, make_module, write_drafter
 from helpers.device import as_on_cuda, counted_graphs
+from helpers.families import MAKERS
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import engine_args
 from pagerunner.engine.startup.resolve import resolve
@@ -164,6 +166,54 @@ def test_tokens_are_those_without_a_drafter_in_graphs(followed: dict[str, object
     assert counts == eager[1]  # the same drafts
     assert counts.num_accepted_tokens > 30
     assert any(key.drafts == 2 for key in graphs.replays)
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+)
+def test_tokens_are_those_without_a_module(tmp_path: Path, family: str) -> None:
+    """Latents, chosen and compressed ones, windows, and recurrent states."""
+    path, params = str(make_module(tmp_path, family)), mixed_params()
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    expected, _ = generated({"model": path}, params, max_num_batched_tokens=24)
+    found, counts = generated({"model": path}, params, max_num_batched_tokens=24, speculative_config=drafts)
+    assert found == expected
+    assert counts.num_drafts > 100
+    if family != "deepseek_v4":
+        assert counts.num_accepted_tokens > 20
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> None:
+    """Sinks and windows, of which the head's layer has none; and mixtures."""
+    path = MAKERS[family](tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    fields = (
+        EAGLE
+        | {name: config[name] for name in ("hidden_size", "vocab_size")}
+        | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    )
+    head = write_drafter(tmp_path / "head", fields, eagle_weights(fields))
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    expected, _ = generated({"model": path}, mixed_params(), max_num_batched_tokens=24)
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 4, 2]]
+    found, counts = generated({"model": path}, mixed_params(), max_num_batched_tokens=24, speculative_config=drafts)
+    assert found == expected
+    assert counts.num_drafts > 100
+
+
+def test_the_demos_heads_are_right_most_of_the_time() -> None:
+    """As they were when they were trained, so a state that is taken from the wrong layer shows."""
+    for model, drafts in (("demo", {"method": "eagle3", "model": "demo-eagle3"}), ("demo-hybrid", {"method": "mtp"})):
+        drafts |= {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+        llm = LLM(model, max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=2**25, speculative_config=drafts)
+        prompts = ["Once upon a time there was a little dog", "Tom had a red ball.", "Lily went to the park with her"]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)
+        counts = llm.stats().spec
+        assert counts is not None
+        assert counts.mean_acceptance_length > 2.4, model
 
 
 @pytest.mark.days(2)

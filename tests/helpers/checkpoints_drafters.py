@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,44 @@ def add_tensors(path: Path, tensors: Weights, prefix: str, **fields: Any) -> Pat
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | fields))
     return path
+
+
+_ADDS = re.compile(r"(o_proj|out_proj|down_proj|w2|wo_b)(\.weight)?$")
+"""Products whose outputs are added to the residual stream."""
+
+
+def make_module(directory: Path, family: str, *, strength: float = 0.1) -> Path:
+    """A checkpoint with a multi-token prediction module, which knows what mostly follows a token, as the head of `make_followed` does; but DeepSeek-V4's is random."""
+    from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
+    from helpers.checkpoints_hybrid import make_hybrid_checkpoint
+    from helpers.checkpoints_latent import make_latent_checkpoint
+
+    if family == "deepseek_v4":
+        path, _ = make_compressed_checkpoint(directory, compress_rates={SPARSE: 4, HEAVY: 8})
+        weights = deepseek_v4_mtp_weights(json.loads((path / "config.json").read_text()))
+        return add_tensors(path, weights, "mtp.0.", num_nextn_predict_layers=1)
+    qwen = family.startswith("qwen")
+    path, model = make_hybrid_checkpoint(directory, family) if qwen else make_latent_checkpoint(directory, family)
+    file, fields = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if _ADDS.search(name):
+            tensor.mul_(strength)
+        if name.endswith("embed_tokens.weight"):
+            tensor.mul_(3)
+        if name.endswith("model.norm.weight"):
+            tensor.fill_(0.0 if qwen else 1.0)
+    save_file(tensors, file)
+    weights = qwen_mtp_weights(fields) if qwen else deepseek_mtp_weights(fields)
+    hidden = fields["hidden_size"]
+    for name in weights:
+        if _ADDS.search(name):
+            weights[name].zero_()
+    weights["fc.weight" if qwen else "eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    for name in ("pre_fc_norm_embedding", "norm") if qwen else ("enorm", "shared_head.norm"):
+        weights[f"{name}.weight"].fill_(0.0 if qwen else 1.0)
+    prefix = "mtp." if qwen else f"model.layers.{fields['num_hidden_layers']}."
+    return add_tensors(path, weights, prefix, **{"mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers": 1})
 
 
 def make_followed(directory: Path, family: str = "llama", *, strength: float = 0.1, **sizes: Any) -> tuple[Path, Path]:

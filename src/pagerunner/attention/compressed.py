@@ -215,6 +215,9 @@ class CompressedBackend:
         plan: CompressedPlan = group.plan
         ratio = group.page_tokens // pages.latent.shape[1]
         done_N = plan.completed(ratio)
+        if bool((lost_N := group.write_entry[done_N] < 0).any()):  # drafts may be further than the pages
+            done_N, vectors_ND = done_N[~lost_N], vectors_ND[~lost_N]
+            index_keys_NI = None if index_keys_NI is None else index_keys_NI[~lost_N]
         slots = replace(group, write_entry=group.write_entry[done_N], write_offset=group.write_offset[done_N] // ratio)
         if done_N.numel():
             store_pages(pages.latent.unsqueeze(2), pages.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())

@@ -51,4 +51,7 @@ class DeepseekV4MTP(DraftModel):
         streams = self.h_proj(self.hnorm(hidden_TX.reshape(-1, embedded_TD.shape[1]))).unflatten(0, (-1, self.streams))
         stream = ResidualStream(streams + embedded_TD.unsqueeze(1))
         self.layer(stream, StepContext(Angles(self.rotary, self.rotary, batch), batch, wanted_S))
-        return Drafted(self.norm(self.hc_head(stream.x_TD)), stream.x_TD.flatten(1))
+        left = stream.x_TD.flatten(1)
+        if not left.shape[0]:
+            return Drafted(left[:, : embedded_TD.shape[1]], left)
+        return Drafted(self.norm(self.hc_head(stream.x_TD)), left)
