@@ -67,8 +67,9 @@ def no_work(self: ModelRunner, batch: ForwardBatch, decode: bool) -> Tensors:
     """`ModelRunner._work` without work."""
     if not decode:
         return (torch.zeros(batch.token_ids.shape[0], HIDDEN),)
-    rows = batch.rows.num_rows
-    return torch.zeros(1, 1).expand(rows, VOCAB), torch.full((rows,), 7), torch.zeros(rows)
+    places = batch.rows.num_tokens
+    tokens = torch.full((places,), 7)
+    return torch.zeros(1, 1).expand(places, VOCAB), tokens, torch.zeros(places), tokens
 
 
 class NoModel:

@@ -132,9 +132,10 @@ def simulate(
         plan, done, seconds = in_flight.pop(0)
         now = max(now, done)
         tokens = [[7] * (row.samples + _accepted(row, rate or 0.0, device.random)) for row in plan.rows]
-        for update in scheduler.commit(
-            plan, StepResult(step_id=plan.step_id, token_ids=tokens, timed=[(plan.step_id, seconds)])
-        ):
+        drafted = {number: row.num_tokens - 1 for number, row in enumerate(plan.rows) if not row.tokens}
+        timed = [(plan.step_id, seconds)]
+        result = StepResult(step_id=plan.step_id, token_ids=tokens, drafted=drafted, timed=timed)
+        for update in scheduler.commit(plan, result):
             if update.new_token_ids:
                 before, first = last[update.request_id]
                 (out.first_token if first else out.between).append(now - before)

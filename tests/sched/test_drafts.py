@@ -37,7 +37,8 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan, *tokens: list[int]) -> list[RequestUpdate]:
-    return scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=list(tokens)))
+    drafted = {number: row.num_tokens - 1 for number, row in enumerate(plan.rows) if not row.tokens}
+    return scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=list(tokens), drafted=drafted))
 
 
 def bounds(plan: StepPlan) -> list[tuple[int, int]]:

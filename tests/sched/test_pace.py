@@ -7,6 +7,7 @@ import random
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult
+from pagerunner.types import EngineRequest, SamplingParams, StepPlan
 from pagerunner.types.steps import StepShape
 
 TOKENS = 2048
@@ -66,7 +67,7 @@ class Engine:
         self.plans.append(plan)
         result = self.checker.run(plan)
         timed = [(plan.step_id, self.device.run(StepShape.of(plan, plan.num_drafts)))]
-        result = StepResult(step_id=plan.step_id, token_ids=result.token_ids, timed=timed)
+        result = msgspec.structs.replace(result, timed=timed)
         for update in self.scheduler.commit(plan, result):
             self.output.setdefault(update.request_id, []).extend(update.new_token_ids)
         return plan

@@ -205,9 +205,10 @@ class KVManager:
         From now on pages that only this plan's rows read can be handed out, because the next plan runs after this one.
         """
         self._forks.plans += 1
-        saves, unplanned = self._snapshots.take_all(rows, self.index.epoch)
-        if unplanned:
-            self._room.version += 1
+        saves: list[StateSave] = []
+        if self._snapshots.has_state:
+            saves, unplanned = self._snapshots.take_all(rows, self.index.epoch)
+            self._room.version += unplanned > 0
         if self._growth.swollen:
             self._growth.end_plan()
         return saves

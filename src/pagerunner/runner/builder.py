@@ -118,7 +118,8 @@ class BatchBuilder:
 
     def sampled_positions(self, step: StagedStep) -> torch.Tensor:
         """int64 [S]: positions of the tokens at the sampled rows' places, in the step that was built last."""
-        if step.where.stride or (step.width == 1 and step.where.one_token and step.samples_all):
+        where = step.where
+        if where.stride or (where.one_token and step.num_places == where.rows):
             return self.tensors.positions_T[: step.num_places]
         return self.tensors.positions_T.index_select(0, step.logits_index_S)
 

@@ -46,7 +46,7 @@ class StagedStep:
 
     `seq_lens` are exact for rows that compute prompts. For rows that generate they are upper bounds.
 
-    With drafts a sampled row has `counts` of `width` places, and what is said of sampled rows on the device is by place. `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
+    With drafts a sampled row has `counts` of `width` places, which are `num_places` in all, and what is said of sampled rows on the device is by place. `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
     a page.
     """
 
@@ -60,6 +60,7 @@ class StagedStep:
     sections: Sections
     width: int
     counts: list[int]
+    num_places: int
     num_writes: int
     num_settings: int
     moved: tuple[Sequence[Sequence[Triple]], Sequence[Triple]]
@@ -69,11 +70,6 @@ class StagedStep:
     def logits_index_S(self) -> torch.Tensor:
         """int64 [S] on the device: the sampled rows' last tokens. Places that a row doesn't have repeat its last one."""
         return self._part(self.sections.logits_index, self.num_places)
-
-    @property
-    def num_places(self) -> int:
-        """S: sampled rows times their width."""
-        return len(self.sampled_rows) * self.width
 
     @property
     def samples_all(self) -> bool:
@@ -244,6 +240,7 @@ class Staging:
             sections=sections,
             width=width,
             counts=counts,
+            num_places=sampled * width,
             num_writes=len(table_entries),
             num_settings=len(settings),
             moved=(copies, fills),

@@ -21,22 +21,21 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
     assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
     updates: list[RequestUpdate] = []
     more = bool(result.errors or result.prompt_logprobs or result.pooled)
-    logprobs = result.logprobs
+    logprobs, drafted = result.logprobs, result.drafted
     for number, (row, sequence, token_ids) in enumerate(zip(plan.rows, sequences, result.token_ids, strict=True)):
         sequence.in_flight -= 1
         sequence.pending -= row.samples
         if sequence.finished:
             continue
-        if row.num_tokens > len(token_ids) and not row.tokens and sequence.grant is not None:
+        if drafted and row.num_tokens > len(token_ids) and not row.tokens and sequence.grant is not None:
             sequence.scheduled -= row.num_tokens - len(token_ids)  # drafts that were wrong
         try:
             if more and (update := _end_row(state, sequence, row, number, result)) is not None:
                 updates.append(update)
             elif row.samples:
                 own = logprobs.get(number) if logprobs else None
-                updates.append(
-                    _append(state, sequence, token_ids, own, _drafted(state, token_ids, result.drafted.get(number)))
-                )
+                tried = _drafted(state, token_ids, drafted.get(number)) if drafted else None
+                updates.append(_append(state, sequence, token_ids, own, tried))
         except Exception as error:
             state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))

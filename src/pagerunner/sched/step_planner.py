@@ -113,7 +113,7 @@ class StepPlanner:
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], turn: int | None = None
     ) -> int:
         """What is left of the budget. It is a sequence's turn to generate so many steps after its last one (default: as many as there are stages)."""
-        running, words = self._state.running, self._state.words
+        running, drafting = self._state.running, self._draft_length.most > 0
         step, turn = self._state.counts.steps, turn or self._stages
         generating = -(-len(running) // self._stages)
         for sequence in running:  # preemption may take the last ones away meanwhile
@@ -125,35 +125,35 @@ class StepPlanner:
             ):  # all its tokens are in flight, or its next mask isn't known yet
                 continue
             start = sequence.scheduled
-            if self._stages > 1 and start >= sequence.refill:
+            generates = start >= sequence.refill
+            if self._stages > 1 and generates:
                 if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
                     continue
                 generating -= 1
-            low, guess = None, None
-            if words is not None and self._drafts and start >= sequence.refill and sequence.guide is None:
-                guess = self._guess(words, sequence, start)
-            if start >= sequence.refill and (start >= total or sequence.drafts):  # drafts in flight, or there for it
+            low = guess = None
+            if generates and drafting:
                 if start >= sequence.max_total:
                     continue  # it may be complete
-                low = total - 1
-                most = min(sequence.max_total - max(start, total), budget)
-                end = start + min(1 + min(sequence.drafts, self._drafts), most)
+                low, end, guess = self._with_drafts(sequence, start, total, budget)
+            elif generates:
+                end = total
             else:
                 end = total if total - start <= budget else start + budget
-                if start < sequence.refill and (end := self._pace.end(start, end)) == start:
+                if (end := self._pace.end(start, end)) == start:
                     continue
             grant = sequence.grant
             assert grant is not None
             reach = end
             if self._goes_on and self._drafts > 1 and end >= sequence.refill:
                 reach = max(min(end + self._drafts - 1, sequence.max_total), end)
-            if reach > grant.capacity and not (reach := self._grow(sequence, grant, start, reach, low)):
-                if sequence.grant is None:
-                    break
-                continue
-            end = min(end, reach)
+            if reach > grant.capacity:
+                if not (reach := self._grow(sequence, grant, start, reach, low)):
+                    if sequence.grant is None:
+                        break
+                    continue
+                end = min(end, reach)
             budget -= end - start
-            if start >= sequence.refill and sequence.guide is None:
+            if generates and sequence.guide is None:
                 sequence.scheduled = end
                 sequence.in_flight += 1
                 sequence.pending += 1
@@ -166,6 +166,18 @@ class StepPlanner:
                 rows.append(self._row(sequence, grant, start, end))
             sequences.append(sequence)
         return budget
+
+    def _with_drafts(
+        self, sequence: Sequence, start: int, total: int, budget: int
+    ) -> tuple[int | None, int, Guess | None]:
+        """Where a row that generates begins at the least, if that isn't certain or it has drafts; where it ends at the most; and drafts of the host."""
+        words, guess = self._state.words, None
+        if words is not None and self._drafts and sequence.guide is None:
+            guess = self._guess(words, sequence, start)
+        if start < total and not sequence.drafts:
+            return None, total, guess
+        most = min(sequence.max_total - max(start, total), budget)
+        return total - 1, start + min(1 + min(sequence.drafts, self._drafts), most), guess
 
     def _guess(self, words: SuffixDrafter, sequence: Sequence, start: int) -> Guess:
         """How the text goes on behind what is committed, as far as the row may need it that begins at `start` at the latest."""

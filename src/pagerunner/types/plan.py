@@ -150,7 +150,7 @@ class TeamsPlan(StepPlan, frozen=True, kw_only=True):
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list. A row with drafts has one
-    token and as many more as drafts were right. `drafted`, by row of a step with drafts: how many there were.
+    token and as many more as drafts were right. `drafted`, by row of a step in which any row has drafts: how many there were.
 
     `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
     that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a

@@ -238,6 +238,8 @@ class Sampler:
             tokens_S, best_S = self.pick(logits_SV, rows.slots_S, rows.positions_S)
         else:
             tokens_S, best_S, found_S = drawn
+        if drawn is not None and not odd and self._vocabulary is None:
+            return Sampled(found_S, self._best_copies.copy(found_S, best_S), (), {})
         again = self._draw_together(logits_SV, rows, odd, (tokens_S, best_S))
         reports: list[torch.Tensor] = []
         layouts: list[Layout] = []
