@@ -204,6 +204,25 @@ def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> 
     assert counts.num_drafts > 100
 
 
+@pytest.mark.days(2)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("model", "drafts"), [("demo", {"method": "eagle3", "model": "demo-eagle3"}), ("demo-hybrid", {"method": "mtp"})]
+)
+def test_two_ranks_draft_what_one_does(model: str, drafts: dict[str, object]) -> None:
+    drafts = drafts | {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    found = []
+    for ranks, options in ((1, {}), (1, {"speculative_config": drafts}), (2, {"speculative_config": drafts})):
+        llm = LLM(
+            model, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=2**24, tensor_parallel_size=ranks, **options
+        )
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(["Once upon a time", "Tom had a red ball."], params, use_tqdm=False)
+        found.append(([list(output.outputs[0].token_ids) for output in outputs], llm.stats().spec))
+    assert found[0][0] == found[1][0]
+    assert found[1] == found[2]
+
+
 def test_the_demos_heads_are_right_most_of_the_time() -> None:
     """As they were when they were trained, so a state that is taken from the wrong layer shows."""
     for model, drafts in (("demo", {"method": "eagle3", "model": "demo-eagle3"}), ("demo-hybrid", {"method": "mtp"})):
