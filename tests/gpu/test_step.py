@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.step_cases import check_build_rows, check_pages, check_store_tokens, check_write_entries
+from helpers.step_cases import check_build_rows, check_drafting, check_pages, check_store_tokens, check_write_entries
 from pagerunner.ops.batch import build_rows, store_tokens
+from pagerunner.ops.drafting import build_pass, next_tokens, store_drafts
 from pagerunner.ops.pages import copy_pages, fill_pages
 from pagerunner.ops.tables import write_entries
+
+
+@pytest.mark.parametrize(("rows", "padding"), [([1], 0), ([4, 1, 4], 5), ([40, 2, 300, 1], 1), ([4] * 256, 0)])
+def test_passes_of_drafters_are_made_as_by_the_twins(rows: list[int], padding: int) -> None:
+    check_drafting(next_tokens, build_pass, store_drafts, rows, padding, "cuda")
 
 
 @pytest.mark.parametrize(
