@@ -35,6 +35,7 @@ from pagerunner.dist.base import Comm, CommError, Stage
 from pagerunner.dist.gloo import FOR_EVER_SECONDS, GlooComm, GlooStage, joined, listen
 from pagerunner.dist.null import NullComm
 from pagerunner.engine.core.executors.base import Pending
+from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.startup.disk_tier import open_store
@@ -44,9 +45,10 @@ from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.pages import RankPages
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.engine.worker.worker import LoadedWorker, Worker
-from pagerunner.errors import PagerunnerError, RequestFailedError, described
+from pagerunner.errors import EngineDeadError, PagerunnerError, RequestFailedError, described
 from pagerunner.life import LIFE
 from pagerunner.logs import set_up_logging
+from pagerunner.ops.device_errors import out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class Reports:
         """Tell what this process ends with."""
         if not isinstance(error, PagerunnerError):
             logger.error("The rank has failed.", exc_info=error)
+            if self.worker is not None and out_of_memory(error):
+                error = EngineDeadError(step_fault(error))  # with the knobs
         self.send(orders.Failed(self._rank, WireError.of(error), isinstance(error, CommError)))
 
 

@@ -34,13 +34,14 @@ def never_free(*things: object) -> None:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's memory is used up.
 
-    Only torch's allocator has a type for such an error. The CUDA runtime (for a stream, or a context), Triton (for a kernel's
-    code) and cuBLAS (for its workspace) say so in the text of a RuntimeError.
+    Only torch's allocator on CUDA devices has a type for such an error. The one for CPUs, the CUDA runtime (for a stream, or a context), Triton (for
+    a kernel's code) and cuBLAS (for its workspace) say so in the text of a RuntimeError.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower().replace("_", " ")
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "cublas status alloc failed" in text)
+    said = ("out of memory", "cublas status alloc failed", "defaultcpuallocator: can't allocate memory")
+    return isinstance(error, RuntimeError) and any(one in text for one in said)
 
 
 @contextmanager
