@@ -357,7 +357,7 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
 RECURRENCES = {
     "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128},
     "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0]},
-    "conv": {"TAPS": 4, "HAS_BIAS": True, "OUTPUTS": True, "GATES": 2, "HEADS": 32, "BH": 32},
+    "conv": {"TAPS": 4, "HAS_BIAS": True, "GATES": 2, "HEADS": 32, "BH": 32, "BT": 4, "BC": 256},
 }
 
 
@@ -365,8 +365,8 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
     kernel = {"gdn": gdn._few, "mamba2": mamba2._few, "conv": causal_conv._rows}[name]
     block_v, warps = gdn.DRAFTS if journal else gdn.FEW
-    channels = causal_conv.DRAFTED_CHANNELS if journal else causal_conv.BLOCK_CHANNELS
-    own = {"gdn": {"BV": block_v}, "mamba2": {}, "conv": {"BT": padded(2 * journal + 1), "BC": channels}}[name]
+    own = {"BV": block_v} if name == "gdn" else {}
+    own |= {"OUTPUTS": journal > 0} if name == "conv" else {}
     constants = RECURRENCES[name] | own | {"HAS_SAVES": True, "ITEM": 4 if state == "fp32" else 2, "JOURNAL": journal}
     strides = [other for other in kernel.arg_names if other.endswith("stride") or other == "channels"]
     counts = ("num_rows", "num_tokens", "num_channels")

@@ -20,7 +20,7 @@ from pagerunner.ops.state_rows import StateRows
 
 BLOCK_TOKENS = 16
 BLOCK_CHANNELS = 256
-DRAFTED_CHANNELS = 128  # of a program that has all tokens of a row
+DRAFTED_TOKENS = 4  # of a row with drafts, at once
 
 
 @triton.jit
@@ -103,6 +103,40 @@ def _keep(
 
 
 @triton.jit
+def _one_token(
+    x, out, state, own, weight, bias, row, token, channel, in_range, positions, save_start, save_position, save_target,
+    channels, x_stride, weight_stride, HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Output and state of a row that has one token, and no accepted drafts before it."""
+    total = _output(
+        x,
+        own,
+        own,
+        weight,
+        bias,
+        channel,
+        in_range,
+        token,
+        token,
+        0,
+        False,
+        x_stride,
+        channels,
+        weight_stride,
+        TAPS,
+        HAS_BIAS,
+        0,
+    )
+    tl.store(out + tl.cast(token, tl.int64) * channels + channel, total.to(out.dtype.element_ty), mask=in_range)
+    if HAS_SAVES:
+        for save in range(tl.load(save_start + row), tl.load(save_start + row + 1)):
+            there = in_range & (tl.load(save_position + save) == tl.load(positions + token) + 1)
+            copy = state + tl.load(save_target + save) // ITEM
+            _keep(x, own, own, copy, channel, there, token, 0, token + 1, x_stride, channels, TAPS, 0)
+    _keep(x, own, own, own, channel, in_range, token, 0, token + 1, x_stride, channels, TAPS, 0)
+
+
+@triton.jit
 def _gates(
     gate, gate_out, entries, row, first, end, certain, replayed, num_tokens, gate_stride,
     OUTPUTS: tl.constexpr, JOURNAL: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
@@ -167,6 +201,13 @@ def _rows(
             return
     own = state + entry * state_stride
     entries = journal + entry * journal_stride
+    if OUTPUTS:
+        if (replayed == 0) & (end == first + 1):  # as when drafts don't pay
+            _one_token(
+                x, out, state, own, weight, bias, row, first, channel, in_range, positions, save_start, save_position,
+                save_target, channels, x_stride, weight_stride, HAS_SAVES, ITEM, TAPS, HAS_BIAS,
+            )  # fmt: skip
+            return
     if JOURNAL > 0:
         stop = end if OUTPUTS else first
         for begin in range(first - replayed, stop, BT):
@@ -195,7 +236,7 @@ def _rows(
 
 @triton.jit
 def _step(
-    x, out, state, weight, bias, table, slots, query_start, save_start, save_target,
+    x, out, state, weight, bias, table, slots, query_start, positions, save_start, save_position, save_target,
     channels, x_stride, weight_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -203,37 +244,15 @@ def _step(
     row = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_range = channel < channels
-    target = out + row.to(tl.int64) * channels + channel
     if tl.load(query_start + row) == tl.load(query_start + row + 1):
+        target = out + row.to(tl.int64) * channels + channel
         tl.store(target, tl.zeros((BC,), dtype=out.dtype.element_ty), mask=in_range)
         return
     own = state + state_entry(table, slots, row, table_stride) * state_stride
-    total = _output(
-        x,
-        own,
-        own,
-        weight,
-        bias,
-        channel,
-        in_range,
-        row,
-        row,
-        0,
-        False,
-        x_stride,
-        channels,
-        weight_stride,
-        TAPS,
-        HAS_BIAS,
-        0,
-    )
-    tl.store(target, total.to(out.dtype.element_ty), mask=in_range)
-    if HAS_SAVES:
-        at = tl.load(save_start + row)
-        if at < tl.load(save_start + row + 1):
-            copy = state + tl.load(save_target + at) // ITEM
-            _keep(x, own, own, copy, channel, in_range, row, 0, row + 1, x_stride, channels, TAPS, 0)
-    _keep(x, own, own, own, channel, in_range, row, 0, row + 1, x_stride, channels, TAPS, 0)
+    _one_token(
+        x, out, state, own, weight, bias, row, row, channel, in_range, positions, save_start, save_position, save_target,
+        channels, x_stride, weight_stride, HAS_SAVES, ITEM, TAPS, HAS_BIAS,
+    )  # fmt: skip
 
 
 def causal_conv_rows(
@@ -248,10 +267,10 @@ def causal_conv_rows(
         return journaled_conv_rows(x_TC, (), state_EWC, (), weight_CW, bias_C, rows)[0]
     channels = x_TC.shape[1]
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    start, _, _, target, has_saves = save_arguments(rows)
+    start, _, position, target, has_saves = save_arguments(rows)
     _step[(rows.step.num_rows, blocks(channels, BLOCK_CHANNELS))](
         x_TC, out_TC, state_EWC, weight_CW, weight_CW if bias_C is None else bias_C, rows.page_table, rows.step.slots_R,
-        rows.step.query_start_R1, start, target, channels,
+        rows.step.query_start_R1, rows.step.positions_T, start, position, target, channels,
         x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0),
         has_saves, state_EWC.element_size(), weight_CW.shape[1], bias_C is not None, BLOCK_CHANNELS,
     )  # fmt: skip
@@ -276,7 +295,6 @@ def journaled_conv_rows(
     weights = (weight_CW, weight_CW if bias_C is None else bias_C)
     strides = (state_EWC.stride(0), journal[0].stride(0) if journal else 0, rows.page_table.stride(0))
     columns, entries = blocks(channels, BLOCK_CHANNELS), journal[0] if journal else state_EWC
-    own = DRAFTED_CHANNELS if journal else BLOCK_CHANNELS
     if not one_launch:
         _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
             x_TC, out, state_EWC, entries, *weights, rows.page_table, *where, rows.step.row_T, tokens, channels,
@@ -289,10 +307,10 @@ def journaled_conv_rows(
     nothing = (x_TC, out, entries)
     one, two = (*held, nothing, nothing)[:2]
     heads = gates[0].shape[1] if gates else 1
-    _rows[(rows.step.num_rows, blocks(channels, own) + len(gates))](
+    _rows[(rows.step.num_rows, columns + len(gates))](
         x_TC, out, state_EWC, entries, *weights, *one, *two, rows.page_table, *where, *saves, tokens, channels,
         x_TC.stride(0), weight_CW.stride(0), one[0].stride(0), two[0].stride(0), *strides,
         has_saves, state_EWC.element_size(), taps, bias_C is not None, count, one_launch, len(gates), heads, padded(heads),
-        padded(2 * count + 1), own,
+        DRAFTED_TOKENS, BLOCK_CHANNELS,
     )  # fmt: skip
     return out, *gates_out
