@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from engine.test_drafts import DEFAULTS, outputs, texts, tokens
 from helpers.draft_cases import check_accept, check_ngrams
+from helpers.families import MAKERS
+from helpers.planted_drafts import drafting, plant
+from pagerunner import LLM
 from pagerunner.ops.accept import accept
 from pagerunner.ops.ngram import draft_ngrams
 
@@ -25,3 +31,17 @@ def test_the_kernel_drafts_what_the_twin_does(
     check_ngrams(
         draft_ngrams, rows, width, length=length, tokens=tokens, count=count, least=least, most=most, device="cuda"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_tokens_are_those_without_drafts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs at a stride, beside prompts, and where requests ask for more."""
+    MAKERS[family](tmp_path)
+    path = str(next(found.parent for found in tmp_path.rglob("config.json")))
+    how = {**DEFAULTS, "dtype": "float32"}
+    expected = outputs(LLM(path, **how))
+    plant(monkeypatch, texts(expected), 0.7)
+    llm = LLM(path, **how, **drafting(3))
+    assert tokens(outputs(llm)) == tokens(expected)
+    counts = llm.stats().spec
+    assert counts is not None and counts.num_accepted_tokens > 50
