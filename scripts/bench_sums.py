@@ -3,8 +3,8 @@
     python scripts/bench_sums.py [--ranks 2] [--features 4096] [--rows 1,4,16,64,256,1024,8192]
 
 Each sum is of [rows, features] in bfloat16 and adds to a residual. A CUDA graph has `--repeat` of them, one behind the other. The table has
-microseconds for each sum, of the slowest rank, the median of `--rounds` replays. "ours" is what an engine takes; "words" and "flags" are the two
-ways of it, and "+ norm" has the norm behind the sum in the same kernel. Results are compared, bit by bit, with sums in the order of the ranks.
+microseconds for each sum, of the slowest rank, the median of `--rounds` replays. "ours" is what an engine takes; "words", "flags" and "twice"
+are the ways of it. "+ norm" has a norm behind the sum: behind words as a kernel of its own, behind flags in the same one. Results are compared, bit by bit, with sums in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -19,51 +19,52 @@ from pathlib import Path
 
 import torch
 
-from pagerunner.dist.base import Comm, sum_in_order
+from pagerunner.dist.base import sum_in_order
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.nccl import NcclComm, nccl_environment
 from pagerunner.dist.peer import PeerComm
-from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.peer_sums import PeerSums, room_bytes
+from pagerunner.ops.peer_sums import PeerSums, limits_of, room_bytes
 from pagerunner.runner.cuda_driver import CudaDriver
 
 Sum = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def comms(host: GlooComm, device: torch.device) -> dict[str, Comm]:
-    """The ways to add up, by name."""
+def comms(host: GlooComm, device: torch.device) -> tuple[NcclComm, PeerComm, PeerSums]:
+    """NCCL, our own kernels, and the end of the rooms that launches them, whose limits may be set."""
+    ends: list[PeerSums] = []
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
-        return PeerSums(torch.tensor(rooms, device=device), rank)
+        ends.append(PeerSums(torch.tensor(rooms, device=device), rank, limits_of(host.size)._replace(most=2**40)))
+        return ends[0]
 
     with nccl_environment():
         nccl = NcclComm(host, device, rehearsing=lambda: False)
-        peer = PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums, most_bytes=2**40)
-    return {"NCCL": nccl, "ours": peer}
+        peer = PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums)
+    return nccl, peer, ends[0]
 
 
 def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
     """What is measured, by name."""
-    found: dict[str, Sum] = {}
-    known = comms(host, device)
-    usual = dict(peer_sums.WORDS_BYTES)
-    peer = known["ours"]
+    nccl, peer, end = comms(host, device)
+    usual = end.limits
 
-    def forced(most: int, add: Sum) -> Sum:
+    def forced(words: int, once: int, add: Sum) -> Sum:
         def run(x: torch.Tensor, residual: torch.Tensor) -> None:
-            peer_sums.WORDS_BYTES[host.size] = most
+            end.limits = usual._replace(words=words, once=once)
             add(x, residual)
-            peer_sums.WORDS_BYTES.update(usual)
+            end.limits = usual
 
         return run
 
     def with_norm(x: torch.Tensor, residual: torch.Tensor) -> None:
-        peer.add_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))  # type: ignore[attr-defined]
+        peer.add_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))
 
-    found = {name: comm.all_reduce_ for name, comm in known.items()}
-    found["words"], found["flags"] = forced(2**22, peer.all_reduce_), forced(0, peer.all_reduce_)
-    found["words + norm"], found["flags + norm"] = forced(2**22, with_norm), forced(0, with_norm)
+    found: dict[str, Sum] = {"NCCL": nccl.all_reduce_, "ours": peer.all_reduce_}
+    found["words"], found["flags"] = forced(2**22, 2**31, peer.all_reduce_), forced(0, 2**31, peer.all_reduce_)
+    if host.size & (host.size - 1) == 0:
+        found["twice"] = forced(0, 0, peer.all_reduce_)
+    found["words + norm"], found["flags + norm"] = forced(2**22, 2**31, with_norm), forced(0, 2**31, with_norm)
     return found
 
 

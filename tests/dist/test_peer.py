@@ -24,16 +24,16 @@ from pagerunner.runner.cuda_driver import CudaDriver, DriverError
 pytest.importorskip("triton")
 from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.peer_sums import PeerSums, room_bytes
+from pagerunner.ops.peer_sums import LIMITS, Limits, PeerSums, room_bytes
 
 
 interpreter_floats.install()
 pytestmark = pytest.mark.usefixtures("compiled_too")
 
 
-def ends_of(ranks: int, rooms: list[torch.Tensor]) -> list[PeerSums]:
+def ends_of(ranks: int, rooms: list[torch.Tensor], limits: Limits | None = None) -> list[PeerSums]:
     peers = torch.tensor([room.data_ptr() for room in rooms])
-    return [PeerSums(peers, rank) for rank in range(ranks)]
+    return [PeerSums(peers, rank, limits) for rank in range(ranks)]
 
 
 def numbers(choose: random.Random, ranks: int, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> torch.Tensor:
@@ -60,10 +60,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
     monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
     if once is None:
         monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
-    monkeypatch.setattr(peer_sums, "ONCE_BYTES", {} if once is None else {ranks: once})
-    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: most_words})
+    limits = Limits(most_words, 2**31, 2**31 if once is None else once)
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
-    ends = ends_of(ranks, rooms)
+    ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks + most_words)
     shapes: list[tuple[int, ...]] = [(1,), (2,), (3, 40), (2, 1024), (5, 1000), (17, 256), (1, 5000)]
     for call in range(calls):
@@ -78,13 +77,13 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
                 end.add_(part, own, send=phase == 0, relay=phase == 1, take=phase == 2)
         for part, own in zip(parts, residuals, strict=True):
             assert torch.equal(part if own is None else own, wanted), (call, x.shape, x.dtype)
-        for room in rooms:  # on devices a rank waits until all flags of a program are its epoch
+        for room in rooms:  # on devices a rank waits until all flags of a program are of its round
             flags = room[-4 * 3 * ranks :].view(torch.int32).view(3, ranks)
-            assert torch.equal(flags, ends[0]._epochs[:, None].expand(3, ranks))
+            assert torch.equal(flags, ends[0]._rounds[:, None].expand(3, ranks))
     for end in ends:
-        assert end._epochs.tolist() == ends[0]._epochs.tolist()
-        assert end._words_epochs.tolist() == ends[0]._words_epochs.tolist()
-    rounds = int(ends[0]._epochs[0] + ends[0]._words_epochs[0])
+        assert end._rounds.tolist() == ends[0]._rounds.tolist()
+        assert end._words_rounds.tolist() == ends[0]._words_rounds.tolist()
+    rounds = int(ends[0]._rounds[0] + ends[0]._words_rounds[0])
     assert rounds > calls or 0 < most_words < 2**20, "a program has had several rounds"
 
 
@@ -156,11 +155,11 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
             assert grid[0] <= 256
             return lambda *_, **__: launched.append(self._said)
 
-    for ranks, most in peer.MOST_BYTES.items():
+    for ranks, limits in LIMITS.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
         names = "peer_words", "peer_units", "peer_sum_twice"
         end._kernels = SimpleNamespace(**{name: Kernel(ranks, name) for name in names}, DTYPES={torch.bfloat16: None})
-        for num_bytes in (2**13, 2**18, 2**18 + 2, most):
+        for num_bytes in (2**13, 2**18, 2**18 + 2, limits.most):
             end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
     words, units, twice = names
     assert launched == [
@@ -168,8 +167,8 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
     ]  # fmt: skip
 
 
-def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peer.MOST_BYTES, 2, 2**20)
+def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
+    most = 2**20
     made: dict[str, Any] = {}
 
     class Memory:
@@ -184,7 +183,7 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
     named = lambda name: SimpleNamespace(  # noqa: E731
         rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
         gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
-        all_to_all=lambda x: done.append((name, x.nbytes)),
+        all_to_all=lambda x: done.append((name, x.nbytes)), most_bytes=most,
     )
 
     def sums(rooms: list[int], rank: int) -> Any:
@@ -198,7 +197,6 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
     nccl.rehearsing = lambda: looking[0]
     comm = peer.PeerComm(host, nccl, Memory(), lambda ranks: 64 * ranks, sums)
     assert made["size"] == 128
-    most = peer.MOST_BYTES[2]
     for x, residual in (
         (torch.empty(most // 2, dtype=torch.bfloat16), None),
         (torch.empty(most // 2 + 1, dtype=torch.bfloat16), None),
@@ -226,6 +224,8 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
 
 class OneProcess:
     """Sums of two ranks: what the other one has is known."""
+
+    most_bytes = 2**31
 
     def __init__(self, theirs: torch.Tensor) -> None:
         self.theirs = theirs
@@ -262,9 +262,8 @@ def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatc
     """Between sums, as rooms are the same. NaNs keep their bits."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 2)
     monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
-    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: 9000})
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
-    ends = ends_of(ranks, rooms)
+    ends = ends_of(ranks, rooms, Limits(9000, 2**31))
     for shape, dtype in (((3, 700), torch.float32), ((5,), torch.bfloat16), ((2000,), torch.int64), ((2, 3), torch.int8)):
         num_bytes = torch.empty(shape, dtype=dtype).nbytes
         x = torch.randint(256, (ranks, num_bytes), dtype=torch.uint8).view(dtype).view(ranks, *shape)

@@ -342,7 +342,7 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
     pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*i32" if name == "peer_words" else "*bf16") | {"eps": "fp32"}
-    types |= {"peers_ptr": "*i64", "epochs_ptr": "*i32"}
+    types |= {"peers_ptr": "*i64", "rounds_ptr": "*i32"}
     return gluon(
         kernel,
         types,

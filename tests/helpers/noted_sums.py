@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pagerunner.dist.peer import PeerComm
-from pagerunner.ops.peer_sums import PeerSums
+from pagerunner.ops.peer_sums import Limits, PeerSums
 
 
 class _Kernel:
@@ -28,12 +28,12 @@ class _Kernel:
         return launch
 
 
-def noting(rank: int, size: int) -> tuple[PeerComm, list[tuple[Any, ...]]]:
+def noting(rank: int, size: int, limits: Limits) -> tuple[PeerComm, list[tuple[Any, ...]]]:
     """One of several ranks, and the list of its launches: the kernel, its programs, how many numbers, and what it is compiled for."""
     launched: list[tuple[Any, ...]] = []
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
-        end = PeerSums(torch.tensor(rooms), rank)
+        end = PeerSums(torch.tensor(rooms), rank, limits)
         end._kernels = SimpleNamespace(
             DTYPES=end._kernels.DTYPES,
             **{name: _Kernel(name, launched) for name in ("peer_words", "peer_units", "peer_sum_twice")},

@@ -17,7 +17,7 @@ from pagerunner.dist.gloo import GlooComm
 from pagerunner.dist.peer import PeerComm
 from pagerunner.dist.staged import StagedComm
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.peer_sums import PeerSums, room_bytes
+from pagerunner.ops.peer_sums import PeerSums, limits_of, room_bytes
 from pagerunner.runner.cuda_driver import CudaDriver
 
 SHAPES = [
@@ -101,9 +101,9 @@ def main() -> None:
     host = GlooComm(directory, rank, ranks, 60)
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
-        return PeerSums(torch.tensor(rooms, device=device), rank)
+        return PeerSums(torch.tensor(rooms, device=device), rank, limits_of(ranks)._replace(most=2**31))
 
-    comm = PeerComm(host, StagedComm(host, lambda: False), CudaDriver(device.index), room_bytes, sums, most_bytes=2**31)
+    comm = PeerComm(host, StagedComm(host, lambda: False), CudaDriver(device.index), room_bytes, sums)
     every, choose, own = Calls(comm, host, device), random.Random(7), random.Random(rank)
     for _ in range(calls):
         kind, arguments = every.make(choose)

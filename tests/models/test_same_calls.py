@@ -22,7 +22,7 @@ from pagerunner.ops import linear
 
 pytest.importorskip("triton")
 from helpers.noted_sums import noting
-from pagerunner.ops import peer_sums
+from pagerunner.ops.peer_sums import Limits
 
 Sizes = dict[str, Any]
 ONE_HEAD_EACH = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16}
@@ -66,10 +66,9 @@ def test_ranks_with_unequal_parts_make_the_same_calls(
     unequal = [one for one in zip(*parts, strict=True) if len(set(one)) > 1]
     assert unequal or family != "qwen3"
     monkeypatch.setattr(linear, "MAX_FEW_WEIGHTS", min(map(min, unequal or parts)))
-    monkeypatch.setattr(peer_sums, "WORDS_BYTES", {ranks: 500})
     found = []
     for rank, (model, share) in enumerate(built):
-        comm, launched = noting(rank, ranks)
+        comm, launched = noting(rank, ranks, Limits(500, 2**31))
         with torch.inference_mode():
             join_ranks(model, share, comm)
             materialize(model, torch.zeros(weights_bytes(model), dtype=torch.uint8))

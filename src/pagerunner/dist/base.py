@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,14 +15,34 @@ class CommError(PagerunnerError):
     """Another rank is gone or too late. Its group is of no use afterwards."""
 
 
-@runtime_checkable
+class Norm(Protocol):
+    """A norm of tokens, as `ops/linear.py` has it."""
+
+    @property
+    def weight_I(self) -> torch.Tensor:
+        """The weight of each feature."""
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean of squares."""
+
+    @property
+    def offset(self) -> bool:
+        """Whether the weight counts from 1."""
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """The norm of `x` [T, D]."""
+
+
 class Comm(Protocol):
     """A group of ranks, as one of them sees it.
 
     What a call leaves is the same on all ranks, to the bit: sums are made in the order of the ranks, in float32 at least, and are
-    rounded once. So a token's sum depends neither on its neighbours nor on the rank that looks at it.
+    rounded once. So a token's sum depends neither on its neighbours nor on the rank that looks at it. NCCL's sums of more than two ranks are the
+    exception: they are rounded after each addition, and are the same on all ranks.
 
-    All calls raise CommError when a rank is gone, or later than the group's time limit.
+    On CPUs a call raises CommError when a rank is gone, or later than the group's time limit. On CUDA devices it returns at once, and the device
+    waits: for ever, if a rank is gone. The core's watch ends such ranks (`engine/core/executors/watch.py`).
     """
 
     rank: int
@@ -30,6 +50,15 @@ class Comm(Protocol):
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Replace `x` by the sum of all ranks' `x`. With a `residual`, add the sum to it instead; what `x` holds then is undefined."""
+
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """Whether `add_norm_` of `x` [T, D] has the norm in the sum's own kernel, and gains by it."""
+        return False
+
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that."""
+        self.all_reduce_(x, residual)
+        return norm(residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
@@ -41,37 +70,15 @@ class Comm(Protocol):
         """What rank `root` calls with, on all ranks. Others pass None."""
 
 
-class Norm(Protocol):
-    """A norm of tokens, as `ops/linear.py` has it."""
-
-    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
-        """The norm of `x` [T, D]."""
-
-
-@runtime_checkable
-class KernelComm(Comm, Protocol):
-    """A Comm whose sums are kernels, which can do more on their way."""
-
-    def takes_norm(self, x: torch.Tensor) -> bool:
-        """Whether `add_norm_` gains anything for `x`."""
-
-    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. Only of what `takes_norm`."""
-
-
 class RankSums(NamedTuple):
-    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D].
-
-    `kernels` is `comm`, if that is a KernelComm. To be added once.
-    """
+    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D]. To be added once."""
 
     part_TD: torch.Tensor
     comm: Comm
-    kernels: KernelComm | None
 
     def takes_norm(self) -> bool:
         """Whether the norm behind the sum can be part of the sum's kernel."""
-        return self.kernels is not None and self.kernels.takes_norm(self.part_TD)
+        return self.comm.takes_norm(self.part_TD)
 
     def add_(self, residual_TD: torch.Tensor) -> None:
         """Add the sum to `residual` in place."""
@@ -79,10 +86,7 @@ class RankSums(NamedTuple):
 
     def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
-        if self.kernels is not None and self.kernels.takes_norm(self.part_TD):
-            return self.kernels.add_norm_(self.part_TD, residual_TD, norm)
-        self.add_(residual_TD)
-        return norm(residual_TD)
+        return self.comm.add_norm_(self.part_TD, residual_TD, norm)
 
 
 class Stage(Protocol):

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from pagerunner.children import LOOPBACK, host_ip
-from pagerunner.dist.base import CommError, sum_in_order
+from pagerunner.dist.base import Comm, CommError, sum_in_order
 
 FOR_EVER_SECONDS = 86_400.0
 _FOR_EVER = datetime.timedelta(seconds=FOR_EVER_SECONDS)
@@ -55,7 +55,7 @@ def joined(address: str, seconds: float, **own: int) -> Store:
     return TCPStore(host, int(port), is_master=bool(own), timeout=limit, wait_for_workers=False, **own)
 
 
-class GlooComm:
+class GlooComm(Comm):
     """See Comm."""
 
     def __init__(self, where: Path | Store, rank: int, size: int, seconds: float, name: str = "ranks") -> None:

@@ -18,6 +18,7 @@ import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 from torch.distributed import PrefixStore, Store
 
+from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import STREAM, TOKENS, GlooComm, GlooStage
 from pagerunner.dist.settings import nccl_settings
 
@@ -45,7 +46,7 @@ def nccl_group(store: Store, rank: int, size: int, seconds: float) -> Any:
     return nccl(store, rank, size, options)
 
 
-class NcclComm:
+class NcclComm(Comm):
     """See Comm. Sums of two ranks are made in float32 and rounded once; with more ranks NCCL rounds after each addition.
 
     While kernels are compiled ahead (`ops/ahead.py`) nothing is sent, as another rank may have no need to compile any.

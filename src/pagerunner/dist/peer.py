@@ -15,24 +15,27 @@ from pagerunner.dist.base import Comm, Norm, gathered_bytes
 from pagerunner.dist.gloo import GlooComm
 from pagerunner.errors import PagerunnerError
 
-MOST_BYTES = {2: 2**31, 3: 2**19, 4: 2**23}
-"""Largest sums by number of ranks that the kernel makes. Others are NCCL's. Two ranks have no others, and so need no NCCL, which takes 1.5 GiB of each device."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Sums(Protocol):
     """One rank's end of the rooms; see PeerSums in `ops/peer_sums.py`."""
 
-    def add_(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+    @property
+    def most_bytes(self) -> int:
+        """The largest sum that it makes."""
+        ...
+
+    def add_(self, x: torch.Tensor, residual: torch.Tensor | None, /) -> None:
         """See Comm.all_reduce_."""
         ...
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """See KernelComm."""
+        """See Comm."""
         ...
 
-    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-        """See KernelComm."""
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any, /) -> torch.Tensor:
+        """See Comm. Of the norm it needs what `Norm` says."""
         ...
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -99,8 +102,8 @@ def take_rooms(host: GlooComm, memory: SharedMemory, num_bytes: int) -> list[int
     raise NoRoomsError(f"rank {rank} of {host.size} can't share memory with the others ({why}).")
 
 
-class PeerComm:
-    """See Comm. What the kernel can't do is done by `large`."""
+class PeerComm(Comm):
+    """See Comm. What the kernels can't do is done by `large`. Calls return at once, and wait on the device for as long as it takes."""
 
     def __init__(
         self,
@@ -109,16 +112,14 @@ class PeerComm:
         memory: SharedMemory,
         room_bytes: Callable[[int], int],
         make_sums: Callable[[list[int], int], Sums],
-        most_bytes: int | None = None,
     ) -> None:
-        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, in the order of the ranks, and this rank. The kernel
-        makes what has up to `most_bytes`; None is as `MOST_BYTES` says.
+        """Take the rooms of `room_bytes(ranks)` bytes. `make_sums` gets their addresses, in the order of the ranks, and this rank.
 
         Raises NoRoomsError on all ranks if a device can't reach another one's memory.
         """
         self.rank, self.size, self._host, self._large = large.rank, large.size, host, large
         self._sums = make_sums(take_rooms(host, memory, room_bytes(self.size)), self.rank)
-        self._most = MOST_BYTES.get(self.size, 2**17) if most_bytes is None else most_bytes
+        self._most = self._sums.most_bytes
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
@@ -137,13 +138,13 @@ class PeerComm:
             x.copy_(dense)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """See KernelComm."""
+        """See Comm."""
         return self._serves(x) and x.is_contiguous() and self._sums.takes_norm(x)
 
     def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """See KernelComm."""
-        if not residual.is_contiguous():
-            raise ValueError(f"the residual has strides {residual.stride()}, and must be dense")
+        """See Comm."""
+        if not self.takes_norm(x) or not residual.is_contiguous():
+            return super().add_norm_(x, residual, norm)
         self._count()
         return self._sums.add_norm_(x, residual, norm)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from pagerunner.dist.base import Comm
 from pagerunner.dist.gloo import GlooComm, GlooStage
 
 
-class StagedComm:
+class StagedComm(Comm):
     """See Comm. Each call waits for the device, so no graph can record one. NCCL has no ranks that share a device."""
 
     def __init__(self, host: GlooComm, rehearsing: Callable[[], bool]) -> None:

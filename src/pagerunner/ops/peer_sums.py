@@ -11,11 +11,29 @@ from pagerunner.ops.linear import Norm
 
 _PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
 _WORD_PROGRAMS, _SLOT_WORDS = 128, 1024
-WORDS_BYTES = {2: 2**19, 4: 2**18}
-"""Largest sums by number of ranks that go as words with the number of the round, which are twice as many bytes. Others: 64 KiB."""
-ONCE_BYTES = {4: 2**20}
-"""Largest sums by number of ranks in which each rank sends all of its numbers to each other one; larger ones go in two rounds. Others always go in
-one: two ranks would send as much in two."""
+
+
+class Limits(NamedTuple):
+    """Largest sums in bytes, by the way they go.
+
+    `words`: with the number of the round, which are twice as many bytes. `most`: at all; NCCL makes larger ones. `once`: each rank sends all of its
+    numbers to each other one; larger ones go in two rounds, which only powers of two of ranks can.
+    """
+
+    words: int
+    most: int
+    once: int = 2**31
+
+
+LIMITS = {2: Limits(2**19, 2**31), 3: Limits(2**16, 2**19), 4: Limits(2**18, 2**23, once=2**20)}
+"""By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL: they need none."""
+MORE_RANKS = Limits(2**16, 2**17)
+"""Of five to eight ranks, which haven't been measured."""
+
+
+def limits_of(ranks: int) -> Limits:
+    """Those of so many ranks."""
+    return LIMITS.get(ranks, MORE_RANKS)
 
 
 def _words_bytes(size: int) -> int:
@@ -23,7 +41,10 @@ def _words_bytes(size: int) -> int:
 
 
 def room_bytes(size: int) -> int:
-    """Of a rank's room: slots of words by epoch, program and sender, then slots of numbers, then a flag for each program and sender of these."""
+    """Of a rank's room: a part for words and one for units. Each has two halves, which rounds take in turns, of a slot for each program and sender.
+
+    Behind the units' slots is a flag for each program and sender. Programs count the rounds of each part by itself, so words and units may alternate.
+    """
     return _words_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
 
 
@@ -39,21 +60,27 @@ class Units(NamedTuple):
 
 
 class PeerSums:
-    """A rank's end of the rooms. `peers` int64 [size] are the addresses of all ranks' rooms, as this rank's device has them.
+    """A rank's end of the rooms: sums, and what is gathered. `peers` int64 [size] are the addresses of all ranks' rooms, as this rank's device has them.
 
     A room is zero before the first sum. All ranks make the same calls in the same order, on one stream each. Tests of one process first `send`
-    of all ranks, then `relay` of all, and then `take` of all.
+    of all ranks, then `relay` of all, and then `take` of all. `limits` None: as LIMITS says.
     """
 
-    def __init__(self, peers: torch.Tensor, rank: int) -> None:
+    def __init__(self, peers: torch.Tensor, rank: int, limits: Limits | None = None) -> None:
         self._kernels = importlib.import_module("pagerunner.ops.kernels.peer_sum")
         launch: Any = importlib.import_module("pagerunner.ops.kernels.launch")
         self._rank, self._size, self._device = rank, peers.shape[0], peers.device
-        self._words_room, self._room = peers, peers + _words_bytes(self._size)
-        self._words_epochs, self._epochs = (
+        self.limits = limits or limits_of(self._size)
+        self._words_part, self._units_part = peers, peers + _words_bytes(self._size)
+        self._words_rounds, self._rounds = (
             torch.zeros(programs, dtype=torch.int32, device=peers.device) for programs in (_WORD_PROGRAMS, _PROGRAMS)
         )
         self._how: dict[str, Any] = {"N": self._size, "WAIT": peers.is_cuda, **launch.dependent(peers.device)}
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest sum that is made here."""
+        return self.limits.most
 
     def add_(
         self,
@@ -73,7 +100,7 @@ class PeerSums:
             self._run_words(x if x.data_ptr() % 4 == 0 else x.clone(), aligned, kind)
             if aligned is not out:
                 out.copy_(aligned)
-        elif x.nbytes > ONCE_BYTES.get(self._size, x.nbytes) and part * x.itemsize <= _SLOT_BYTES:
+        elif x.nbytes > self.limits.once and part * x.itemsize <= _SLOT_BYTES:
             self._run_twice(x, out, part, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
         else:
             self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
@@ -81,7 +108,7 @@ class PeerSums:
     def takes_norm(self, x: torch.Tensor) -> bool:
         """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
         known = x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
-        return known and WORDS_BYTES.get(self._size, 2**16) < x.nbytes <= ONCE_BYTES.get(self._size, x.nbytes)
+        return known and self.limits.words < x.nbytes <= self.limits.once
 
     def add_norm_(
         self,
@@ -110,14 +137,14 @@ class PeerSums:
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
         x = x if x.data_ptr() % 4 == 0 else x.clone()
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
-        if words == torch.int32 and x.nbytes <= WORDS_BYTES.get(self._size, 2**16):
+        if words == torch.int32 and x.nbytes <= self.limits.words:
             self._run_words(x, out, kind)
         else:
             self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
 
     def _as_words(self, x: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether these go as words: not too large, and in the same 16 bits. All ranks answer alike, so addresses don't count."""
-        small = x.nbytes <= WORDS_BYTES.get(self._size, 2**16) and x.nbytes % 4 == 0
+        small = x.nbytes <= self.limits.words and x.nbytes % 4 == 0
         return small and out.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
     def _run_words(self, x: torch.Tensor, out: torch.Tensor, kind: dict[str, Any]) -> None:
@@ -125,7 +152,7 @@ class PeerSums:
         width = _few_words(words.numel())
         programs = min(_WORD_PROGRAMS, -(-words.numel() // width))
         self._kernels.peer_words[(programs,)](
-            words, out_words, self._words_room, self._words_epochs, words.numel(), self._rank,
+            words, out_words, self._words_part, self._words_rounds, words.numel(), self._rank,
             W=width, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
             num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
@@ -137,7 +164,7 @@ class PeerSums:
         programs = min(_PROGRAMS, count)
         each = 1 << (-(-count // programs) - 1).bit_length()
         self._kernels.peer_units[(programs,)](
-            x, out, weight, normed, self._room, self._epochs, num, self._rank, eps,
+            x, out, weight, normed, self._units_part, self._rounds, num, self._rank, eps,
             PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
             PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
@@ -146,7 +173,7 @@ class PeerSums:
     def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
         num = x.numel()
         self._kernels.peer_sum_twice[(-(-num // (part * self._size)),)](
-            x, out, self._room, self._epochs, num, self._rank, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
+            x, out, self._units_part, self._rounds, num, self._rank, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
             FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, num_warps=max(4, min(16, part // 256)), **self._how, **kind,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pagerunner.dist.base import Comm, KernelComm, RankSums
+from pagerunner.dist.base import Comm, RankSums
 from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, own_experts
@@ -23,7 +23,6 @@ class Ranked(WeightMethod):
 
     def __init__(self, own: WeightMethod, comm: Comm) -> None:
         self.own, self.comm = own, comm
-        self.kernels = comm if isinstance(comm, KernelComm) else None
 
     def create(self, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See WeightMethod; of the part."""
@@ -61,7 +60,7 @@ class Summed(Ranked):
 
     def part(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
         """See WeightMethod."""
-        return RankSums(self.own.apply(x_TI, weights), self.comm, self.kernels)
+        return RankSums(self.own.apply(x_TI, weights), self.comm)
 
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod; of the whole matrix's output."""
@@ -76,7 +75,6 @@ class SummedExperts(ExpertMethod):
     def __init__(self, own: ExpertMethod, comm: Comm, numbers: range | None = None) -> None:
         super().__init__(own.linear)
         self.own, self.comm, self.numbers = own, comm, numbers
-        self.kernels = comm if isinstance(comm, KernelComm) else None
 
     def create(self, experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See ExpertMethod; of the part."""
@@ -111,7 +109,7 @@ class SummedExperts(ExpertMethod):
         out_TD = self.own.apply(x_TD, self._here(routes), own)
         if shared is not None:
             add_shared_(x_TD, shared, own.activation, out_TD)
-        return RankSums(out_TD, self.comm, self.kernels)
+        return RankSums(out_TD, self.comm)
 
     def _here(self, routes: Routes) -> Routes:
         """The routes to experts that are here."""

@@ -44,7 +44,7 @@ from pagerunner.layers.shares import Share
 from pagerunner.models.checkpoint.digest import weights_digest
 from pagerunner.models.checkpoint.loader import Model, stored_tensors
 from pagerunner.ops.ahead import load_libraries, rehearsing
-from pagerunner.ops.peer_sums import PeerSums, room_bytes
+from pagerunner.ops.peer_sums import PeerSums, limits_of, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
 from pagerunner.runner.cuda_driver import CudaDriver
@@ -235,11 +235,12 @@ def _joined(host: GlooComm, device: torch.device, *, by_kernel: bool) -> Comm:
     """The ranks of `host` with ways between their devices: by our own kernel where all of them can write into each other's memory, else by NCCL."""
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
-        return PeerSums(torch.tensor(rooms, device=device), rank)
+        return PeerSums(torch.tensor(rooms, device=device), rank, limits)
 
-    if ranks_share_devices():  # graphs can't record what goes through the host, so the kernel makes all sums
-        staged = StagedComm(host, rehearsing)
-        return PeerComm(host, staged, CudaDriver(device.index), room_bytes, sums, most_bytes=2**31)
+    limits = limits_of(host.size)
+    if ranks_share_devices():  # graphs can't record what goes through the host, so the kernels make all sums
+        limits = limits._replace(most=2**31)
+        return PeerComm(host, StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums)
     needs_nccl = host.size > 2 or not by_kernel  # of two ranks the kernel makes sums of any size, and large ones sooner
     nccl = NcclComm(host, device, rehearsing) if needs_nccl else None
     if nccl is not None and not by_kernel:

@@ -1,10 +1,13 @@
-"""A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into all ranks' memory, and reads what has come into its own.
+"""A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into other ranks' rooms, and reads what has come into its own.
 
 `peer_words` (few numbers): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
 there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
-another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them. `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
+another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
+`peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
+`peer_sum_twice` (still more, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
+added up is written to all.
 
-Both start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
+All three start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
 weights while the sum waits for other ranks.
 """
 
@@ -28,25 +31,25 @@ def _flag(flag_ptr):
 
 
 @triton.jit
-def _wait(flag_ptr, epoch):
-    seen = epoch - 1
-    while seen - epoch < 0:  # numbers wrap
+def _wait(flag_ptr, round):
+    seen = round - 1
+    while seen - round < 0:  # numbers wrap
         seen = _flag(flag_ptr)
 
 
 @triton.jit
-def _tell(flags_ptr, epoch, mask, PADDED: tl.constexpr):
-    """Say to all ranks that this program's numbers of the epoch are there: one release for all of them."""
+def _tell(flags_ptr, round, mask, PADDED: tl.constexpr):
+    """Say to all ranks that this program's numbers of the round are there: one release for all of them."""
     tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr, tl.zeros([PADDED], tl.int32) + epoch, mask=mask, sem="release", scope="sys")
+    tl.atomic_xchg(flags_ptr, tl.zeros([PADDED], tl.int32) + round, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
-def _arrived(place, mask, epoch, WAIT: tl.constexpr):
-    """The words of a slot, once all of them are those of the epoch. Without WAIT they are known to be there."""
+def _arrived(place, mask, round, WAIT: tl.constexpr):
+    """The words of a slot, once all of them are those of the round. Without WAIT they are known to be there."""
     got = tl.load(place, mask=mask, other=0, volatile=True)
     if WAIT:
-        while tl.min(((got >> 32).to(tl.int32) == epoch).to(tl.int32) | (1 - mask.to(tl.int32))) == 0:
+        while tl.min(((got >> 32).to(tl.int32) == round).to(tl.int32) | (1 - mask.to(tl.int32))) == 0:
             got = tl.load(place, mask=mask, other=0, volatile=True)
     return got.to(tl.int32)
 
@@ -79,34 +82,32 @@ def _scaled(x, scale, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def peer_words(
-    x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
+    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
     N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
     GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. `num` words of 32 bits in units of W; program p has units p, p + the number of programs, ... A unit is a round.
 
-    Rounds are those of `peer_units`: a program counts its own, and rooms alternate. A sum is of two numbers of DTYPE in a word.
+    Rounds are as those of `peer_units`, but counted by themselves, in a part of the room that only words use. A sum is of two numbers of DTYPE in a word.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
     own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program)
+    round = tl.load(rounds_ptr + program)
     unit = program
     while unit * W < num:
-        epoch += 1 + 2 * (epoch == -1).to(
-            tl.int32
-        )  # never 0, as a place has that nobody has written; odd and even ones take turns
+        round += 1 + 2 * (round == -1).to(tl.int32)  # never 0, as where nobody has written; odd and even ones alternate
         place = unit * W + at
         mask = place < num
-        room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
+        slots = ((round & 1) * PROGRAMS + program) * N * SLOT
         x = tl.load(x_ptr + place, mask=mask, other=0)
         if SEND:
-            marked = (x.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+            marked = (x.to(tl.int64) & 0xFFFFFFFF) | (round.to(tl.int64) << 32)
             for peer in tl.static_range(N):
                 if peer != rank:
                     theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)), 16)
-                    tl.store(theirs + room + rank * SLOT + at, marked, mask=mask)
+                    tl.store(theirs + slots + rank * SLOT + at, marked, mask=mask)
         if TAKE:
             if ADD:
                 old = tl.load(out_ptr + place, mask=mask, other=0)
@@ -114,7 +115,7 @@ def peer_words(
             for peer in tl.static_range(N):
                 part = x
                 if peer != rank:
-                    part = _arrived(own + room + peer * SLOT + at, mask, epoch, WAIT)
+                    part = _arrived(own + slots + peer * SLOT + at, mask, round, WAIT)
                 if GATHER:
                     tl.store(out_ptr + peer * num + place, part, mask=mask)
                 else:
@@ -128,22 +129,22 @@ def peer_words(
         unit += programs
         tl.debug_barrier()  # no thread sends the next round's words before all have those of this one
     if TAKE:
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(rounds_ptr + program, round)
 
 
 @triton.jit(do_not_specialize=["rank", "eps"])
 def peer_units(
-    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, epochs_ptr, num, rank, eps,
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, num, rank, eps,
     N: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr,
     SLOT: tl.constexpr, FLAGS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
     TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. Program p of a rank speaks with programs p of the others alone, about units p, p + the number of programs, ... of W numbers.
 
-    Each round of a program is of up to UNITS units and has a number, its epoch, which is counted on the device: it is the same on all ranks, in graphs
-    and outside. A flag says that a rank's numbers of this epoch are there. Even and odd epochs have rooms of their own: whoever begins epoch e + 2 has
-    seen the others' flags of e + 1, so they have read what came in e. NORM: 1 is a norm behind the sum, 2 one whose weight counts from 1; a unit is a
-    token then.
+    Each round of a program is of up to UNITS units and has a number, which is counted on the device: it is the same on all ranks, in graphs and
+    outside. A flag says that a rank's numbers of this round are there. Even and odd rounds have halves of the room of their own: whoever begins
+    round r + 2 has seen the others' flags of r + 1, so they have read what came in r. NORM: 1 is a norm behind the sum, 2 one whose weight counts
+    from 1; a unit is a token then.
     """
     start_next(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -156,11 +157,11 @@ def peer_units(
     if NORM != 0:
         weight = tl.load(weight_ptr + at, mask=at < W, other=0.0).to(tl.float32)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program)
+    round = tl.load(rounds_ptr + program)
     first = program.to(tl.int64)
     while first * W < num:
-        epoch += 1
-        room = ((epoch & 1) * PROGRAMS + program).to(tl.int64) * N * SLOT
+        round += 1
+        slots = ((round & 1) * PROGRAMS + program).to(tl.int64) * N * SLOT
         if SEND:
             for k in range(UNITS):
                 place = (first + k * programs) * W + at
@@ -169,12 +170,12 @@ def peer_units(
                 for peer in tl.static_range(N):
                     if peer != rank:
                         theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-                        tl.store(theirs + room + rank * SLOT + k * BLOCK + at, x, mask=mask)
-            _tell(flags_ptr + program * N + rank, epoch, peers < N, PADDED)
+                        tl.store(theirs + slots + rank * SLOT + k * BLOCK + at, x, mask=mask)
+            _tell(flags_ptr + program * N + rank, round, peers < N, PADDED)
         if TAKE:
             if WAIT:
                 for peer in tl.static_range(N):
-                    _wait(own_flags_ptr + peer, epoch)
+                    _wait(own_flags_ptr + peer, round)
             for k in range(UNITS):
                 place = (first + k * programs) * W + at
                 mask = (at < W) & (place < num)
@@ -183,7 +184,7 @@ def peer_units(
                     if peer == rank:
                         part = tl.load(x_ptr + place, mask=mask, other=0)
                     else:
-                        slot_ptr = own_ptr + room + peer * SLOT + k * BLOCK
+                        slot_ptr = own_ptr + slots + peer * SLOT + k * BLOCK
                         part = tl.load(slot_ptr + at, mask=mask, other=0, cache_modifier=".cg")
                     if GATHER:
                         tl.store(out_ptr + peer * num + place, part, mask=mask)
@@ -202,12 +203,12 @@ def peer_units(
                         tl.store(normed_ptr + place, y.to(normed_ptr.dtype.element_ty), mask=mask)
         first += UNITS * programs
     if TAKE:
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(rounds_ptr + program, round)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def peer_sum_twice(
-    x_ptr, out_ptr, peers_ptr, epochs_ptr, num, rank,
+    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
     N: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, FLAGS: tl.constexpr,
     ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -220,38 +221,40 @@ def peer_sum_twice(
     at, peers = tl.arange(0, PART), tl.arange(0, N)
     element = tl.pointer_type(x_ptr.dtype.element_ty)
     wait_turn(PDL)
-    epoch = tl.load(epochs_ptr + program) + 1
+    round = tl.load(rounds_ptr + program) + 1
     own = tl.load(peers_ptr + rank)
     flags_ptr = (tl.load(peers_ptr + peers) + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + rank
     own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
     own_ptr = tl.multiple_of(own.to(element), 16)
-    first_room = ((epoch & 1) * PROGRAMS + program) * N * SLOT
-    second_room = ((1 - (epoch & 1)) * PROGRAMS + program) * N * SLOT
+    first_slots = ((round & 1) * PROGRAMS + program) * N * SLOT
+    second_slots = ((1 - (round & 1)) * PROGRAMS + program) * N * SLOT
     if SEND:
         for peer in tl.static_range(N):
             place = (program * N + peer) * PART + at
             theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-            tl.store(theirs + first_room + rank * SLOT + at, tl.load(x_ptr + place, mask=place < num), mask=place < num)
-        _tell(flags_ptr, epoch, peers < N, N)
+            tl.store(
+                theirs + first_slots + rank * SLOT + at, tl.load(x_ptr + place, mask=place < num), mask=place < num
+            )
+        _tell(flags_ptr, round, peers < N, N)
     if RELAY:
         mask = (program * N + rank) * PART + at < num
         total = tl.zeros([PART], tl.float32)
         for peer in tl.static_range(N):
             if WAIT:
-                _wait(own_flags_ptr + peer, epoch)
-            part = tl.load(own_ptr + first_room + peer * SLOT + at, mask=mask, cache_modifier=".cg")
+                _wait(own_flags_ptr + peer, round)
+            part = tl.load(own_ptr + first_slots + peer * SLOT + at, mask=mask, cache_modifier=".cg")
             total += part.to(tl.float32)
         for peer in tl.static_range(N):
             theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-            tl.store(theirs + second_room + rank * SLOT + at, total.to(x_ptr.dtype.element_ty), mask=mask)
-        _tell(flags_ptr, epoch + 1, peers < N, N)
+            tl.store(theirs + second_slots + rank * SLOT + at, total.to(x_ptr.dtype.element_ty), mask=mask)
+        _tell(flags_ptr, round + 1, peers < N, N)
     if TAKE:
         for peer in tl.static_range(N):
             if WAIT:
-                _wait(own_flags_ptr + peer, epoch + 1)
+                _wait(own_flags_ptr + peer, round + 1)
             place = (program * N + peer) * PART + at
-            total = tl.load(own_ptr + second_room + peer * SLOT + at, mask=place < num, cache_modifier=".cg")
+            total = tl.load(own_ptr + second_slots + peer * SLOT + at, mask=place < num, cache_modifier=".cg")
             if ADD:
                 total = tl.load(out_ptr + place, mask=place < num).to(tl.float32) + total.to(tl.float32)
             tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=place < num)
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(rounds_ptr + program, round + 1)
