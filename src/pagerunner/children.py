@@ -2,7 +2,7 @@
 
 A child imports what its parent would import, and nothing from the directory that it happens to be started in. It gets no
 variable of the environment but those that are named here. So a key that a user gave the server isn't in the environment of a
-process that runs a checkpoint's template, and isn't sent to another machine.
+process that runs a checkpoint's template, and isn't sent to another machine. API processes alone have all of it: they are the server.
 
 Standard input is the child's leash. The parent writes the first line to it, which says what the child is to do, and leaves
 it open. Its end tells the child that the parent is gone.
