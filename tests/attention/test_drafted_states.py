@@ -62,6 +62,14 @@ def journals(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Fault:
     return fault
 
 
+def taps(world: Drafted, work: list[tuple[Request, int]], rows: StepRows) -> StepRows:
+    """The last inputs before the state are one place off."""
+    for request, _ in work:
+        held = world.pages.states[0][request.page]
+        held.copy_(held.roll(1, 0))
+    return rows
+
+
 def poison(entries: torch.Tensor, count: int) -> torch.Tensor:
     entries[max(count - 1, 0) : count] = float("nan")
     return entries
@@ -86,6 +94,7 @@ FAULTS: dict[str, Fault] = {
     "one entry too many": accepted(1),
     "one entry too few": accepted(-1),
     "entries in another order": journals(lambda entries, count: entries.roll(1, 0)),
+    "taps one place off": taps,
     "poison in an accepted entry": journals(poison),
     "the journal of a former request": leftover,
     "saves at another position": late,
