@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -283,3 +284,17 @@ def test_nobody_listens() -> None:
     assert sample.error and not sample.retries
     with pytest.raises(ConfigError, match="must begin with http"):
         HttpClient("127.0.0.1:8000/v1", {})
+
+
+def test_a_ceiling_is_not_that_of_a_process_which_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests at 2,000 a second take 2 ms, and a process 50 ms before it has sent the first."""
+    sent: list[int] = []
+
+    def measured(null: Any, num_clients: int, progress: Any) -> Any:
+        sent.append(len(null.requests))
+        return SimpleNamespace(seconds=0.05 + len(null.requests) / 2000)
+
+    monkeypatch.setattr(clients, "measure", measured)
+    for requests in (4, 700, 5000):
+        assert clients.ceiling(share("http://elsewhere:1/v1/completions", requests), 2) > 0.94 * 2000
+    assert sent[0] == 4 and sent[-1] == 5000 and 5000 not in sent[:-1] and len(sent) == 7

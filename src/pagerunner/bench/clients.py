@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pagerunner.engine.core.garbage import set_apart
 from pagerunner.errors import ConfigError
 
 _LEAD_SECONDS = 0.05
+CEILING_REQUESTS = 2000
 _MOST_AT_ONCE = 256
 _TLS_NAMES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _MODULE = "pagerunner.bench.clients"
@@ -94,13 +96,20 @@ def measure(share: Share, num_clients: int, progress: Callable[[], object]) -> O
 
 
 def ceiling(share: Share, num_clients: int) -> float:
-    """Requests a second that this many processes send and read, all at once, where the server answers at once."""
+    """Requests a second that this many processes send and read, all at once, where the server answers at once.
+
+    A few requests take hardly longer than a process needs to begin. So they are repeated until they take a second, or are CEILING_REQUESTS.
+    """
     with _child(_NULL_SERVER) as (process, port):
         url = f"http://127.0.0.1:{int(port)}{urlsplit(share.url).path}"
         requests = [msgspec.structs.replace(request, at=0.0) for request in share.requests]
         most = share.max_concurrency or max(_MOST_AT_ONCE, num_clients)
-        null = Share(url=url, headers={}, requests=requests, max_concurrency=most)
-        return len(requests) / measure(null, num_clients, lambda: None).seconds
+        while True:
+            null = Share(url=url, headers={}, requests=requests, max_concurrency=most)
+            seconds = measure(null, num_clients, lambda: None).seconds
+            if seconds >= 1 or len(requests) >= CEILING_REQUESTS:
+                return len(requests) / seconds
+            requests *= min(math.ceil(1.1 / seconds), -(-CEILING_REQUESTS // len(requests)))
 
 
 @contextlib.contextmanager
