@@ -53,7 +53,8 @@ HOST_IP = "PAGERUNNER_HOST_IP"
 LOOPBACK = "127.0.0.1"
 _TRAVELS = ("PAGERUNNER_", "NCCL_", "NVSHMEM_", "TORCH_", "PYTORCH_", "GLOO_", "TRITON_")
 _PATHS = ("RAY_TLS_SERVER_KEY",)  # the file of a key, and not the key
-_SECRETS = tuple("_KEY _KEYS _APIKEY _TOKEN _SECRET _SECRETS _PASSWORD _PASSWD _PASS _CREDENTIALS _AUTH".split())
+SECRETS = tuple("_KEY _KEYS _APIKEY _TOKEN _SECRET _SECRETS _PASSWORD _PASSWD _PASS _CREDENTIALS _AUTH".split())
+"""Ends of the names of variables that no child gets, and no report shows."""
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _STARTED: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
@@ -70,8 +71,7 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
     return {
         name: value
         for name, value in environ.items()
-        if name in _PATHS
-        or ((name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(_SECRETS))
+        if name in _PATHS or ((name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)) and not name.endswith(SECRETS))
     }
 
 

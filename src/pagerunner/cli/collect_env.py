@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagerunner.children import SECRETS
 from pagerunner.cli.options import Parser, add_common_options
 
 PACKAGES = (
@@ -70,7 +71,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def _tells(name: str) -> bool:
-    return name.startswith(_SETTINGS) and not name.endswith(("_KEY", "_TOKEN", "_SECRET", "_PASSWORD"))
+    return name.startswith(_SETTINGS) and not name.endswith(SECRETS)
 
 
 def _system() -> dict[str, Any]:
