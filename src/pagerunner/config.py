@@ -376,8 +376,8 @@ class DiskTierConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_write_threads: int = 2
 
 
-DRAFT_MODELS: tuple[SpeculativeMethod, ...] = ("eagle", "eagle3", "mtp")
-"""Methods whose drafters are models that go on from the target's hidden states."""
+DRAFT_MODELS: tuple[SpeculativeMethod, ...] = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods whose drafters are models."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import make_checkpoint
-from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, make_module, write_drafter
+from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, make_module, make_smaller, write_drafter
 from helpers.device import as_on_cuda, counted_graphs
 from helpers.families import MAKERS
 from pagerunner import LLM, SamplingParams
@@ -20,6 +20,8 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import ConfigError
 from pagerunner.memory.report import plan_table
+from pagerunner.models.checkpoint.drafters import with_smaller_model
+from pagerunner.models.configs.reader import read_model_config
 from pagerunner.sched.stats import SpecCounts
 
 LIMITS = {
@@ -166,6 +168,37 @@ def test_tokens_are_those_without_a_drafter_in_graphs(followed: dict[str, object
     assert counts == eager[1]  # the same drafts
     assert counts.num_accepted_tokens > 30
     assert any(key.drafts == 2 for key in graphs.replays)
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_tokens_are_those_without_a_smaller_model(followed: dict[str, object], tmp_path: Path, condition: str) -> None:
+    smaller = make_smaller(tmp_path, Path(str(followed["model"])))
+    drafts: dict[str, object] = {"method": "draft_model", "model": str(smaller), "num_speculative_tokens": 3}
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 4, 3]]
+    options = CONDITIONS[condition]
+    expected, _ = generated(followed, mixed_params(), **options)
+    found, counts = generated(followed, mixed_params(), speculative_config=drafts, **options)
+    assert found == expected
+    assert counts.num_accepted_tokens > 50
+    if condition == "defaults":
+        with as_on_cuda():
+            in_graphs, same = generated(followed, mixed_params(), speculative_config=drafts)
+        assert in_graphs == found
+        assert same == counts
+
+
+def test_smaller_models_that_cannot_draft(tmp_path: Path) -> None:
+    target = read_model_config(make_checkpoint(tmp_path, "llama", tokenizer=False))
+    other = make_checkpoint(tmp_path, "llama", vocab_size=300, tokenizer=False)
+    for path, said in (
+        (str(other), "has vocab_size=300, and the target"),
+        (target.path, "is the target itself"),
+        (str(MAKERS["qwen3_next"](tmp_path)), "has recurrent layers"),
+        (str(MAKERS["gpt_oss"](tmp_path)), "has attention with sinks"),
+    ):
+        with pytest.raises(ConfigError, match=f"method draft_model: .*{said}"):
+            with_smaller_model(target, path)
 
 
 @pytest.mark.days(3)

@@ -321,3 +321,15 @@ def make_followed(directory: Path, family: str = "llama", *, strength: float = 0
     embed[::6] = embed[::6].roll(1, 0)
     weights["embed_tokens.weight"] = embed
     return target, write_drafter(directory / "head", fields, weights, midlayer=False)
+
+
+def make_smaller(directory: Path, target: Path) -> Path:
+    """The embedding, the first layer and the output weights of a target of `make_followed`, as a model of one layer."""
+    path = directory / "smaller"
+    path.mkdir()
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(target / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(kept, path / "model.safetensors")
+    return path

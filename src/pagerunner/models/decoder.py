@@ -139,12 +139,14 @@ class Decoder(Module):
             return hidden, taken.states_TX
         if not self.takes:
             return hidden, None
+        if self.takes == "nothing":
+            return hidden, hidden.new_empty(batch.token_ids.shape[0], 0)
         return hidden, hidden if self.takes == "final" else streams.flatten(1)
 
     @property
     def _takes_last(self) -> bool:
         """Whether a drafter takes what the last layer leaves."""
-        return len(self.layers) in self.takes if isinstance(self.takes, tuple) else True
+        return len(self.layers) in self.takes if isinstance(self.takes, tuple) else self.takes != "nothing"
 
     def _received(self, stage: Stage, batch: ForwardBatch) -> ResidualStream:
         """The stream behind the layers of the stage before."""

@@ -23,9 +23,10 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.sublayer import ResidualStream
 
-Takes = tuple[int, ...] | Literal["final", "streams"]
+Takes = tuple[int, ...] | Literal["final", "streams", "nothing"]
 """What a drafter takes of each of the target's tokens. Numbers of layers: the residual stream after so many layers, with all outputs added to it
-and before any norm, one beside another. "final": the hidden state behind the final norm. "streams": the parallel residual streams behind the last layer."""
+and before any norm, one beside another. "final": the hidden state behind the final norm. "streams": the parallel residual streams behind the last layer.
+"nothing": [T, 0]."""
 
 
 class Drafted(NamedTuple):
@@ -58,6 +59,8 @@ class DraftModel(Module, ABC):
     taken_size: int
     """Features that the first pass takes of a token."""
     prefix: str = ""
+    shifted = True
+    """The first pass gets the token behind each, and guesses the one after that. False: it gets the tokens themselves, and guesses nothing new."""
     divided = True
     """Of several ranks, each computes the logits of its own token ids. False: each computes all."""
 

@@ -17,7 +17,9 @@ from pagerunner.models.configs.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
-WORKS: dict[SpeculativeMethod, frozenset[str] | None] = dict.fromkeys(("ngram", "suffix", "eagle", "eagle3", "mtp"))
+WORKS: dict[SpeculativeMethod, frozenset[str] | None] = dict.fromkeys(
+    ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model")
+)
 """Methods that work from a request to its answer, and the families of models (their model_type) that each works with; None: all."""
 MOST_TOKENS = 32
 """Most drafts of a row in a step."""

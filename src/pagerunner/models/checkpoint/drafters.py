@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pagerunner.config import DRAFT_MODELS, SpeculativeConfig
-from pagerunner.errors import CheckpointError
+from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.checkpoint.loader import checkpoint_files, opened
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.drafter import read_eagle_config, tensor_name
+from pagerunner.models.configs.reader import read_model_config
 from pagerunner.models.registry import FAMILIES
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed.weight")
@@ -41,10 +42,33 @@ def with_drafter(
     return replace(config, drafter=read_eagle_config(path, method, config, names, same_embedding=same))
 
 
+def with_smaller_model(config: ModelConfig, path: str, max_model_len: int | None = None) -> ModelConfig:
+    """The config of a model for which the smaller model in the directory `path` drafts. Raises ConfigError if it can't."""
+    own = read_model_config(path, max_model_len)
+    said = f"method draft_model: {path}"
+    if Path(path).resolve() == Path(config.path).resolve():
+        raise ConfigError(
+            f"{said} is the target itself, which drafts no faster than it computes; take a smaller model."
+        )
+    if own.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"{said} has vocab_size={own.vocab_size}, and the target {config.path} has {config.vocab_size}; drafts are token ids, so both need the same tokenizer."
+        )
+    if any(spec.kind == "recurrent" for spec in own.layer_specs("float32")):
+        raise ConfigError(f"{said} has recurrent layers, whose states drafts would change; take a model without them.")
+    if more := own.attention_scores - config.attention_scores:
+        raise ConfigError(
+            f"{said} has attention with {', '.join(sorted(more))}, which the target's hasn't; take another model."
+        )
+    return replace(config, drafter=own)
+
+
 def with_draft_model(config: ModelConfig, drafts: SpeculativeConfig | None) -> ModelConfig:
     """The config of a model with the drafter that `drafts` names, if that is a model. Raises as `with_drafter`."""
     if drafts is None or drafts.method not in DRAFT_MODELS:
         return config
+    if drafts.method == "draft_model":
+        return with_smaller_model(config, drafts.model)
     method: Any = drafts.method
     return with_drafter(config, method, drafts.model)
 

@@ -37,6 +37,7 @@ from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.drafter import EagleConfig, tensor_name
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.models.decoder import CausalLM
+from pagerunner.models.draft_model import SmallerModel
 from pagerunner.models.drafting import DraftModel, set_memory
 from pagerunner.models.registry import FAMILIES
 from pagerunner.quant.sinks import FLOATS, HOLDS_NAN, CopyWeight, Sink, SinkError, beyond, is_damage, name_of
@@ -122,6 +123,9 @@ def _drafter(
     if isinstance(own, EagleConfig):
         made: DraftModel = _class(*_EAGLE[own.method])(own, target.shared, dtype, device)
         _store(made, own, dtype, keep, of_files)
+    elif own.path != config.path:
+        smaller = build_model(own, str(dtype).removeprefix("torch."), str(device), keep_forms=keep, of_files=of_files)  # type: ignore[arg-type]
+        made = SmallerModel(smaller, target.shared)
     else:
         mtp = FAMILIES[config.family].mtp
         assert mtp is not None, f"{config.family} has no multi-token prediction module"
@@ -253,7 +257,7 @@ class Filling:
 
         Raises CheckpointError for a tensor that has come already, or has another shape or dtype.
         """
-        own = isinstance(self._model, DraftModel)  # in files of its own
+        own = isinstance(self._model, DraftModel) and self._model.shifted  # a head in files of its own
         name = own_name(tensor_name(given) if own else given, self.names)
         if name in self._filled:
             other, first = self._filled[name]

@@ -1,4 +1,4 @@
-"""Drafts by a model that works on the target's hidden states: EAGLE heads and multi-token prediction modules.
+"""Drafts by a model: one that works on the target's hidden states (EAGLE heads and multi-token prediction modules), or a smaller one that reads the text.
 
 Its first pass is over all tokens of the target's step, each with the token behind it. So its pages hold what follows from the target's own hidden states, and
 not what earlier drafts have left there. Then it goes on alone, one token a row in each pass, from the last token that counts.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagerunner.batch import ForwardBatch
 from pagerunner.models.drafting import Drafted, DraftModel
 from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.batch import SlotState
@@ -70,21 +71,32 @@ class HiddenDrafter:
 
         The pages of the step's tokens are filled even if nothing is drafted.
         """
-        _, batch, taken_TX, places_S, states = computed
-        rows, state = batch.rows, self._state
-        ids_T = next_tokens(batch.token_ids, rows.row_T, rows.positions_T, rows.slots_R, state)
-        if not count:
-            self._model.first(taken_TX, ids_T, batch, self._none)
-            return
-        accepted_S = state.accepted.index_select(0, slots_S.clamp(min=0)).mul_(slots_S >= 0)
-        drafted = self._model.first(taken_TX, ids_T, batch, places_S + accepted_S)
+        _, batch, taken_TX, places_S, _ = computed
+        rows, state, model = batch.rows, self._state, self._model
+        ids_T = batch.token_ids
+        if model.shifted:
+            ids_T = next_tokens(ids_T, rows.row_T, rows.positions_T, rows.slots_R, state)
+        if not count or not model.shifted:
+            drafted = model.first(taken_TX, ids_T, batch, self._none)
+        else:
+            accepted_S = state.accepted.index_select(0, slots_S.clamp(min=0)).mul_(slots_S >= 0)
+            drafted = model.first(taken_TX, ids_T, batch, places_S + accepted_S)
+        if count and not model.shifted:
+            last_S = state.tokens.index_select(0, slots_S.clamp(min=0))
+            drafted = model.step(drafted.hidden, last_S, self._pass_behind(computed, slots_S, 1, count))
         for number in range(count):
             best_S = self._best(drafted)
             store_drafts(slots_S, best_S, number, state)
             if number + 1 < count:
-                build_pass(slots_S, number + 1, self._last_position, self._builder.tables, state, self._pass)
-                own = self._builder.of_pass(self._pass, len(slots_S), batch, count, self._first_layer, states)
-                drafted = self._model.step(drafted.hidden, best_S, own)
+                own = self._pass_behind(computed, slots_S, number + (1 if model.shifted else 2), count)
+                drafted = model.step(drafted.hidden, best_S, own)
+
+    def _pass_behind(self, computed: Computed, slots_S: torch.Tensor, ahead: int, count: int) -> ForwardBatch:
+        """The batch of a pass over one token a row, `ahead` places behind the slot's last computed one."""
+        build_pass(slots_S, ahead, self._last_position, self._builder.tables, self._state, self._pass)
+        return self._builder.of_pass(
+            self._pass, len(slots_S), computed.batch, count + 1, self._first_layer, computed.states
+        )
 
     def _tell(self, rows: Sequence[StepRow]) -> None:
         """Let slots whose prompts go on know the token behind the part that these rows compute."""
