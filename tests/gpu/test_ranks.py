@@ -24,6 +24,7 @@ from helpers.patience import patient, until
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import EngineDeadError
+from pagerunner.ops.linear import MAX_FEW_WEIGHTS
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
 
@@ -110,6 +111,27 @@ def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, sums:
     two._core._executor._compare()  # type: ignore[attr-defined]
     two.sleep(0)
     two.wake_up()
+
+
+def test_three_ranks_have_unequal_parts(tmp_path: Path) -> None:
+    """Inner features of 1,365, 1,365 and 1,366: of gate and up, one rank has more weights than a product of few tokens that has the norm in it, and
+    two have fewer. All launch the same sums, or the warm-up would never end."""
+    check_devices(3, "ours")
+    sizes = {
+        "hidden_size": 3072,
+        "intermediate_size": 4096,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 3,
+        "head_dim": 128,
+    }
+    parts = [2 * sizes["hidden_size"] * ((rank + 1) * 4096 // 3 - rank * 4096 // 3) for rank in range(3)]
+    assert min(parts) <= MAX_FEW_WEIGHTS < max(parts)
+    three = engine(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=2, **sizes), 3)
+    found = tokens(three)
+    assert [one.token_ids for one in tokens(three)] == [one.token_ids for one in found]
+    [few] = three.generate(PROMPTS[1:2], GREEDY, use_tqdm=False)
+    assert len(few.outputs[0].token_ids) == 24
+    three._core._executor._compare()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("sums", SUMS)

@@ -109,6 +109,10 @@ def main() -> None:
         kind, arguments = every.make(choose)
         torch.cuda._sleep(own.choice([0, 10**4, 10**6]))  # one rank comes before the other, and the other way round
         every.check(kind, *arguments, every.run(kind, *(one.clone() for one in arguments)))
+    for rows in (1024, 4096):  # far more than a room holds, 8 and 32 MiB
+        x = torch.full((rows, 4096), 1.0 + rank, device=device, dtype=torch.bfloat16)
+        arguments = [x, x.new_full(x.shape, 0.25), torch.ones(4096, device=device, dtype=torch.bfloat16)]
+        every.check("add", *arguments, every.run("add", *(one.clone() for one in arguments)))
     many = [every.make(choose) for _ in range(24)]
     inputs = [[one.clone() for one in arguments] for _, arguments in many]
     for (kind, _), arguments in zip(many, inputs, strict=True):
@@ -124,6 +128,9 @@ def main() -> None:
     for replay in range(calls):
         torch.cuda._sleep(own.choice([0, 10**5]))
         graph.replay()
+        if replay % 8 == 5:  # rounds are counted on, whoever begins them
+            kind, arguments = every.make(choose)
+            every.check(kind, *arguments, every.run(kind, *(one.clone() for one in arguments)))
         if replay % 16 == 0:
             torch.cuda.synchronize()
             first = first or [one.clone() for one in found]
