@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagerunner.bench.clients import Share, ceiling, measure
+from pagerunner.bench.clients import ClientShare, ceiling, measure
 from pagerunner.bench.serve_data import ServeRequest
 from pagerunner.bench.serving import Planned, Target
 from pagerunner.bench.shapes import SHAPES
@@ -118,7 +118,7 @@ def planned(options: argparse.Namespace, target: Target, salt: int) -> list[Plan
     return [Planned(0.0, IN, msgspec.Raw(target.body(ServeRequest(ids, IN, OUT)))) for ids in prompts(options, salt)]
 
 
-def online(options: argparse.Namespace, directory: Path, servers: int, alone: float) -> Share:
+def online(options: argparse.Namespace, directory: Path, servers: int, alone: float) -> ClientShare:
     flags = ["--port", "0", "--quiet", "--api-server-count", str(servers), *engine_flags(options)]
     command = [*options.python.split(), "-m", "pagerunner", "serve", str(directory), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -135,7 +135,9 @@ def online(options: argparse.Namespace, directory: Path, servers: int, alone: fl
             for salt in range(options.rounds + 1):
                 whole = planned(options, target, 100 + salt)
                 whole = whole if salt else whole[: 2 * options.at_once]
-                share = Share(url=f"{url}/v1/completions", headers={}, requests=whole, max_concurrency=options.at_once)
+                share = ClientShare(
+                    url=f"{url}/v1/completions", headers={}, requests=whole, max_concurrency=options.at_once
+                )
                 steps = steps_of(url)
                 before = [cpu_seconds(core), sum(map(cpu_seconds, api))]
                 outcome = measure(share, options.clients, lambda: None)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagerunner.bench.clients import Outcome, Share, measure
+from pagerunner.bench.clients import ClientShare, Outcome, measure
 from pagerunner.bench.serve_data import ServeRequest
 from pagerunner.bench.serving import Planned, Target
 from pagerunner.bench.shapes import SHAPES
@@ -87,7 +87,7 @@ def send(
         [(None, requests)] if ranks is None else [(rank, requests[at :: len(ranks)]) for at, rank in enumerate(ranks)]
     )
     shares = [
-        Share(
+        ClientShare(
             url=f"{url}/v1/completions",
             headers={} if rank is None else {RANK: str(rank)},
             requests=own,

@@ -17,7 +17,7 @@ import pytest
 
 from helpers.patience import patient
 from pagerunner.bench import clients, null_server
-from pagerunner.bench.clients import Share, ceiling, measure
+from pagerunner.bench.clients import ClientShare, ceiling, measure
 from pagerunner.bench.http_client import HttpClient, HttpFaultError, Timeouts, _Connection
 from pagerunner.bench.serving import Planned
 from pagerunner.errors import ConfigError
@@ -228,10 +228,10 @@ def null() -> Iterator[str]:
         assert not children.end({"the null server": process})
 
 
-def share(url: str, count: int, **options: Any) -> Share:
+def share(url: str, count: int, **options: Any) -> ClientShare:
     bodies = [b'{"prompt":[1,2],"max_tokens":%d}' % (1 + index) for index in range(count)]
     requests = [Planned(0.0, 2, msgspec.Raw(body)) for body in bodies]
-    return Share(url=url, headers={}, requests=requests, **{"max_concurrency": 8, **options})
+    return ClientShare(url=url, headers={}, requests=requests, **{"max_concurrency": 8, **options})
 
 
 def test_processes_share_the_requests_and_samples_keep_their_order() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup import shares as machine
-from pagerunner.engine.startup.shares import Share, shares
+from pagerunner.engine.startup.shares import EngineShare, shares
 from pagerunner.errors import ConfigError
 from pagerunner.llm import LLM
 
@@ -29,7 +29,7 @@ def args(engines: int, device: str = "auto", ranks: int = 1) -> EngineArgs:
     return EngineArgs(model="m", device=device, data_parallel_size=engines, tensor_parallel_size=ranks)
 
 
-def visible(found: list[Share]) -> list[str | None]:
+def visible(found: list[EngineShare]) -> list[str | None]:
     return [one.environment.get("CUDA_VISIBLE_DEVICES") for one in found]
 
 

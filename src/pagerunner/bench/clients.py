@@ -30,7 +30,7 @@ _MODULE = "pagerunner.bench.clients"
 _NULL_SERVER = "pagerunner.bench.null_server"
 
 
-class Share(msgspec.Struct, kw_only=True):
+class ClientShare(msgspec.Struct, kw_only=True):
     """What one process sends."""
 
     url: str
@@ -39,7 +39,7 @@ class Share(msgspec.Struct, kw_only=True):
     max_concurrency: int | None
     timeouts: Timeouts = Timeouts()
 
-    def part(self, number: int, count: int) -> Share:
+    def part(self, number: int, count: int) -> ClientShare:
         """Every `count`-th request, from the `number`-th on."""
         most = self.max_concurrency
         few = None if most is None else most // count + (number < most % count)
@@ -58,7 +58,7 @@ _Report = tuple[int, Sample] | float
 """What a process writes, a line each: the samples of its requests, by their index, and at last how busy it was."""
 
 
-def measure(share: Share, num_clients: int, progress: Callable[[], object]) -> Outcome:
+def measure(share: ClientShare, num_clients: int, progress: Callable[[], object]) -> Outcome:
     """Send the requests from `num_clients` processes; from this one, if it is one. `progress` is called when a request has ended.
 
     Raises ConfigError: there are fewer requests than processes, or fewer may be under way; a process has ended early.
@@ -95,7 +95,7 @@ def measure(share: Share, num_clients: int, progress: Callable[[], object]) -> O
     return Outcome([samples[index] for index in range(len(share.requests))], seconds, max(busy))
 
 
-def ceiling(share: Share, num_clients: int) -> float:
+def ceiling(share: ClientShare, num_clients: int) -> float:
     """Requests a second that this many processes send and read, all at once, where the server answers at once.
 
     A few requests take hardly longer than a process needs to begin. So they are repeated until they take a second, or are CEILING_REQUESTS.
@@ -105,7 +105,7 @@ def ceiling(share: Share, num_clients: int) -> float:
         requests = [msgspec.structs.replace(request, at=0.0) for request in share.requests]
         most = share.max_concurrency or max(_MOST_AT_ONCE, num_clients)
         while True:
-            null = Share(url=url, headers={}, requests=requests, max_concurrency=most)
+            null = ClientShare(url=url, headers={}, requests=requests, max_concurrency=most)
             seconds = measure(null, num_clients, lambda: None).seconds
             if seconds >= 1 or len(requests) >= CEILING_REQUESTS:
                 return len(requests) / seconds
@@ -131,7 +131,7 @@ def _ended(process: subprocess.Popen[bytes]) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _clients(share: Share, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _clients(share: ClientShare, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     with contextlib.ExitStack() as stack:
         lines = [msgspec.json.encode(share.part(number, count)) + b"\n" for number in range(count)]
         with ThreadPoolExecutor() as threads:  # a process takes a second to start, so they do it side by side
@@ -152,7 +152,7 @@ def _follow(process: subprocess.Popen[bytes], number: int, begin: float, take: C
     raise _ended(process)
 
 
-async def _send(share: Share, begin: float, hand_on: Callable[[_Report], object]) -> None:
+async def _send(share: ClientShare, begin: float, hand_on: Callable[[_Report], object]) -> None:
     computed = time.process_time()
     await load(
         share.url,
@@ -180,7 +180,7 @@ def main() -> None:
     """Entry point of a process: a share comes on the first line of standard input, the run's begin on the second."""
     parent = os.getppid()
     lines = children.read_lines(_MODULE)
-    share = msgspec.json.decode(next(lines), type=Share)
+    share = msgspec.json.decode(next(lines), type=ClientShare)
     print("ready", flush=True)
     if not (begin := next(lines, b"")):
         return  # nobody waits for it any more

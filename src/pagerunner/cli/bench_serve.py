@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from pagerunner.bench.clients import Outcome, Share, ceiling, measure
+from pagerunner.bench.clients import ClientShare, Outcome, ceiling, measure
 from pagerunner.bench.drafts import draft_counts
 from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
@@ -110,7 +110,7 @@ def run(namespace: argparse.Namespace) -> int:
     ]
     timeouts = Timeouts(first_byte=namespace.first_byte_timeout, whole=namespace.request_timeout)
     most = namespace.max_concurrency
-    share = Share(url=target.url, headers=headers, requests=planned, max_concurrency=most, timeouts=timeouts)
+    share = ClientShare(url=target.url, headers=headers, requests=planned, max_concurrency=most, timeouts=timeouts)
     _warm_up(namespace, share)
     before = draft_counts(base, headers)
     outcome = _measured(namespace, share)
@@ -136,7 +136,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _warm_up(namespace: argparse.Namespace, share: Share) -> None:
+def _warm_up(namespace: argparse.Namespace, share: ClientShare) -> None:
     if namespace.num_warmups:
         first = [msgspec.structs.replace(one, at=0.0) for one in share.requests[: namespace.num_warmups]]
         warm = measure(msgspec.structs.replace(share, requests=first), 1, lambda: None)
@@ -144,7 +144,7 @@ def _warm_up(namespace: argparse.Namespace, share: Share) -> None:
             raise ConfigError(f"The warm-up failed: {warm.samples[0].error}")
 
 
-def _measured(namespace: argparse.Namespace, share: Share) -> Outcome:
+def _measured(namespace: argparse.Namespace, share: ClientShare) -> Outcome:
     shown = show_progress(namespace) and not namespace.disable_tqdm
     with tqdm(total=len(share.requests), desc="Requests", unit="req", disable=not shown) as bar:
         return measure(share, namespace.num_clients, lambda: bar.update())

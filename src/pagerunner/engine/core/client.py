@@ -26,7 +26,7 @@ from pagerunner.children import end, engine_environment, exit_reason, private_di
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
-from pagerunner.engine.startup.shares import Share, shares
+from pagerunner.engine.startup.shares import EngineShare, shares
 from pagerunner.errors import EngineDeadError, PagerunnerError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _bound(address: str) -> zmq.asyncio.Socket:
     return socket
 
 
-def _who(share: Share) -> str:
+def _who(share: EngineShare) -> str:
     return "The engine core process" if share.count == 1 else f"The process of engine {share.index} of {share.count}"
 
 
@@ -114,7 +114,7 @@ async def launch_core(
     args: EngineArgs,
     factory: str = DEFAULT_FACTORY,
     stall_seconds: float = STALL_SECONDS,
-    share: Share | None = None,
+    share: EngineShare | None = None,
     clients: int = 0,
 ) -> LoadedCore:
     """Start the process and wait until it is loaded. Its standard error passes through, so loading is seen.
@@ -296,7 +296,7 @@ class CoreClient:
         self._died(error)
 
 
-def _spawn(launch: wire.Launch, share: Share) -> subprocess.Popen[bytes]:
+def _spawn(launch: wire.Launch, share: EngineShare) -> subprocess.Popen[bytes]:
     environment = {**engine_environment(), **share.environment}
     return start("pagerunner.engine.core.process", environment, first_line=msgspec.json.encode(launch) + b"\n")
 

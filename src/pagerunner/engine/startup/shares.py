@@ -21,7 +21,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EngineShare:
     """The share of engine `index` of `count`: bytes of host memory (None: all there are), and environment variables for its process."""
 
     index: int
@@ -30,7 +30,7 @@ class Share:
     environment: Mapping[str, str]
 
 
-def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[Share]:
+def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[EngineShare]:
     """Equal shares for the engines that `args` ask for. One core of the machine is the server's.
 
     An engine sees the devices of its own ranks only. Example: engine 1 with two ranks has devices 2 and 3.
@@ -40,12 +40,12 @@ def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[Sh
     count = args.engines
     threads = thread_settings(environ, reserved=1, engines=count)
     if count == 1:
-        return [Share(0, 1, None, threads)]
+        return [EngineShare(0, 1, None, threads)]
     memory, devices = available_memory() // count, _devices(args, environ)
     each = args.num_ranks
     # Without devices an engine is to see none: each would take the same one, if CUDA knew of one all the same.
     return [
-        Share(index, count, memory, {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])})
+        EngineShare(index, count, memory, {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])})
         for index in range(count)
     ]
 
