@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,7 @@ class Norm(Protocol):
         """The norm of `x` [T, D]."""
 
 
+@runtime_checkable
 class Comm(Protocol):
     """A group of ranks, as one of them sees it.
 
