@@ -116,9 +116,9 @@ class _Slot:
 class PageChecker:
     """Executes plans of a scheduler over `plan`'s groups. `private(request)` is what its pages may be shared within."""
 
-    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool, right: float = 0.0) -> None:
-        """`right`: how often a draft is."""
-        self.plan, self._right = plan, right
+    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool, right: float = 0.0, goes_on: bool = False) -> None:
+        """`right`: how often a draft is. `goes_on`: who drafts writes behind the rows' tokens, as far as there are pages."""
+        self.plan, self._right, self._goes_on = plan, right, goes_on
         self.accepted = 0
         self.prefix_caching = prefix_caching
         self.slots: dict[int, _Slot] = {}
@@ -264,6 +264,15 @@ class PageChecker:
                 raise PageFault(f"{slot.request.request_id} position {row.start}: a foreign or stale state")
             self.reads_checked += 1
 
+    def _write_ahead(self, slot: int, start: int, count: int) -> None:
+        """Somebody's guesses at positions that the next row computes anew."""
+        for group in self._attended:
+            size = self._size(group)
+            for at in range(start, start + count):
+                found, entry = self.tables[group][slot].get(at // size % self._widths[group], (-1, -1))
+                if found == at // size and entry != -1:
+                    self._page(group, entry * self.plan.groups[group].unit)[at % size] = "ahead"
+
     def _save(self, row: StepRow, save: StateSave) -> None:
         if not row.start < save.position <= row.start + row.num_tokens or save.group not in self._states:
             raise PageFault(f"slot {row.slot}: no state at position {save.position} in this step")
@@ -304,6 +313,8 @@ class PageChecker:
                         break
                 self.accepted += len(token_ids[-1]) - 1
                 slot.guess(plan.num_drafts, self._right)
+                if self._goes_on:
+                    self._write_ahead(row.slot, len(slot.tokens) - 1, plan.num_drafts - 1)
         return StepResult(
             step_id=plan.step_id, token_ids=token_ids, drafted=drafted, prompt_logprobs=prompt_logprobs, errors=errors
         )

@@ -139,7 +139,7 @@ def most_drafts(plan: MemoryPlan) -> int:
     if any(rule.snapshots for rule in rules):
         return 0
     return min(
-        (rule.open_tokens // MOST_IN_FLIGHT - 1 for rule in rules if isinstance(rule, ForgettingRule)), default=7
+        (rule.open_tokens // (MOST_IN_FLIGHT + 1) - 1 for rule in rules if isinstance(rule, ForgettingRule)), default=7
     )
 
 
@@ -179,13 +179,14 @@ class Traffic(RuleBasedStateMachine):
             enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
             tiers=self.make_tiers(data),
+            goes_on=(goes_on := data.draw(st.booleans())),
             draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
             words=data.draw(self.drafters),
             costs=token_costs(),
             target_itl=data.draw(st.sampled_from([None, 1e-9, 0.002, 0.005])) if self.chunked else None,
         )
         right = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-        self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right)
+        self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right, goes_on=goes_on)
         self.flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}

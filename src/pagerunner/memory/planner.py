@@ -60,7 +60,8 @@ def plan_memory(
         max_in_flight=max_in_flight,
         num_gpu_blocks_override=1 if num_pages_override is None else num_pages_override,
     )
-    open_tokens = max_in_flight * (1 + num_drafts) if num_drafts else 1
+    # what the steps in flight and this one may take, and what a drafter computes ahead
+    open_tokens = (max_in_flight + 1) * (1 + num_drafts) if num_drafts else 1
     make = partial(
         make_rule, step_tokens=max_num_batched_tokens, whole_steps=not chunked_prefill, open_tokens=open_tokens
     )

@@ -144,8 +144,8 @@ class StepPlanner:
             grant = sequence.grant
             assert grant is not None
             reach = end
-            if self._goes_on and self._drafts > 1 and end >= sequence.refill:
-                reach = max(min(end + self._drafts - 1, sequence.max_total), end)
+            if generates and self._goes_on and self._drafts > 1:  # for a prompt's end, windows would forget too much
+                low, reach = total - 1, max(min(end + self._drafts - 1, sequence.max_total), end)
             if reach > grant.capacity:
                 if not (reach := self._grow(sequence, grant, start, reach, low)):
                     if sequence.grant is None:
