@@ -30,7 +30,7 @@ def put(layer: KVPages, which: int, slots: list[int], values: torch.Tensor) -> t
     where = torch.tensor(slots)
     entries = torch.where(where < 0, -1, where // SIZE)
     group = GroupBatch(torch.zeros(1, 1), entries, where % SIZE, SIZE, None, None)
-    return store(layer, which, values, group, TorchPlan((), forgets=True))
+    return store(layer, which, values, group, TorchPlan((), unstored=True))
 
 
 def held(layer: KVPages, which: int) -> torch.Tensor:

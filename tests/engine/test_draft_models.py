@@ -217,6 +217,23 @@ def test_tokens_are_those_without_a_module(tmp_path: Path, family: str) -> None:
         assert counts.num_accepted_tokens > 20
 
 
+@pytest.mark.parametrize("model", ["a head", "deepseek_v3"])
+def test_drafts_behind_a_rows_last_fp8_page_are_not_stored(
+    followed: dict[str, object], tmp_path: Path, model: str
+) -> None:
+    """A prompt fills its page, and is all that is computed: the drafter's second pass has no page."""
+    if model == "a head":
+        path, drafts = str(followed["model"]), {"method": "eagle", "model": followed["head"]}
+    else:
+        path, drafts = str(make_module(tmp_path, model)), {"method": "mtp"}
+    drafts |= {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    llm = LLM(path, kv_cache_dtype="fp8_e4m3", block_size=16, **LIMITS | {"speculative_config": drafts})
+    for length, most in ((16, 1), (1, 1), (15, 20)):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        outputs = llm.generate({"prompt_token_ids": TEXTS[5][:length]}, params, use_tqdm=False)
+        assert len(outputs[0].outputs[0].token_ids) == most
+
+
 @pytest.mark.days(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> None:

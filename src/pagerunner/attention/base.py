@@ -53,7 +53,7 @@ class PlanInputs:
     """One step, one group, as `AttentionBackend.plan` sees it. The host lists hold the step's real rows, without padding;
     for the capture of a graph they are empty.
 
-    `page_table` is the group's table of all slots; see GroupBatch. `state_saves` are the step's in this group.
+    `unstored` says that some tokens may have no page although nothing is forgotten: a drafter may be further than its row's pages. `page_table` is the group's table of all slots; see GroupBatch. `state_saves` are the step's in this group.
     """
 
     rows: StepRows
@@ -64,6 +64,7 @@ class PlanInputs:
     page_tokens: int
     reach: Reach | None
     state_saves: Sequence[StateSave] = ()
+    unstored: bool = False
 
 
 class AttentionBackend(Protocol[Call]):

@@ -50,7 +50,8 @@ class LatentBackend:
     def plan(self, inputs: PlanInputs, state: None) -> TorchPlan:
         """Divide the step into calls."""
         table_RP, _ = gathered_rows(inputs)
-        return TorchPlan(make_plan(inputs.query_lens, inputs.seq_lens, table_RP, inputs.page_tokens), forgets=False)
+        parts = make_plan(inputs.query_lens, inputs.seq_lens, table_RP, inputs.page_tokens)
+        return TorchPlan(parts, unstored=inputs.unstored)
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""

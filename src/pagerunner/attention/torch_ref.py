@@ -25,14 +25,14 @@ from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_row
 class TorchPlan:
     """What a step's layers share: how it is divided, and (once a layer has asked) the rows its tokens go to.
 
-    `forgets` says that some tokens may have no page.
+    `unstored` says that some tokens may have no page.
     """
 
-    __slots__ = ("_stored", "_write_rows", "forgets", "parts")
+    __slots__ = ("_stored", "_write_rows", "parts", "unstored")
 
-    def __init__(self, parts: tuple[Part, ...], *, forgets: bool) -> None:
+    def __init__(self, parts: tuple[Part, ...], *, unstored: bool) -> None:
         self.parts = parts
-        self.forgets = forgets
+        self.unstored = unstored
         self._write_rows: dict[SlotLayout, torch.Tensor] = {}
         self._stored: torch.Tensor | None = None
 
@@ -40,7 +40,7 @@ class TorchPlan:
         """Store the values of every token that has a page."""
         layout = slot_layout(pages)
         rows = self._write_rows.get(layout)
-        if self.forgets and self._stored is None:
+        if self.unstored and self._stored is None:
             self._stored = (group.write_entry >= 0).nonzero().squeeze(-1)
         stored = self._stored
         some = stored is not None and stored.numel() < values_TKD.shape[0]
@@ -120,7 +120,7 @@ class TorchBackend:
         """Divide the step into calls."""
         table_RP, first_pages = gathered_rows(inputs)
         parts = make_plan(inputs.query_lens, inputs.seq_lens, table_RP, inputs.page_tokens, inputs.reach, first_pages)
-        return TorchPlan(parts, forgets=inputs.reach is not None)
+        return TorchPlan(parts, unstored=inputs.unstored or inputs.reach is not None)
 
     def run(self, call: AttentionCall) -> torch.Tensor:
         """See AttentionCall."""

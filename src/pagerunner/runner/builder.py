@@ -189,7 +189,9 @@ class BatchBuilder:
             inputs = self._inputs(index, rows, None)
             if not backend.capabilities.graphs:  # it plans from lists
                 lens = rows.seq_lens_R.tolist()
-                inputs = replace(inputs, query_lens=[1] * count, seq_lens=lens, slots=rows.slots_R.tolist())
+                inputs = replace(
+                    inputs, query_lens=[1] * count, seq_lens=lens, slots=rows.slots_R.tolist(), unstored=True
+                )
             groups[index] = GroupBatch(
                 page_table=inputs.page_table,
                 write_entry=made.write_entry_GS[index, :count],
