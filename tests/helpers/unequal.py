@@ -62,6 +62,8 @@ class _Layer(Module):
 class UnequalForCausalLM(Module):
     """Attention layers only, over embeddings that also tell the position."""
 
+    drafter = None
+
     def __init__(self, config: UnequalConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.embed = Embedding(config.vocab_size, HIDDEN, dtype)
@@ -74,6 +76,9 @@ class UnequalForCausalLM(Module):
             x_TD = layer(x_TD, batch)
             x_TD = x_TD / x_TD.norm(dim=-1, keepdim=True) * HIDDEN**0.5
         return x_TD
+
+    def run(self, batch: Any) -> tuple[torch.Tensor, None]:
+        return self(batch), None
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         return self.embed.logits(hidden_SD).float() * 20
