@@ -123,7 +123,7 @@ def simulate(
             scheduler.add(request(name, arrival))
             last[name] = (arrival.at, True)
         while (plan := scheduler.schedule()) is not None:
-            seconds = device.run(StepShape.of(plan, plan.num_drafts))
+            seconds = device.run(StepShape.of(plan))
             free = max(free, now) + seconds
             in_flight.append((plan, free, seconds))
             out.steps += 1

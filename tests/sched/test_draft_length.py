@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,11 +25,19 @@ Rates = Callable[[int], float]
 class Decoding:
     """Rows that generate for ever on a device whose costs are known."""
 
-    def __init__(self, rows: int, *, length: DraftLength | None = None, measured: bool = True, noise: float = 0.02):
+    def __init__(
+        self,
+        rows: int,
+        *,
+        length: DraftLength | None = None,
+        measured: bool = True,
+        noise: float = 0.02,
+        room: float = math.inf,
+    ):
         self.device = Device(noise=noise)
         self.costs = CostModel(self.device.measured(CHOICES if measured else ()) if measured else None, KEY_BYTES)
         self.length = length or AdaptiveLength(self.costs, CHOICES)
-        self.rows, self.random = rows, random.Random(3)
+        self.rows, self.random, self.room = rows, random.Random(3), room
         self.made = self.steps = 0
         self.seconds, self.tokens = 0.0, 0
         self.chosen: list[int] = []
@@ -42,13 +51,13 @@ class Decoding:
 
     def _step(self, rate: Rates) -> None:
         keys = 1000 * self.rows
-        drafts = self.length.choose(self.rows, keys)
+        drafts = self.length.choose(self.rows, keys, self.room)
         self.chosen.append(drafts)
         tried, self.made = min(self.made, drafts), drafts
         rows = [StepRow(slot, 1000, 1 + tried, [], True) for slot in range(self.rows)]
         plan = StepPlan(step_id=self.steps, rows=rows, num_drafts=drafts)
-        shape = StepShape.of(plan, drafts)
-        self.costs.planned(self.steps, shape)
+        shape = StepShape.of(plan)
+        self.costs.planned(self.steps, shape, drafts)
         seconds = self.device.run(shape)
         found = []
         for row in range(self.rows):
@@ -138,6 +147,15 @@ def test_without_a_measurement_it_tries_and_learns() -> None:
         assert engine.run(300, rate) > 0.95 * best_fixed(rows, rate)
 
 
+@pytest.mark.parametrize(("rate", "room"), [(0.15, 3), (0.5, 2)])
+def test_a_number_that_a_step_has_no_room_for_is_not_chosen_over_and_over(rate: float, room: int) -> None:
+    run = Decoding(256, measured=False, room=room)
+    run.run(500, rate)
+    fixed = [Decoding(256, length=FixedLength(drafts)).run(200, rate) for drafts in (0, *CHOICES) if drafts <= room]
+    assert run.run(500, rate) > 0.97 * max(fixed)
+    assert max(run.chosen) <= room
+
+
 def test_what_one_row_taught_is_not_believed_of_many() -> None:
     engine = Decoding(1, measured=False)
     engine.run(200, 0.9)
@@ -159,10 +177,11 @@ def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
 
 def test_a_step_that_only_has_drafts_made_teaches_nothing() -> None:
     costs = CostModel(Device().measured(CHOICES), KEY_BYTES)
-    before = costs.decode_seconds(64, 0, 3)
-    costs.planned(0, StepShape(64, 64, 0, 0, 3))
-    costs.timed([(0, 0.5)])
-    assert costs.decode_seconds(64, 0, 3) == before
+    before = [costs.decode_seconds(64, 0, drafts) for drafts in (0, *CHOICES)]
+    costs.planned(0, StepShape(64, 64, 0, 0), 3)
+    costs.planned(1, StepShape(64, 128, 0, 0, 1), 3)
+    costs.timed([(0, 0.5), (1, 0.5)])
+    assert [costs.decode_seconds(64, 0, drafts) for drafts in (0, *CHOICES)] == before
 
 
 @pytest.mark.parametrize(("rows", "rate", "least"), [(256, 0.23, 0.97), (64, 0.8, 1.2)])

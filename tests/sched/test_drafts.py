@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.device_costs import KEY_BYTES, Device
 from helpers.plans import one_group
+from pagerunner.config import SpeculativeConfig
 from pagerunner.memory.manager import KVManager
-from pagerunner.sched.draft_length import DraftLength, FixedLength, LengthByRows
+from pagerunner.sched.costs import CostModel
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, LengthByRows
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
 
 
@@ -130,6 +134,39 @@ def test_a_row_whose_length_is_uncertain_waits_before_anybody_is_preempted() -> 
     assert bounds(plan_of(scheduler)) == [(31, 1), (31, 1)]
     commit(scheduler, second, [7], [8])
     assert scheduler.stats().preemptions_total == 0
+
+
+def test_rows_keep_their_drafts_where_a_drafter_has_no_pages_to_go_on() -> None:
+    """Two requests fill 4 pages. The tokens behind the first one's drafts would be in a fifth."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    scheduler = Scheduler(KVManager(one_group(4)), draft_length=FixedLength(3), goes_on=True, **limits)
+    add(scheduler, 27, 20, "a")
+    add(scheduler, 20, 20, "bb")
+    commit(scheduler, plan_of(scheduler), [7], [8])
+    assert bounds(plan_of(scheduler)) == [(27, 4), (20, 4)]
+    assert scheduler.stats().preemptions_total == 0
+
+
+def test_drafts_of_the_host_are_learned_and_priced_as_well() -> None:
+    """A text that repeats itself, and goes on otherwise: drafts of the host are all wrong."""
+    costs = CostModel(Device().measured((3, 7)), KEY_BYTES)
+    length = AdaptiveLength(costs, (3, 7))
+    words = SuffixDrafter(SpeculativeConfig(method="suffix", num_speculative_tokens=7))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 640}
+    scheduler = Scheduler(KVManager(one_group(40)), draft_length=length, costs=costs, words=words, **limits)
+    request = add(scheduler, 40)
+    request.prompt_token_ids[:] = [*range(1, 9)] * 5
+    before, seconds = length.expected(), [costs.decode_seconds(1, 0, drafts) for drafts in (0, 3, 7)]
+    for step in range(20):
+        plan = plan_of(scheduler)
+        drafts = max(row.num_tokens for row in plan.rows) - 1
+        timed = [] if plan.rows[0].tokens else [(plan.step_id, 4 * seconds[-1] if drafts else seconds[0])]
+        drafted = {0: drafts} if drafts and not plan.rows[0].tokens else {}
+        tokens = [[step % 8 + 1]]
+        scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=tokens, drafted=drafted, timed=timed))
+    assert length.expected()[3] < before[3] - 0.2
+    assert costs.decode_seconds(1, 0) < 1.1 * seconds[0]
+    assert sum(costs.decode_seconds(1, 0, drafts) for drafts in (3, 7)) > sum(seconds[1:])
 
 
 def test_rows_share_a_step_however_few_tokens_it_has() -> None:

@@ -66,7 +66,7 @@ class Engine:
         plan = self.in_flight.popleft()
         self.plans.append(plan)
         result = self.checker.run(plan)
-        timed = [(plan.step_id, self.device.run(StepShape.of(plan, plan.num_drafts)))]
+        timed = [(plan.step_id, self.device.run(StepShape.of(plan)))]
         result = msgspec.structs.replace(result, timed=timed)
         for update in self.scheduler.commit(plan, result):
             self.output.setdefault(update.request_id, []).extend(update.new_token_ids)

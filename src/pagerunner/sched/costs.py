@@ -183,9 +183,9 @@ class CostModel:
         """Whether steps were timed in which about so many rows generate, with so many drafts."""
         return drafts in self._decode and self._decode[drafts].covers(rows)
 
-    def planned(self, step_id: int, shape: StepShape) -> None:
-        """A step of this shape is under way. One that only has drafts made, and computes none yet, is neither a step with drafts nor one without."""
-        if shape.decode and shape.drafts and shape.tokens == shape.rows:
+    def planned(self, step_id: int, shape: StepShape, made: int = 0) -> None:
+        """A step of this shape is under way, which has `made` drafts of each row. One that computes fewer than it has made says what neither number takes."""
+        if shape.decode and made > shape.drafts:
             return
         self._planned[step_id] = shape
         if len(self._planned) > _LATE:

@@ -28,8 +28,11 @@ class DraftLength(Protocol):
     def most(self) -> int:
         """The most that `choose` returns."""
 
-    def choose(self, rows: int, keys: int) -> int:
-        """Drafts for each of `rows` that generate, whose sequences have `keys` tokens together."""
+    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
+        """Drafts for each of `rows` that generate, whose sequences have `keys` tokens together. A row has `room` for so many."""
+
+    def counted(self, drafts: int) -> int:
+        """The number that a step counts as whose rows have up to so many drafts."""
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """What became of a step's drafts."""
@@ -37,6 +40,10 @@ class DraftLength(Protocol):
 
 class _Unlearning:
     """What is chosen doesn't depend on what becomes of it."""
+
+    def counted(self, drafts: int) -> int:
+        """See DraftLength."""
+        return drafts
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """See DraftLength."""
@@ -48,9 +55,9 @@ class FixedLength(_Unlearning):
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def choose(self, rows: int, keys: int) -> int:
+    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
         """See DraftLength."""
-        return self.most
+        return int(min(self.most, room))
 
 
 class LengthByRows(_Unlearning):
@@ -62,9 +69,9 @@ class LengthByRows(_Unlearning):
         self._drafts = [drafts for _, drafts in numbers]
         self.most = max(self._drafts)
 
-    def choose(self, rows: int, keys: int) -> int:
+    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
         """See DraftLength."""
-        return self._drafts[max(bisect_right(self._firsts, rows) - 1, 0)]
+        return int(min(self._drafts[max(bisect_right(self._firsts, rows) - 1, 0)], room))
 
 
 class AdaptiveLength:
@@ -89,12 +96,12 @@ class AdaptiveLength:
         self._trial = self._trial_ends = self._trials = 0
         self._rows = self._looks_again = 0
 
-    def choose(self, rows: int, keys: int) -> int:
+    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
         """See DraftLength."""
         self._plans += 1
-        if self._plans < self._trial_ends:
+        if self._plans < self._trial_ends and self._trial <= room:
             return self._trial
-        if rows == self._rows and self._plans < self._looks_again:
+        if rows == self._rows and self._plans < self._looks_again and self._now <= room:
             return self._now
         self._rows, self._looks_again = rows, self._plans + _PLANS_ALIKE
         costs = self._costs
@@ -104,7 +111,8 @@ class AdaptiveLength:
         plain = costs.decode_seconds(rows, keys)  # what drafts cost is tried where it isn't known
         seconds = {k: costs.decode_seconds(rows, keys, k) if costs.knows(rows, k) else plain for k in self._choices}
         tokens = self.expected()
-        allowed = [drafts for drafts in self._choices if not drafts or seconds[drafts] <= self._target]
+        fit = [drafts for drafts in self._choices if drafts <= room]  # one cut down to its room would never be known
+        allowed = [drafts for drafts in fit if not drafts or seconds[drafts] <= self._target]
         brings = {drafts: tokens[drafts] / seconds[drafts] for drafts in allowed}
         best = max(allowed, key=brings.__getitem__)
         if brings[best] > _BETTER * brings.get(self._now, 0.0):
@@ -121,6 +129,10 @@ class AdaptiveLength:
             return self._now
         self._trial, self._trial_ends, self._trials = trial, self._plans + _TRIAL_PLANS, self._trials + 1
         return trial
+
+    def counted(self, drafts: int) -> int:
+        """See DraftLength: there are graphs of the choices."""
+        return next((choice for choice in self._choices if choice >= drafts), drafts)
 
     def expected(self) -> list[float]:
         """Tokens that a row can expect of a step, by its number of drafts."""

@@ -224,7 +224,10 @@ class Scheduler:
         while plan is None and self.manager.moves_unfinished:  # with nothing to run, nobody waits for the moves
             plan = self._planner.next_plan()
         if self._costs is not None and plan is not None and plan.rows:
-            self._costs.planned(plan.step_id, StepShape.of(plan, plan.num_drafts))
+            shape = StepShape.of(plan)
+            if shape.drafts and self._draft_length is not None:
+                shape = shape._replace(drafts=self._draft_length.counted(shape.drafts))
+            self._costs.planned(plan.step_id, shape, plan.num_drafts)
         return plan
 
     @property
@@ -284,7 +287,7 @@ class Scheduler:
         """Take the tokens of the oldest plan in flight. Returns one update per request that got something."""
         if self._costs is not None:
             self._costs.timed(result.timed)
-        if plan.num_drafts and self._draft_length is not None:
+        if (plan.num_drafts or plan.guesses) and self._draft_length is not None:
             self._draft_length.learn(plan, result)
         return commit(self._state, plan, result)
 

@@ -105,9 +105,9 @@ class StepPlanner:
     def _choose_drafts(self) -> int:
         """Most drafts of the plan's rows, or of those that they have made for them. All rows that generate have room for as many in one step."""
         running = self._state.running
-        room = self._max_num_batched_tokens // max(len(running), 1) - 1
-        keys = sum(sequence.scheduled for sequence in running)
-        return max(min(self._draft_length.choose(len(running), keys), room), 0)
+        room = max(self._max_num_batched_tokens // max(len(running), 1) - 1, 0)
+        generating = [sequence.scheduled for sequence in running if sequence.scheduled >= sequence.refill]
+        return self._draft_length.choose(max(len(generating), 1), sum(generating), room)
 
     def _schedule_running(
         self, budget: int, rows: list[StepRow], sequences: list[Sequence], turn: int | None = None
@@ -144,10 +144,12 @@ class StepPlanner:
             grant = sequence.grant
             assert grant is not None
             reach = end
-            if generates and self._goes_on and self._drafts > 1:  # for a prompt's end, windows would forget too much
+            if (
+                generates and self._goes_on and self._drafts > 1 and sequence.guide is None
+            ):  # for a prompt's end, windows would forget too much
                 low, reach = total - 1, max(min(end + self._drafts - 1, sequence.max_total), end)
             if reach > grant.capacity:
-                if not (reach := self._grow(sequence, grant, start, reach, low)):
+                if not (reach := self._grow(sequence, grant, start, end, reach, low)):
                     if sequence.grant is None:
                         break
                     continue
@@ -188,17 +190,19 @@ class StepPlanner:
         sequence.drafts = max(len(guess) - sequence.pending, 0)
         return Guess(-1, len(tokens), guess)
 
-    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int, low: int | None) -> int:
-        """`KVManager.grow`, which may preempt other sequences for their pages. Returns the end.
+    def _grow(self, sequence: Sequence, grant: Grant, start: int, end: int, reach: int, low: int | None) -> int:
+        """`KVManager.grow`, which may preempt other sequences for their pages. Returns how far there are pages: up to `reach`, where a drafter goes
+        on behind the row's `end`.
 
         0 if the sequence itself was preempted. 0, too, if it waits: for the next step, which may move more pages together,
-        for a transfer to end, or for steps in flight that may have accepted fewer drafts. Drafts are left out before anybody is preempted.
+        for a transfer to end, or for steps in flight that may have accepted fewer drafts. What a drafter computes ahead, and then drafts, are left out before anybody
+        is preempted.
         """
-        while not (found := self._manager.grow(grant, start, end, low)):
+        while not (found := self._manager.grow(grant, start, reach, low)):
             if self._manager.waits:
                 return 0
-            if low is not None and end > start + 1:
-                end = start + 1
+            if reach > end or (low is not None and end > start + 1):
+                end = reach = end if reach > end else start + 1
                 if end <= grant.capacity:
                     return end
                 continue

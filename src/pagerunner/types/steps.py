@@ -24,9 +24,10 @@ class StepShape(NamedTuple):
     decode: bool = True
 
     @classmethod
-    def of(cls, plan: StepPlan, drafts: int = 0) -> StepShape:
+    def of(cls, plan: StepPlan) -> StepShape:
         """The size of a plan's step."""
         keys = pairs = tokens = prompts = 0
+        most = 1
         for _, start, count, known, _ in plan.rows:
             tokens += count
             if known:
@@ -34,7 +35,8 @@ class StepShape(NamedTuple):
                 pairs += pairs_of(start, count)
             else:
                 keys += start + count
-        return cls(len(plan.rows), tokens, keys, pairs, drafts, not prompts)
+                most = max(most, count)
+        return cls(len(plan.rows), tokens, keys, pairs, most - 1, not prompts)
 
 
 def pairs_of(start: int, count: int) -> int:
