@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -119,10 +120,10 @@ class AnyLength(FixedLength):
         super().__init__(most)
         self._rng = random.Random(seed)
 
-    def choose(self, rows: int, keys: int) -> int:
+    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
         """Some number, often the most."""
         assert keys >= 0
-        return self._rng.choice((self.most, self._rng.randint(0, self.most)))
+        return int(min(self._rng.choice((self.most, self._rng.randint(0, self.most))), room))
 
 
 def token_costs() -> CostModel:
