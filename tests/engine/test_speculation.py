@@ -149,6 +149,14 @@ def test_how_many_tokens_a_drafter_was_made_for(model: str, tmp_path: Path) -> N
             "num_speculative_tokens=4 must be a multiple of 3",
         ),
         ({"model": str(tmp_path / "eagle3-4")}, "method 'eagle3' needs num_speculative_tokens"),
+        *(
+            ({"model": write(tmp_path / f"eagle3-{said}", make_config("llama") | {"n_predict": said})}, words)
+            for said, words in (
+                (64, "config.json says that the drafter predicts 64 tokens, and it must be from 1 to 32"),
+                (-1, "predicts -1 tokens"),
+                (True, "needs num_speculative_tokens"),
+            )
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             resolved(model, options)
@@ -182,6 +190,7 @@ TABLE = "num_speculative_tokens_per_batch_size"
         (NGRAM | {"suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth=8 changes nothing with method 'ngram'"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min=2 changes nothing with method 'suffix'"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "max_tree_depth must be from 1 to 64, got 0"),
+        ({"method": "suffix", "num_speculative_tokens": 6, "suffix_decoding_max_tree_depth": 5}, "=6 must be at most .*max_tree_depth=5"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob must be from 0 to 1, got 1.5"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be from 0"),
         (NGRAM | {TABLE: []}, "must have an entry"),

@@ -21,13 +21,13 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
     assert expected.step_id == plan.step_id == result.step_id, "plans are committed in the order of their making"
     updates: list[RequestUpdate] = []
     more = bool(result.errors or result.prompt_logprobs or result.pooled)
-    logprobs, drafted = result.logprobs, result.drafted
+    logprobs, drafted, drafts = result.logprobs, result.drafted, state.counts.spec is not None
     for number, (row, sequence, token_ids) in enumerate(zip(plan.rows, sequences, result.token_ids, strict=True)):
         sequence.in_flight -= 1
         sequence.pending -= row.samples
         if sequence.finished:
             continue
-        if drafted and row.num_tokens > len(token_ids) and not row.tokens and sequence.grant is not None:
+        if drafts and row.num_tokens > len(token_ids) and not row.tokens and sequence.grant is not None:
             sequence.scheduled -= row.num_tokens - len(token_ids)  # drafts that were wrong
         try:
             if more and (update := _end_row(state, sequence, row, number, result)) is not None:

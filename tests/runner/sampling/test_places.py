@@ -11,6 +11,8 @@ import torch
 from pagerunner.ops.accept import accept
 from pagerunner.ops.batch import SlotState
 from pagerunner.runner.sampling import SampledRows, Sampler
+from pagerunner.runner.sampling import sampler as sampler_module
+from pagerunner.runner.sampling.layout import Layout, build_layout
 from pagerunner.types import SamplingParams, TokenLogprobs
 from runner.sampling.support import fill, write_settings
 
@@ -45,6 +47,28 @@ def sampler_of(names: list[str], num_drafts: int = 0) -> Sampler:
         fill(sampler, slot, params, seed=slot, prompt=PROMPT, **more)
     write_settings(sampler)
     return sampler
+
+
+def test_layouts_of_many_rows_with_drafts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 rows of 9 places are 36 layouts."""
+    slots = list(range(256))
+    sampler = sampler_of(["penalised"] * len(slots), num_drafts=8)
+    built: list[int] = []
+
+    def build(odd: list[int], *given: Any) -> Layout:
+        built.append(len(odd))
+        return build_layout(odd, *given)
+
+    monkeypatch.setattr(sampler_module, "build_layout", build)
+    width = 9
+    places = [slot for slot in slots for _ in range(width)]
+    drafts = torch.full((len(slots) + 1, 8), -1)
+    rows = SampledRows(
+        slots, [3] * 256, torch.tensor(places), torch.tensor([2] * 256 * width), width, [width] * 256, drafts
+    )
+    for _ in range(3):
+        sampler.sample(torch.zeros(256 * width, V), rows)
+    assert built == [64] * 36
 
 
 def one_by_one(names: list[str]) -> list[tuple[list[int], list[TokenLogprobs | None]]]:

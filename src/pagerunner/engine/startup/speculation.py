@@ -130,7 +130,11 @@ def read_options(given: str | dict[str, Any] | None) -> SpeculativeOptions | Non
         name = key.replace("-", "_")
         if name not in types:
             near = difflib.get_close_matches(name, types, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(types)}."
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"it knows {', '.join(name for name in types if name not in _REFUSED)}."
+            )
             raise ConfigError(f"speculative_config has no {key!r}; {hint}")
         if name in taken:
             raise ConfigError(
@@ -319,9 +323,8 @@ def _check_engine(method: SpeculativeMethod, model: ModelConfig, args: EngineArg
 def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, args: EngineArgs) -> int:
     """The most drafts of a row, as asked for or as the drafter was made for."""
     asked = options.num_speculative_tokens
-    made_for = (
-        _predicted(read_json(Path(options.model or args.model) / "config.json")) if method in _WITH_WEIGHTS else None
-    )
+    path = Path(options.model or args.model) / "config.json"
+    made_for = _predicted(read_json(path)) if method in _WITH_WEIGHTS else None
     if method == "mtp" and made_for == 0:
         raise ConfigError(
             f'speculative_config: method "mtp" needs layers that predict, and config.json of {args.model} says that there are none.'
@@ -333,9 +336,19 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, args: En
             raise ConfigError(
                 f"speculative_config: method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as {_EXAMPLE}."
             )
+        if not 1 <= made_for <= MOST_TOKENS:
+            raise ConfigError(
+                f"speculative_config: {path} says that the drafter predicts {made_for} tokens, and it must be from 1 to {MOST_TOKENS}. Give "
+                "num_speculative_tokens."
+            )
         return made_for
     if not 1 <= asked <= MOST_TOKENS:
         raise ConfigError(f"speculative_config: num_speculative_tokens must be from 1 to {MOST_TOKENS}, got {asked}.")
+    if method == "suffix" and asked > options.suffix_decoding_max_tree_depth:
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens={asked} must be at most suffix_decoding_max_tree_depth={options.suffix_decoding_max_tree_depth}: no "
+            "more tokens are ever drafted."
+        )
     if made_for and asked > made_for and asked % made_for:
         raise ConfigError(
             f"speculative_config: num_speculative_tokens={asked} must be a multiple of {made_for}, which the drafter's config.json says that it predicts."
@@ -349,13 +362,13 @@ def _predicted(values: Mapping[str, Any]) -> int | None:
     places: Collection[Mapping[str, Any]] = (values, inner if isinstance(inner, dict) else {})
     for place in places:
         for name in ("n_predict", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
-            if isinstance(found := place.get(name), int):
+            if type(found := place.get(name)) is int:
                 return found
     speculators = values.get("speculators_config")
     proposals = speculators.get("proposal_methods") if isinstance(speculators, dict) else None
     first = proposals[0] if isinstance(proposals, list) and proposals else None
     found = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return found if isinstance(found, int) else None
+    return found if type(found) is int else None
 
 
 def _lookup(options: SpeculativeOptions) -> tuple[int, int]:

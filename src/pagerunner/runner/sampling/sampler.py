@@ -39,7 +39,7 @@ from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-_KEPT_LAYOUTS = 32
+_LEAST_LAYOUTS = 32
 _ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
 
 BAD_LOGITS = (
@@ -150,7 +150,10 @@ class Sampler:
         # Latest generated tokens, newest last: what the last token of a bad word may follow.
         self._recent = torch.full((max_num_seqs, _recent_width()), -1, dtype=torch.int32, device=self._device)
         self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...], int], Layout] = {}
-        self._best_copies = BestCopies(max_num_seqs * (1 + num_drafts), self._device)
+        # those of two steps in which all places are odd: were there fewer, none would be found again
+        places = max_num_seqs * (1 + num_drafts)
+        self._most_layouts = max(_LEAST_LAYOUTS, 2 * -(-places // _ODD_ROWS_AT_ONCE))
+        self._best_copies = BestCopies(places, self._device)
         self._bounds = num_drafts > 0  # lengths that come from the host
 
     @property
@@ -309,7 +312,7 @@ class Sampler:
             params = [p for p in map(self._params.__getitem__, key[1]) if p is not None]
             assert len(params) == len(odd), "a slot was sampled that holds no request"
             layout = build_layout(odd, key[1], params, self._vocab_size, self._device, width)
-            if len(self._layouts) >= _KEPT_LAYOUTS:
+            if len(self._layouts) >= self._most_layouts:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = layout
         return layout
