@@ -184,6 +184,7 @@ TABLE = "num_speculative_tokens_per_batch_size"
         ({"method": "custom_class"}, "names code to run"),
         ({"method": "eagle3"}, "'eagle3' needs model"),
         ({"method": "mtp", "model": "other"}, "names another one"),
+        ({"method": "mtp"}, "models of model_type llama have no multi-token prediction module"),
         (NGRAM | {"model": "org/drafter"}, "method 'ngram' has no weights, so model='org/drafter' changes nothing"),
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be from 1 to 64, got 0"),
         (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3"),

@@ -194,7 +194,7 @@ def resolve_speculation(args: EngineArgs, model: ModelConfig) -> SpeculativeConf
     method = _method(options, args)
     _check_fields(options, method, args)
     _check_engine(method, model, args)
-    most = _num_tokens(options, method, args)
+    most = _num_tokens(options, method, model, args)
     smallest, largest = _lookup(options)
     return SpeculativeConfig(
         method=method,
@@ -320,7 +320,7 @@ def _check_engine(method: SpeculativeMethod, model: ModelConfig, args: EngineArg
         raise ConfigError(f"{what} isn't there for {model.family}; it works with {', '.join(sorted(families))}.")
 
 
-def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, args: EngineArgs) -> int:
+def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: ModelConfig, args: EngineArgs) -> int:
     """The most drafts of a row, as asked for or as the drafter was made for."""
     asked = options.num_speculative_tokens
     path = Path(options.model or args.model) / "config.json"
@@ -333,6 +333,8 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, args: En
         return min(options.suffix_decoding_max_tree_depth, SUFFIX_TOKENS)
     if asked is None:
         if not made_for:
+            if method == "mtp":
+                model.mtp()  # if there is no module, that is the reason
             raise ConfigError(
                 f"speculative_config: method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as {_EXAMPLE}."
             )
