@@ -8,6 +8,8 @@ from helpers.device_costs import KEY_BYTES, Device
 from helpers.plans import one_group
 from pagerunner.config import SpeculativeConfig
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.planner import plan_memory
+from pagerunner.memory.specs import FullKV, WindowKV
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, LengthByRows
 from pagerunner.sched.scheduler import Scheduler
@@ -145,6 +147,40 @@ def test_rows_keep_their_drafts_where_a_drafter_has_no_pages_to_go_on() -> None:
     commit(scheduler, plan_of(scheduler), [7], [8])
     assert bounds(plan_of(scheduler)) == [(27, 4), (20, 4)]
     assert scheduler.stats().preemptions_total == 0
+
+
+def test_no_two_pages_of_a_window_share_a_column_where_a_drafter_goes_on() -> None:
+    """8 drafts a row, two plans in flight, and steps of 18 tokens: bounds are further apart than a step is long."""
+    plan = plan_memory(
+        [FullKV(1, 4, "float32"), WindowKV(1, 4, "float32", window=8)],
+        page_tokens=4,
+        budget_bytes=None,
+        num_pages_override=400,
+        model_max_len=512,
+        max_num_seqs=2,
+        max_num_batched_tokens=18,
+        max_in_flight=2,
+        num_drafts=8,
+    )
+    window = next(group for group in plan.groups if group.rule.forgets)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "max_model_len": 512, "max_in_flight": 2}
+    scheduler = Scheduler(KVManager(plan), draft_length=FixedLength(8), goes_on=True, **limits)
+    add(scheduler, 9)
+    most, flight, columns = 0, [], dict[int, int]()
+    for _ in range(12):
+        while (made := scheduler.schedule()) is not None:
+            flight.append(made)
+            for write in made.table_writes:
+                if plan.groups[write.group] is window:
+                    columns.update((write.first + at, entry) for at, entry in enumerate(write.entries))
+            row = made.rows[0]
+            low = row.start - 8 * (len(flight) - 1) - 7 if not row.tokens else row.start
+            held = max(columns) - max(low, 0) // 4 + 1
+            most = max(most, held)
+            assert held <= window.table_width
+        done = flight.pop(0)
+        commit(scheduler, done, [5] if done.rows[0].tokens else [5] * done.rows[0].num_tokens)
+    assert most > 7, "fewer than a table for steps alone would have"
 
 
 def test_drafts_of_the_host_are_learned_and_priced_as_well() -> None:
