@@ -11,6 +11,7 @@ import pytest
 from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.once import made_once
+from helpers.patience import until
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -69,6 +70,9 @@ def nothing_held(llm: LLM) -> None:
     scheduler = llm._core._scheduler
     while llm._core.has_work:
         llm._core.step()
+    below = scheduler.tiers.below
+    if below is not None:  # a disk's writes hold their pages, and an engine doesn't wait for them
+        until(lambda: below.settle() or not below._writes)
     scheduler.manager.check_integrity()
     assert not any(scheduler.manager.pool.used) and not scheduler.tiers.busy
     scheduler.tiers.host.pool.check()
