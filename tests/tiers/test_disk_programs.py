@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_pages import files, found, opened, read, write
+from pagerunner.tiers.disk import WRITE_THREADS
 
 SMALL = 8 * 64 * 1024
 
@@ -42,7 +43,8 @@ def test_a_killed_engine_has_lost_nothing_that_was_written(tmp_path: Path, after
     assert found(store, written) == written
     assert read(store, written) == [True] * len(written)
     beyond = found(store, range(len(written), len(written) + 100))
-    assert read(store, beyond) == [True] * len(beyond)  # written, and not told any more
+    # Written, and not told any more. Those that the kill has met may be found and not be whole, which reading notices.
+    assert read(store, beyond).count(False) <= WRITE_THREADS
     assert write(store, [200_000]) == [True]
     store.close()
 
