@@ -7,6 +7,7 @@ checkpoint by their names there.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def gated(x: torch.Tensor, w: Weights, prefix: str) -> torch.Tensor:
     )
 
 
-class Reference:
+class Reference(ABC):
     """What all share. `embed` and `head` are the target's weights."""
 
     def __init__(self, weights: Weights, config: dict[str, Any], embed: torch.Tensor, head: torch.Tensor) -> None:
@@ -89,8 +90,9 @@ class Reference:
             hidden, ids = torch.cat((hidden, left[-1:])), [*ids, found[-1]]
         return found, x, left
 
+    @abstractmethod
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """Of all positions: inputs of the output weights, and hidden states."""
 
 
 class EagleLayers(Reference):

@@ -25,7 +25,7 @@ class PlantedDrafter:
     right = 0.5
     made = 0
     checks = True
-    goes_on = False
+    onward = None
 
     def __init__(self, state: SlotState) -> None:
         self._state, self._rng = state, random.Random(3)

@@ -40,7 +40,6 @@ from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer
 from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.spec import Computed, Drafter, NoDrafts, Verified
-from pagerunner.runner.spec.hidden import HiddenDrafter
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import StagedStep, Staging
 from pagerunner.runner.step_costs import measure_steps, steps_to_time
@@ -132,9 +131,9 @@ class ModelRunner:
         self._scorer = PromptScorer()
         self._pooler = HiddenStatePooler()
         self._taken_TX = torch.empty(0)
-        if isinstance(self._drafter, HiddenDrafter):
+        if self._drafter.onward is not None:
             most = max((key.tokens for key in self._graphs.keys if key.decode), default=0)
-            self._taken_TX = self._drafter.room_for(most)
+            self._taken_TX = self._drafter.onward.room_for(most)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -204,7 +203,9 @@ class ModelRunner:
         else:
             alone = step.num_places < step.where.tokens and not needs_hidden
             batch = self._builder.eager(step, plan.state_saves, last_alone=alone, most_tokens=plan.most_tokens)
-            hidden_TD, taken_TX = self._model.run(batch) if self._drafter.goes_on else (self._model(batch), None)
+            hidden_TD, taken_TX = (
+                self._model.run(batch) if self._drafter.onward is not None else (self._model(batch), None)
+            )
         computed = self._computed(step, batch, taken_TX, None if captured is None else captured.states)
         found = self._sample(hidden_TD, step, plan, computed, alone=alone)
         self._tell(step, found)
@@ -414,7 +415,7 @@ class ModelRunner:
 
         Mixed step: hidden states. Decode step: logits, sampled tokens, and the largest logits; of a stage that isn't the last: the stream.
         """
-        if self._drafter.goes_on:
+        if self._drafter.onward is not None:
             hidden_TD, taken_TX = self._model.run(batch)
             assert taken_TX is not None, "the model leaves nothing for its drafter"
             if not decode:
@@ -433,15 +434,17 @@ class ModelRunner:
 
     def _work_on(self, key: GraphKey, batch: ForwardBatch, states: Sequence[Any]) -> None:
         """What the second part of a decode step's graph does, once what is sampled is settled: it drafts as many tokens as the step had."""
-        assert isinstance(self._drafter, HiddenDrafter)
+        assert self._drafter.onward is not None, "others have no second part"
         places_S = torch.arange(0, key.tokens, key.stride or 1, device=self._taken_TX.device)
         slots_S = self._builder.tensors.sample_slots[: key.tokens : key.stride or 1]
-        self._drafter.go_on(Computed((), batch, self._taken_TX[: key.tokens], places_S, states), slots_S, key.drafts)
+        self._drafter.onward.go_on(
+            Computed((), batch, self._taken_TX[: key.tokens], places_S, states), slots_S, key.drafts
+        )
 
     @property
     def _second(self) -> SecondWork | None:
         """What decode steps' graphs have a second part for, if anything."""
-        return self._work_on if self._drafter.goes_on else None
+        return self._work_on if self._drafter.onward is not None else None
 
     def _settle(
         self,
@@ -523,7 +526,7 @@ class ModelRunner:
     ) -> Sampled:
         """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are settled already."""
         count = step.num_places
-        taken_TX = self._taken_TX[: captured.key.tokens] if self._drafter.goes_on else None
+        taken_TX = self._taken_TX[: captured.key.tokens] if self._drafter.onward is not None else None
         computed = self._computed(step, captured.batch, taken_TX, captured.states)
         drawn = tokens_S[:count], best_S[:count], found_S[:count]
         return self._sample_logits(logits_SV[:count], step, plan, computed, drawn, captured)

@@ -181,7 +181,7 @@ def make_runner(
         unpacks=unpacks,
         kernels=kernels if device.type == "cuda" and has_triton() else (),
         agree=partial(union, everybody),
-        recorded=RecordedSteps() if ranks == 1 and not drafter.goes_on and _can_record(config, backends) else None,
+        recorded=RecordedSteps() if ranks == 1 and drafter.onward is None and _can_record(config, backends) else None,
         stage=None if stage is None else StageTokens(stage, state, config.max_in_flight),
         transfers=transfers,
         drafter=drafter,

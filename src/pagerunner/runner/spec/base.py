@@ -37,10 +37,22 @@ class Computed(NamedTuple):
     states: Sequence[Any] | None = None
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of slots, and leaves them in the slots' state. One that `goes_on` does so from what the model has computed."""
+class OnwardDrafter(Protocol):
+    """One that goes on from what the model has computed. That may be a part of a graph."""
 
-    goes_on: bool
+    def room_for(self, tokens: int) -> torch.Tensor:
+        """Room for what the model leaves of so many tokens, [T, X]."""
+
+    def go_on(self, computed: Computed, slots_S: torch.Tensor, count: int) -> None:
+        """Draft so many tokens for each of `slots` (-1: padding). The slots know already what the step has led to."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of slots, and leaves them in the slots' state."""
+
+    @property
+    def onward(self) -> OnwardDrafter | None:
+        """Itself, if it goes on from what the model has computed."""
 
     def init_slot(self, init: SlotInit) -> None:
         """A request takes a slot; nothing of the slot's former request remains."""
@@ -48,14 +60,14 @@ class Drafter(Protocol):
     def draft(self, verified: Verified | None, count: int, computed: Computed | None) -> None:
         """Write `count` drafts for the next step of each row, -1 where there is none. Called after each step that samples, also for 0 drafts.
 
-        One that goes on is also called after steps that sample nothing (`verified` is None), and alone has `computed`.
+        An onward one is also called after steps that sample nothing (`verified` is None), and alone has `computed`.
         """
 
 
 class NoDrafts:
     """An engine without drafts."""
 
-    goes_on = False
+    onward = None
 
     def init_slot(self, init: SlotInit) -> None:
         """See Drafter."""

@@ -33,8 +33,6 @@ class HiddenDrafter:
     Its pieces of memory are the last `num_layers`. `vocabulary`: of several ranks each computes the logits of its own token ids.
     """
 
-    goes_on = True
-
     def __init__(
         self,
         model: DraftModel,
@@ -52,8 +50,13 @@ class HiddenDrafter:
         self._first_layer = len(builder.layers) - num_layers
         self._none = torch.empty(0, dtype=torch.int64, device=device)
 
+    @property
+    def onward(self) -> HiddenDrafter:
+        """See Drafter."""
+        return self
+
     def room_for(self, tokens: int) -> torch.Tensor:
-        """Room for what the target leaves of so many tokens, [T, X]."""
+        """See OnwardDrafter."""
         return torch.empty(tokens, self._model.taken_size, dtype=self._model.taken_dtype, device=self._none.device)
 
     def init_slot(self, init: SlotInit) -> None:
@@ -67,7 +70,7 @@ class HiddenDrafter:
         self.go_on(computed, slots_S, count)
 
     def go_on(self, computed: Computed, slots_S: torch.Tensor, count: int) -> None:
-        """Draft so many tokens for each of `slots` (-1: padding). The slots know already what the step has led to.
+        """See OnwardDrafter.
 
         The pages of the step's tokens are filled even if nothing is drafted.
         """

@@ -14,7 +14,7 @@ from pagerunner.types import SlotInit
 class NgramDrafter:
     """One launch a step. A prompt comes from the host once, with the request."""
 
-    goes_on = False
+    onward = None
 
     def __init__(self, state: SlotState, max_model_len: int, least: int, most: int) -> None:
         """`least` and `most`: how many of a text's last tokens must have stood before, and how many are looked at."""
