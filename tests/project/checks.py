@@ -57,6 +57,7 @@ PEERS: set[tuple[str, str]] = {
     ("sched", "tiers"),
     ("tiers", "memory"),
     ("text", "models"),
+    ("lora", "models"),
     ("cli", ""),
     ("cli", "llm"),
     ("cli", "server"),

@@ -1,0 +1,278 @@
+"""Reading an adapter from a PEFT directory: every tensor lands on a matrix of the model, or the error names it.
+
+The tensors that are there are the truth; the config's targets must agree with them. Experts come in two forms. Either each expert's
+matrices have their own A and B, or one pair is for one matrix of all experts:
+
+    ….experts.3.gate_proj.lora_A.weight    [r, D]        ….experts.3.gate_proj.lora_B.weight    [I, r]
+    ….experts.base_layer.lora_A.weight     [E r, D]      ….experts.base_layer.lora_B.weight     [2 I, r E]    gate_up_proj
+    ….experts.lora_A.weight                [E r, I]      ….experts.lora_B.weight                [D, r E]      down_proj
+
+Of the second form the reader makes the first one. Shape letters: I input features, O output features, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.linear import Linear
+from pagerunner.layers.module import Module
+from pagerunner.layers.moe import Experts
+from pagerunner.lora.config import AdapterConfig, read_config
+from pagerunner.models.checkpoint.loader import opened, own_name
+from pagerunner.quant.sinks import FLOATS, name_of
+
+TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_OTHER_TENSORS = {
+    ".lora_magnitude_vector": "DoRA isn't supported",
+    ".lora_B.bias": "biases of adapters (lora_bias) aren't supported",
+    ".lora_embedding_A": "adapters of the embedding aren't supported",
+    ".lora_embedding_B": "adapters of the embedding aren't supported",
+    ".base_layer.weight": "it replaces weights of the base, which isn't supported",
+}
+
+
+class Target(NamedTuple):
+    """A matrix of the model that may have an adapter: the layer that holds it, which part of it, and its sizes. `refused`: why it can't have one."""
+
+    owner: Module
+    part: str
+    out_features: int
+    in_features: int
+    refused: str = ""
+
+
+class Targets(NamedTuple):
+    """By names of the checkpoint: every matrix, and every layer's experts."""
+
+    matrices: dict[str, Target]
+    experts: dict[str, Experts]
+
+    @classmethod
+    def of(cls, model: Module) -> Targets:
+        """Those of a model, which needs no memory yet."""
+        matrices: dict[str, Target] = {}
+        experts: dict[str, Experts] = {}
+        drafter = getattr(model, "drafter", None)
+        others = set(drafter.modules()) if isinstance(drafter, Module) else set()
+        for owner, part, name in model.sources():
+            if owner in others:
+                continue
+            if isinstance(owner, Experts):
+                experts[name.removesuffix(f".{part}")] = owner
+                _, features, inner = owner.sizes
+                down = part.endswith(f".{owner.checkpoint_names.down}")
+                matrices[name] = Target(owner, part, *((features, inner) if down else (inner, features)))
+            elif isinstance(owner, Linear):
+                why = "its weights are read as one matrix by products of another shape" if owner.needs_dense else ""
+                why = "it stays in the model's dtype, as output weights do" if owner.plain else why
+                matrices[name] = Target(owner, part, owner.parts[part], owner.in_features, why)
+        return cls(matrices, experts)
+
+
+class LowRank(NamedTuple):
+    """What is added to one matrix's product: `B (A x)`. The scale is in B already."""
+
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return int(self.a_RI.shape[0])
+
+
+class Adapter(NamedTuple):
+    """An adapter's products by the names of the model's matrices. `digest`: equal for equal tensors with equal scales, whatever their file is called."""
+
+    digest: str
+    base: str
+    products: dict[str, LowRank]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its products."""
+        return max(product.rank for product in self.products.values())
+
+
+def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> Adapter:
+    """Read the adapter in `directory` for the matrices `targets`, in `dtype`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor doesn't suit the model; the message names it.
+        ConfigError: the config asks for what isn't computed, or for a rank above `max_rank`.
+    """
+    config = read_config(directory)
+    if config.most_rank > max_rank:
+        raise ConfigError(
+            f"{directory}: the adapter has rank {config.most_rank}, and at most {max_rank} is served; raise max_lora_rank."
+        )
+    reading = _Reading(directory, config, targets, dtype)
+    reading.take(_tensors(directory))
+    reading.check_all_there()
+    return Adapter(reading.digest(), config.base, dict(sorted(reading.products.items())))
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    file = directory / TENSORS
+    if not file.is_file():
+        pickles = sorted(one.name for one in directory.glob("adapter_model.bin"))
+        hint = f" {pickles[0]} is a pickle, which is never read; convert it to safetensors." if pickles else ""
+        raise CheckpointError(f"{directory} has no {TENSORS}.{hint}")
+    with opened(file) as held:
+        return {name: held.get_tensor(name) for name in sorted(held.keys())}
+
+
+class _Reading:
+    """Lays one file's tensors onto the model's matrices."""
+
+    def __init__(self, directory: Path, config: AdapterConfig, targets: Targets, dtype: torch.dtype) -> None:
+        self.file, self.config, self.targets, self.dtype = directory / TENSORS, config, targets, dtype
+        self.products: dict[str, LowRank] = {}
+        self._asked: dict[str, str] = {}
+        """Modules and parameters of the model that the file has tensors for, and what the file calls them, which patterns are for."""
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """All tensors, in pairs."""
+        pairs: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype not in FLOATS:
+                raise CheckpointError(f"{self.file}: {name} has dtype {name_of(tensor.dtype)}, and floats are needed.")
+            if not torch.isfinite(tensor).all():
+                raise CheckpointError(f"{self.file}: {name} holds values that are infinite or no numbers.")
+            self._hash.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            self._hash.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            pairs.setdefault(self._module_of(name, tensor), {})[name[-len(_A) :]] = tensor
+        for theirs, pair in pairs.items():
+            for end in (_A, _B):
+                if end not in pair:
+                    raise CheckpointError(
+                        f"{self.file} lacks the tensor {_PREFIX}{theirs}{end}, whose other half it has."
+                    )
+            self._take_pair(theirs, pair[_A], pair[_B])
+        if not self.products:
+            raise CheckpointError(f"{self.file} has no tensors, so the adapter would do nothing.")
+
+    def check_all_there(self) -> None:
+        """Raise CheckpointError for the first matrix that the config names and the file lacks."""
+        one_by_one = {self.targets.matrices[name].owner for name in self._asked if name in self.targets.matrices}
+        for name, target in self.targets.matrices.items():
+            if isinstance(target.owner, Experts) and target.owner not in one_by_one:
+                continue  # in the trainer's model these experts may have been no modules
+            if name not in self._asked and not target.refused and self.config.asks_for(name):
+                raise CheckpointError(f"{self.file} lacks {_PREFIX}{name}{_A}, which target_modules asks for.")
+        for experts in self.targets.experts:
+            for matrix in ("gate_up_proj", "down_proj"):
+                name = f"{experts}.{matrix}"
+                if name not in self._asked and self.config.asks_for_parameter(name):
+                    raise CheckpointError(f"{self.file} lacks the tensors of {name}, which target_parameters asks for.")
+
+    def digest(self) -> str:
+        """32 hexadecimal digits."""
+        for name, theirs in sorted(self._asked.items()):
+            self._hash.update(f"{name} {self.config.scale_of(theirs)!r};".encode())
+        return self._hash.hexdigest()
+
+    def _module_of(self, name: str, tensor: torch.Tensor) -> str:
+        """The module that a tensor belongs to, in the file's words."""
+        for end, why in _OTHER_TENSORS.items():
+            if name.endswith((end, f"{end}.weight")):
+                raise CheckpointError(f"{self.file}: {name}: {why}.")
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)) or tensor.dim() != 2:
+            raise CheckpointError(
+                f"{self.file}: {name} {list(tensor.shape)} is no tensor of an adapter ({_PREFIX}<module>{_A} or {_B})."
+            )
+        return name[len(_PREFIX) : -len(_A)]
+
+    def _take_pair(self, theirs: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        name = own_name(theirs, self.targets.matrices)
+        target = self.targets.matrices.get(name)
+        if target is not None:
+            if target.refused:
+                raise CheckpointError(f"{self.file}: {theirs} can't have an adapter: {target.refused}.")
+            if not self.config.asks_for(theirs) and not self.config.asks_for(name):
+                raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A} isn't among target_modules.")
+            rank = self._rank(theirs, theirs, a.shape[0])
+            self._check_shapes(theirs, a, b, (rank, target.in_features), (target.out_features, rank))
+            self._land(name, theirs, a, b)
+            self._asked[name] = theirs
+            return
+        inner = theirs.endswith(".base_layer")
+        name = own_name(theirs.removesuffix(".base_layer"), self.targets.experts)
+        experts = self.targets.experts.get(name)
+        if experts is None:
+            raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A}: the model has no such matrix.")
+        self._take_experts(theirs, name, self._fused_matrix(theirs, name, inner), experts, a, b)
+
+    def _fused_matrix(self, theirs: str, experts: str, inner: bool) -> str:
+        """Which matrix of all experts a pair is for. Wrappers are nested in the order of the parameters, gate_up_proj's innermost."""
+        asked = [one for one in ("gate_up_proj", "down_proj") if self.config.asks_for_parameter(f"{experts}.{one}")]
+        if not asked or (inner and len(asked) == 1):
+            raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A} isn't among target_parameters.")
+        return asked[0] if inner else asked[-1]
+
+    def _take_experts(
+        self, theirs: str, name: str, matrix: str, owner: Experts, a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        """A pair for one matrix of all experts: a pair for each expert and each of its matrices."""
+        experts, features, inner = owner.sizes
+        down = matrix == "down_proj"
+        outputs, inputs = (features, inner) if down else (2 * inner, features)
+        asked = f"{theirs.removesuffix('.base_layer')}.{matrix}"
+        rank = self._rank(asked, theirs, a.shape[0] / experts)
+        if outputs == inputs and not owner.transposed:
+            raise CheckpointError(
+                f"{self.file}: {theirs} is of matrices of {inputs} by {outputs}, so its shape doesn't say whether it was written by PEFT 0.19.1 or "
+                "later, or before, when A and B had each other's place. Save the adapter with a tensor for each expert."
+            )
+        if (
+            tuple(a.shape) == (experts * rank, outputs)
+            and tuple(b.shape) == (inputs, rank * experts)
+            and not owner.transposed
+        ):
+            a_ERI = b.view(inputs, rank, experts).permute(2, 1, 0)
+            b_EOR = a.view(experts, rank, outputs).transpose(1, 2)
+        else:
+            self._check_shapes(theirs, a, b, (experts * rank, inputs), (outputs, rank * experts))
+            a_ERI = a.view(experts, rank, inputs)
+            b_EOR = b.view(outputs, rank, experts).permute(2, 0, 1)
+        gate, up = slice(0, inner), slice(inner, 2 * inner)
+        if owner.interleaved:
+            gate, up = slice(0, None, 2), slice(1, None, 2)
+        names = owner.checkpoint_names
+        parts = {names.down: slice(None)} if down else {names.gate: gate, names.up: up}
+        for expert in range(experts):
+            for part, rows in parts.items():
+                self._land(f"{name}.{expert}.{part}", asked, a_ERI[expert], b_EOR[expert, rows])
+        self._asked[f"{name}.{matrix}"] = asked
+
+    def _rank(self, asked: str, theirs: str, found: float) -> int:
+        rank = self.config.rank_of(asked)
+        if rank != found:
+            raise CheckpointError(
+                f"{self.file}: {_PREFIX}{theirs}{_A} has rank {found:g}, and the config says {rank} (r or rank_pattern)."
+            )
+        return rank
+
+    def _check_shapes(
+        self, theirs: str, a: torch.Tensor, b: torch.Tensor, shape_a: tuple[int, int], shape_b: tuple[int, int]
+    ) -> None:
+        for end, tensor, shape in ((_A, a, shape_a), (_B, b, shape_b)):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{self.file}: {_PREFIX}{theirs}{end} has shape {list(tensor.shape)}; the model asks for {list(shape)}."
+                )
+
+    def _land(self, name: str, asked: str, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
+        if name in self.products:
+            raise CheckpointError(f"{self.file} has tensors of {name} twice, alone and with all experts.")
+        scaled_OR = (b_OR.float() * self.config.scale_of(asked)).to(self.dtype)
+        self.products[name] = LowRank(a_RI.to(self.dtype).contiguous(), scaled_OR.contiguous())
