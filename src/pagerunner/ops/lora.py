@@ -1,0 +1,133 @@
+"""What adapters add to products with weight matrices: `B (A x)` for the rows that have an adapter, each its own.
+
+Adapters lie in *blocks* of 16 ranks anywhere in one flat `pool`: A's block is [16, I], and B's [16, O]. A table on the device says where,
+`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there. An adapter of rank 40 has three blocks, and zeros fill the
+last. So ranks mix at no cost, and blocks may move without a change of kernels or graphs.
+
+A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
+adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
+
+Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Sums have a fixed order, which
+doesn't depend on other rows.
+
+Shape letters: T tokens, R rows, W tiles, I input features, O output features, N tiles of outputs, S slots of adapters, P products, B blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.ops.dispatch import gpu_kernel
+
+TILE = 16
+"""Tokens of a tile, and ranks of a block."""
+OUTPUTS = 128
+"""Output features that one program of `expand_` computes."""
+PIECE = 512
+"""Input features whose sum is made at once; the sums of pieces are added in their order."""
+SPREAD_TILES = 64
+"""Up to so many tiles, pieces are summed by programs of their own."""
+
+
+class WorkList(NamedTuple):
+    """Which tokens meet in a tile, -1 where it has fewer, and the slot of their adapter, -1 for a tile without tokens."""
+
+    tokens_WX: torch.Tensor  # [W, 16] int32
+    slots_W: torch.Tensor  # int32
+
+
+class Blocks(NamedTuple):
+    """Where all adapters' blocks lie: `places` [S, P, B, 2] int64, in elements of `pool`."""
+
+    pool: torch.Tensor
+    places: torch.Tensor
+
+
+class Fused(NamedTuple):
+    """The products of one layer: the first one's number, how many follow each other, and their outputs in tiles.
+
+    A row of `tiles` [N, 5] (int32): which of the products, its first output, the layer's first output, how many, and the product's outputs.
+    """
+
+    first: int
+    parts: int
+    tiles_N5: torch.Tensor
+
+    @classmethod
+    def of(cls, first: int, outputs: Sequence[int], device: torch.device | str = "cpu") -> Fused:
+        """Of products with so many outputs, which stand beside each other."""
+        rows, before = [], 0
+        for part, size in enumerate(outputs):
+            rows += [(part, at, before + at, min(OUTPUTS, size - at), size) for at in range(0, size, OUTPUTS)]
+            before += size
+        return cls(first, len(outputs), torch.tensor(rows, dtype=torch.int32).to(device))
+
+
+def most_tiles(tokens: int, slots: int) -> int:
+    """The most tiles that so many tokens can need with so many adapters: a step's grid."""
+    used = min(tokens, slots)
+    return min(tokens, (tokens + (TILE - 1) * used) // TILE)
+
+
+@gpu_kernel("lora")
+def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int) -> WorkList:
+    """The tiles of a step of `tokens` tokens, whose rows have the adapters in these slots, -1 for none. Both tensors are int32."""
+    own: dict[int, list[int]] = {}
+    starts = query_start_R1.tolist()
+    for adapter, first, end in zip(adapters_R.tolist(), starts, starts[1:], strict=False):
+        if adapter >= 0:
+            own.setdefault(adapter, []).extend(range(first, end))
+    count = most_tiles(tokens, slots)
+    tokens_WX = torch.full((count, TILE), -1, dtype=torch.int32)
+    slots_W = torch.full((count,), -1, dtype=torch.int32)
+    tile = 0
+    for slot in sorted(own):
+        for some in torch.tensor(own[slot], dtype=torch.int32).split(TILE):
+            if len(some):
+                tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
+                tile += 1
+    return WorkList(tokens_WX, slots_W)
+
+
+@gpu_kernel("lora")
+def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> torch.Tensor:
+    """`A x` of each tile and each of the layer's products, [pieces, W, parts, B, tokens of a tile, ranks of a block] in float32.
+
+    What belongs to no block holds anything.
+    """
+    tiles, per_product = len(work.slots_W), blocks.places.shape[2]
+    inner = torch.zeros(1, tiles, layer.parts, per_product, TILE, TILE)
+    for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
+        if slot < 0:
+            continue
+        x_XI = torch.where((tokens >= 0).unsqueeze(1), x_TI[tokens.clamp(min=0)], 0).float()
+        for part in range(layer.parts):
+            for block, (place, _) in enumerate(blocks.places[slot, layer.first + part].tolist()):
+                if place >= 0:
+                    a_XI = blocks.pool[place : place + TILE * x_TI.shape[1]].view(TILE, -1)
+                    inner[0, tile, part, block] = x_XI @ a_XI.float().T
+    return inner
+
+
+@gpu_kernel("lora")
+def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> None:
+    """Add `B` of what `shrink` has left to the layer's output in place. Tokens without an adapter aren't touched."""
+    products = [row for row in layer.tiles_N5.tolist() if row[1] == 0]
+    for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
+        if slot < 0:
+            continue
+        there = tokens >= 0
+        for part, _, column, _, outputs in products:
+            total = torch.zeros(TILE, outputs)
+            for block, (_, place) in enumerate(blocks.places[slot, layer.first + part].tolist()):
+                if place >= 0:
+                    b_XO = blocks.pool[place : place + TILE * outputs].view(TILE, outputs)
+                    h = inner[:, tile, part, block].sum(0).to(b_XO.dtype)
+                    total += h.float() @ b_XO.float()
+            rows = tokens[there]
+            y_TO[rows, column : column + outputs] = (y_TO[rows, column : column + outputs].float() + total[there]).to(
+                y_TO.dtype
+            )

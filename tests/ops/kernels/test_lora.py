@@ -1,0 +1,105 @@
+"""Kernels of adapters against their twins, in Triton's interpreter; and what the twins stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops import lora
+from pagerunner.ops.lora import TILE, Blocks, Fused, WorkList
+
+
+def placed(
+    ranks: dict[int, int], outputs: list[int], inputs: int, slots: int = 4
+) -> tuple[Blocks, dict[tuple[int, int], torch.Tensor]]:
+    """Adapters of these ranks by slot, in blocks in random order, and what each adds to each product as one matrix."""
+    most = max(-(-rank // TILE) for rank in ranks.values())
+    places = torch.full((slots, len(outputs) + 1, most, 2), -1, dtype=torch.int64)
+    pool, deltas = torch.full((200_000,), float("nan")), {}
+    spare = [int(x) for x in torch.randperm(40)]
+    for slot, rank in ranks.items():
+        for part, size in enumerate(outputs):
+            a, b = torch.randn(rank, inputs), torch.randn(size, rank)
+            deltas[slot, part] = b @ a
+            for block in range(-(-rank // TILE)):
+                for side, whole in enumerate((a, b.T)):
+                    own = whole[block * TILE : (block + 1) * TILE]
+                    at = spare.pop() * 5_000
+                    places[slot, part + 1, block, side] = at
+                    pool[at : at + TILE * own.shape[1]] = 0
+                    pool[at : at + own.numel()] = own.flatten()
+    return Blocks(pool, places), deltas
+
+
+CASES = {
+    "one token": ([2], [1]),
+    "base rows between": ([1, -1, 1, 0], [1, 20, 1, 2]),
+    "nobody": ([-1, -1], [3, 1]),
+    "several tiles": ([3, 0, 3], [17, 1, 18]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_work_list(case: str) -> None:
+    adapters, lens = CASES[case]
+    start = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    own = torch.tensor(adapters, dtype=torch.int32)
+    want = lora.work_list.twin(own, start, sum(lens), 4)
+    got = lora.work_list.kernel(own, start, sum(lens), 4)
+    assert torch.equal(got.tokens_WX, want.tokens_WX) and torch.equal(got.slots_W, want.slots_W)
+    named = [int(t) for t in want.tokens_WX.flatten() if t >= 0]
+    rows = [row for row, count in enumerate(lens) for _ in range(count)]
+    assert sorted(named) == [token for token, row in enumerate(rows) if adapters[row] >= 0], "each token once"
+
+
+def test_most_tiles_is_a_bound_that_is_reached() -> None:
+    assert lora.most_tiles(64, 8) == 11 and lora.most_tiles(3, 8) == 3 and lora.most_tiles(2048, 1) == 128
+    counts = [1] * 7 + [64 - 7]
+    assert sum(-(-count // TILE) for count in counts) == lora.most_tiles(64, 8)
+
+
+def step(
+    blocks: Blocks, x: torch.Tensor, y: torch.Tensor, work: WorkList, layer: Fused, *, kernel: bool
+) -> torch.Tensor:
+    y = y.clone()
+    if kernel:
+        lora.expand_.kernel(y, lora.shrink.kernel(x, work, blocks, layer), work, blocks, layer)
+    else:
+        lora.expand_.twin(y, lora.shrink.twin(x, work, blocks, layer), work, blocks, layer)
+    return y
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_products_of_several_adapters(kernel: bool) -> None:
+    """Ranks 40 and 3 in one step, fused parts whose sizes suit no tile, and rows without an adapter that keep their bits."""
+    outputs, inputs = [136, 24], 72
+    blocks, deltas = placed({0: 40, 2: 3}, outputs, inputs)
+    adapters, lens = [2, -1, 0, 2], [1, 2, 3, 1]
+    start = torch.tensor([0, 1, 3, 6, 7], dtype=torch.int32)
+    x, y = torch.randn(7, inputs), torch.randn(7, sum(outputs))
+    work = lora.work_list.twin(torch.tensor(adapters, dtype=torch.int32), start, 7, 4)
+    layer = Fused.of(1, outputs)
+    got = step(blocks, x, y, work, layer, kernel=kernel)
+    of_token = [row for row, count in zip(adapters, lens, strict=True) for _ in range(count)]
+    for token, slot in enumerate(of_token):
+        if slot < 0:
+            assert torch.equal(got[token], y[token])
+        else:
+            added = torch.cat([deltas[slot, part] @ x[token] for part in range(2)])
+            torch.testing.assert_close(got[token], y[token] + added, rtol=1e-4, atol=1e-3)
+    alone = lora.work_list.twin(torch.tensor([0], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), 3, 4)
+    assert torch.equal(step(blocks, x[3:6], y[3:6], alone, layer, kernel=kernel), got[3:6]), "neighbours don't matter"
+
+
+def test_pieces_are_summed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spread over programs or not, the bits are the same."""
+    from pagerunner.ops.kernels import lora as kernels
+
+    blocks, _ = placed({0: 16}, [16], 300)
+    work = lora.work_list.twin(torch.tensor([0], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), 2, 1)
+    x, y, layer = torch.randn(2, 300), torch.zeros(2, 16), Fused.of(1, [16])
+    monkeypatch.setattr(kernels, "PIECE", 128)
+    spread = step(blocks, x, y, work, layer, kernel=True)
+    assert lora.shrink.kernel(x, work, blocks, layer).shape[0] == 3
+    monkeypatch.setattr(kernels, "SPREAD_TILES", 0)
+    assert torch.equal(step(blocks, x, y, work, layer, kernel=True), spread)
