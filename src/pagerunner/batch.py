@@ -165,7 +165,7 @@ class ForwardBatch:
 
     `last_alone`: only the hidden states of `logits_index`' tokens are needed. A model may then return these alone, [S, D],
     instead of all, [T, D]. `most_tokens`: as many as the fullest of several teams of ranks has in this step, 0 where there is one team, or where all
-    have T. Mixtures of experts gather so many of each team.
+    have T. Mixtures of experts gather so many of each team. `adapters` are those of the T tokens (`Adapters` in `ops/lora.py`); None: no row of the step has one.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -175,6 +175,7 @@ class ForwardBatch:
     kv: tuple[LayerMemory, ...]  # by layer index
     last_alone: bool = False
     most_tokens: int = 0
+    adapters: Any = None
 
     @property
     def positions(self) -> torch.Tensor:

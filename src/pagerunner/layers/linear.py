@@ -12,7 +12,9 @@ from pagerunner.dist.base import RankSums
 from pagerunner.layers.cuts import Cut, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import linear
+from pagerunner.ops.lora import Adapters, Fused
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
@@ -29,8 +31,14 @@ class Linear(Module):
     `parts` are the output features of each linear that the layer is made of, by its name in the checkpoint; "" is the layer's own
     name. A layer that is `plain` stays in the model's dtype in every format: routers, output weights. One that `needs_dense` is read
     as one matrix for products of another shape. So it is unpacked while it is loaded, whatever the format.
+    `adapted` says where adapters of the layer are found; None while there are none. Products get the adapters of the rows of `x`, and add what
+    these adapters say; without, they are what they are in an engine that knows of no adapters. `takes_adapters`: whoever calls the layer hands
+    them on.
     `most_weights`: of the matrix, or, if ranks divide it, of the largest part that one of them has. What ranks do together is decided by it.
     """
+
+    adapted: Fused | None = None
+    takes_adapters = False
 
     def __init__(
         self,
@@ -64,13 +72,18 @@ class Linear(Module):
         """The matrix as products of `ops/` take it, [O, I]; None if there is more to the form's products."""
         return self.method.matrix(self.weights)
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
-        return self.method.apply(x_TI, self.weights)
+        y_TO = self.method.apply(x_TI, self.weights)
+        if adapters is not None and self.adapted is not None:
+            adapters.add_(x_TI, self.adapted, y_TO)
+        return y_TO
 
-    def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> None:
+    def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor, adapters: Adapters | None = None) -> None:
         """Add the layer's output to `residual` in place."""
         self.method.apply_add_(x_TI, self.weights, residual_TO)
+        if adapters is not None and self.adapted is not None:
+            adapters.add_(x_TI, self.adapted, residual_TO)
 
     def part(self, x_TI: torch.Tensor) -> RankSums | None:
         """What `add_` adds, if ranks are to add it up: this rank's part of it."""
@@ -84,20 +97,32 @@ class Linear(Module):
         """Whether `add_silu_` does more for so many tokens than the gate and `add_`, one after another."""
         return self.method.takes_gate(tokens, self.weights)
 
-    def add_silu_(self, gate_up_T2I: torch.Tensor, residual_TO: torch.Tensor) -> None:
+    def add_silu_(self, gate_up_T2I: torch.Tensor, residual_TO: torch.Tensor, adapters: Adapters | None = None) -> None:
         """Add the layer's output for `silu(gate) * up` to `residual` in place."""
         self.method.apply_silu_add_(gate_up_T2I, self.weights, residual_TO)
+        if adapters is not None and self.adapted is not None:
+            adapters.add_(silu_and_mul(gate_up_T2I), self.adapted, residual_TO)
 
-    def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer to `norm(x)`."""
-        return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+        y_TO = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+        if adapters is not None and self.adapted is not None:
+            adapters.add_(norm(x_TI), self.adapted, y_TO)
+        return y_TO
 
-    def of_sum(self, x_TI: torch.Tensor, pairs: PairSums, norm: RMSNorm) -> torch.Tensor:
+    def of_sum(
+        self, x_TI: torch.Tensor, pairs: PairSums, norm: RMSNorm, adapters: Adapters | None = None
+    ) -> torch.Tensor:
         """Add the pairs' sums to `x` in place, and apply the layer to `norm(x)`."""
-        return self.method.apply_to_sum(x_TI, pairs, norm.parameters, self.weights)
+        y_TO = self.method.apply_to_sum(x_TI, pairs, norm.parameters, self.weights)
+        if adapters is not None and self.adapted is not None:
+            adapters.add_(norm(x_TI), self.adapted, y_TO)
+        return y_TO
 
-    def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer applied to `norm(x)`, whose output is the gate's features, then up's."""
+        if adapters is not None and self.adapted is not None:
+            return silu_and_mul(self.of_norm(x_TI, norm, adapters))
         return self.method.apply_to_norm_silu(x_TI, norm.parameters, self.weights)
 
     @property
@@ -208,7 +233,8 @@ class GroupedLinear(Linear):
         super().__init__(in_features, groups * out_features, dtype, cut=cut, needs_dense=True)
         self.groups = groups
 
-    def __call__(self, x_TGI: torch.Tensor) -> torch.Tensor:
-        """Apply the layer, [T, G, O]."""
+    def __call__(self, x_TGI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
+        """Apply the layer, [T, G, O]. It takes no adapters."""
+        assert adapters is None, "a layer that needs its matrix dense takes no adapters"
         weight_GOI = self.dense_OI.view(self.groups, -1, x_TGI.shape[-1])
         return torch.bmm(x_TGI.transpose(0, 1), weight_GOI.transpose(1, 2)).transpose(0, 1)

@@ -12,6 +12,7 @@ from pagerunner.layers.linear import FusedLinear, Linear
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.lora import Adapters
 from pagerunner.ops.stored import Stored
 
 
@@ -38,29 +39,31 @@ class GatedMLP(FeedForward):
         own = inner_features(inner)
         self.gate_up_proj = FusedLinear(features, parts, dtype, bias=bias, cuts=dict.fromkeys(parts, by_outputs(own)))
         self.down_proj = Linear(inner, features, dtype, bias=bias, cut=by_inputs(own))
+        self.gate_up_proj.takes_adapters = self.down_proj.takes_adapters = True
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
-        return self.down_proj(self.activation(self.gate_up_proj(x_TD)))
+        return self.down_proj(self.activation(self.gate_up_proj(x_TD, adapters)), adapters)
 
-    def add_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    def add_(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, adapters: Adapters | None = None) -> None:
         """Add the layer's output to `residual` in place."""
-        self.down_proj.add_(self.activation(self.gate_up_proj(x_TD)), residual_TD)
+        self.down_proj.add_(self.activation(self.gate_up_proj(x_TD, adapters)), residual_TD, adapters)
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. Where nothing is pending, norm and addition are part of the products. Ranks' sums are added up with the norm or before it."""
         stream.add_sums_before(self.gate_up_proj)
         if isinstance(stream.sums, RankSums):
-            stream.add(self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm))))
+            stream.add(self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm), stream.adapters)))
             return
         if not stream.is_whole:
             super().add_to(stream, norm)
             return
         x_TD = stream.x_TD
         if self.activation is silu_and_mul and self.down_proj.takes_gate(x_TD.shape[0]):
-            self.down_proj.add_silu_(self.gate_up_proj.of_norm(x_TD, norm), x_TD)
+            gate_up = self.gate_up_proj.of_norm(x_TD, norm, stream.adapters)
+            self.down_proj.add_silu_(gate_up, x_TD, stream.adapters)
         else:
-            stream.add(self.down_proj, self._inner_of_norm(x_TD, norm))
+            stream.add(self.down_proj, self._inner_of_norm(stream, norm))
 
     def matrices(self) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored] | None:
         """Both matrices, if they and `silu(gate) * up` are all there is to the layer."""
@@ -69,8 +72,8 @@ class GatedMLP(FeedForward):
         both, down = self.gate_up_proj.matrix, self.down_proj.matrix
         return None if both is None or down is None else (both, down)
 
-    def _inner_of_norm(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """What `down_proj` gets for `norm(x)`, [T, inner]."""
+    def _inner_of_norm(self, stream: ResidualStream, norm: RMSNorm) -> torch.Tensor:
+        """What `down_proj` gets for the normed stream, [T, inner]. Nothing may be pending."""
         if self.activation is silu_and_mul:
-            return self.gate_up_proj.silu_of_norm(x_TD, norm)
-        return self.activation(self.gate_up_proj.of_norm(x_TD, norm))
+            return self.gate_up_proj.silu_of_norm(stream.x_TD, norm, stream.adapters)
+        return self.activation(self.gate_up_proj.of_norm(stream.x_TD, norm, stream.adapters))

@@ -18,6 +18,7 @@ from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
+from pagerunner.ops.lora import Adapters
 from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, expert_logits, norm_expert_logits, route
@@ -322,18 +323,18 @@ class SparseMLP(FeedForward):
         self.router, self.experts = router, experts
         self.shared, self.shared_gate = shared, shared_gate
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
         out_TD = self.experts(x_TD, self.router(x_TD))
-        self._add_shared(x_TD, out_TD)
+        self._add_shared(x_TD, out_TD, adapters)
         return out_TD
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. The sum of each token's experts may be pending afterwards."""
         normed_TD, routes = self.router.of_stream(stream, norm)
-        beside = self._beside_experts()
+        beside = self._beside_experts() if stream.adapters is None else None
         if beside is None:
-            self._add_shared(normed_TD, stream.x_TD)
+            self._add_shared(normed_TD, stream.x_TD, stream.adapters)
         stream.sums = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
 
     def join(self, most_tokens: int) -> None:
@@ -347,10 +348,10 @@ class SparseMLP(FeedForward):
         matrices = self.shared.matrices()
         return None if matrices is None else Shared(*matrices)
 
-    def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    def _add_shared(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, adapters: Adapters | None) -> None:
         if self.shared is None:
             return
         if self.shared_gate is None:
-            self.shared.add_(x_TD, residual_TD)
+            self.shared.add_(x_TD, residual_TD, adapters)
         else:
-            add_sigmoid_gated_(self.shared(x_TD), self.shared_gate(x_TD), residual_TD)
+            add_sigmoid_gated_(self.shared(x_TD, adapters), self.shared_gate(x_TD), residual_TD)

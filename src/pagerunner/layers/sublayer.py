@@ -15,6 +15,7 @@ from pagerunner.dist.base import RankSums
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.norm import RMSNorm
+from pagerunner.ops.lora import Adapters
 from pagerunner.ops.pair_sums import PairSums, add_pairs_
 
 
@@ -26,12 +27,19 @@ class ResidualStream:
     norm adds it in the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
 
     `row_T` are the rows of the tokens, negative ones for a graph's padding. None: there is no padding. `most_tokens`: see `ForwardBatch`.
+    `adapters` are those of the stream's tokens, None if none of them has one.
     """
 
-    __slots__ = ("most_tokens", "pending_TD", "row_T", "sums", "x_TD")
+    __slots__ = ("adapters", "most_tokens", "pending_TD", "row_T", "sums", "x_TD")
 
-    def __init__(self, x_TD: torch.Tensor, row_T: torch.Tensor | None = None, most_tokens: int = 0) -> None:
-        self.x_TD, self.row_T, self.most_tokens = x_TD, row_T, most_tokens
+    def __init__(
+        self,
+        x_TD: torch.Tensor,
+        row_T: torch.Tensor | None = None,
+        most_tokens: int = 0,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.x_TD, self.row_T, self.most_tokens, self.adapters = x_TD, row_T, most_tokens, adapters
         self.pending_TD: torch.Tensor | None = None
         self.sums: PairSums | RankSums | None = None
 
@@ -44,7 +52,7 @@ class ResidualStream:
         """Add the linear's output to the stream, now or, if ranks have parts of it, by the next norm."""
         self.sums = linear.part(x_TI)
         if self.sums is None:
-            linear.add_(x_TI, self.x_TD)
+            linear.add_(x_TI, self.x_TD, self.adapters)
 
     def add_sums(self) -> None:
         """Add the sums now."""
@@ -72,10 +80,10 @@ class ResidualStream:
         self.add_sums_before(linear)
         if isinstance(self.sums, PairSums):
             pairs, self.sums = self.sums, None
-            return linear.of_sum(self.x_TD, pairs, norm)
+            return linear.of_sum(self.x_TD, pairs, norm, self.adapters)
         if self.is_whole:
-            return linear.of_norm(self.x_TD, norm)
-        return linear(self.normed(norm))
+            return linear.of_norm(self.x_TD, norm, self.adapters)
+        return linear(self.normed(norm), self.adapters)
 
     def whole(self) -> torch.Tensor:
         """The stream with what was pending added to it."""
@@ -99,6 +107,8 @@ class ResidualStream:
         self.x_TD = self.x_TD.index_select(0, tokens_S)
         if self.row_T is not None:  # none is padding, but routers have other kernels without rows
             self.row_T = self.row_T.index_select(0, tokens_S)
+        if self.adapters is not None:
+            self.adapters = self.adapters.of_tokens(tokens_S)
 
 
 class StepContext(NamedTuple):
@@ -117,12 +127,12 @@ class FeedForward(Module, ABC):
     """The half of a layer that looks at each token by itself."""
 
     @abstractmethod
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The output for normed hidden states, [T, D]."""
+    def __call__(self, x_TD: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
+        """The output for normed hidden states, [T, D], of tokens with these adapters."""
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """Add the output for the normed stream to the stream, now or by the next norm."""
-        stream.pending_TD = self(stream.normed(norm))
+        stream.pending_TD = self(stream.normed(norm), stream.adapters)
 
 
 class Mixer(Module, ABC):
@@ -159,7 +169,7 @@ class Mixer(Module, ABC):
         if self.adds(mixed_SI.shape[0]):
             stream.add(self.o_proj, mixed_SI)
         else:
-            stream.pending_TD = self.o_proj(mixed_SI)
+            stream.pending_TD = self.o_proj(mixed_SI, stream.adapters)
 
 
 def only(x: torch.Tensor, wanted_S: torch.Tensor | None) -> torch.Tensor:

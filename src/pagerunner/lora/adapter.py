@@ -71,7 +71,8 @@ class Targets(NamedTuple):
                 down = part.endswith(f".{owner.checkpoint_names.down}")
                 matrices[name] = Target(owner, part, *((features, inner) if down else (inner, features)))
             elif isinstance(owner, Linear):
-                why = "its weights are read as one matrix by products of another shape" if owner.needs_dense else ""
+                why = "" if owner.takes_adapters else "layers of its kind don't take adapters so far"
+                why = "its weights are read as one matrix by products of another shape" if owner.needs_dense else why
                 why = "it stays in the model's dtype, as output weights do" if owner.plain else why
                 matrices[name] = Target(owner, part, owner.parts[part], owner.in_features, why)
         return cls(matrices, experts)

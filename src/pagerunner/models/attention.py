@@ -38,6 +38,7 @@ class GroupedQueryAttention(Mixer):
         self.qkv_proj = head_projection(*sizes, dtype, bias=qkv_bias)
         cut = by_inputs(query_heads(self.num_heads), self.head_dim)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, dtype, bias=o_bias, cut=cut)
+        self.qkv_proj.takes_adapters = self.o_proj.takes_adapters = True
         scale = self.head_dim**-0.5 if scale is None else scale
         self.attend = PagedAttention(layer_index, scale, softcap)
 

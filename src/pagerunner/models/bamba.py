@@ -61,6 +61,7 @@ class Mamba2Mixer(Mixer):
         self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, channels, bias=config.conv_bias)
         self.norm = GatedRMSNorm(inner, config.rms_norm_eps, dtype, (all_inner,))
         self.o_proj = Linear(inner, config.hidden_size, dtype, bias=bias, cut=by_inputs(own, config.mamba_head_dim))
+        self.in_proj.takes_adapters = self.o_proj.takes_adapters = True
         self.recur = PagedRecurrence(layer_index)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:

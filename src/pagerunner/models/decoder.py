@@ -153,7 +153,7 @@ class Decoder(Module):
         tokens = batch.positions.shape[0]
         x_TD = torch.empty(tokens, *self.stream_shape, dtype=self.dtype, device=batch.positions.device)
         stage.receive(x_TD)
-        return ResidualStream(x_TD, batch.rows.row_T)
+        return ResidualStream(x_TD, batch.rows.row_T, adapters=batch.adapters)
 
     def angles(self, batch: ForwardBatch) -> Any:
         """The rotary angles of the step's positions."""
@@ -161,7 +161,7 @@ class Decoder(Module):
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:
         """The stream before the first layer."""
-        return ResidualStream(self.embed_tokens(batch.token_ids), batch.rows.row_T, batch.most_tokens)
+        return ResidualStream(self.embed_tokens(batch.token_ids), batch.rows.row_T, batch.most_tokens, batch.adapters)
 
     def finish(self, stream: ResidualStream) -> torch.Tensor:
         """The hidden states that the output weights get, from the stream behind the last layer."""

@@ -91,6 +91,7 @@ class Attention(Mixer):
         self.kv_b_proj = Linear(config.latent_dim, heads * expanded, dtype, cut=up, needs_dense=True)
         out = by_inputs(own, config.value_dim)
         self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut=out)
+        self.o_proj.takes_adapters = True
         scale = head_dim**-0.5 * config.rope.softmax_scale
         self.attend = PagedLatentAttention(layer_index, scale)
         self.sparse = config.indexer is not None

@@ -90,7 +90,7 @@ class Gemma3Decoder(Decoder):
 
     def embed(self, batch: ForwardBatch) -> ResidualStream:
         """See Decoder."""
-        return ResidualStream(scaled(self.embed_tokens(batch.token_ids), self.scale))
+        return ResidualStream(scaled(self.embed_tokens(batch.token_ids), self.scale), adapters=batch.adapters)
 
 
 class Gemma3ForCausalLM(CausalLM):

@@ -47,6 +47,7 @@ class Attention(Mixer):
         cuts = {"q_proj": by_outputs(heads, 2 * self.head_dim), "k_proj": shared, "v_proj": shared}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, bias=bias, cuts=cuts)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, bias=bias, cut=by_inputs(heads, self.head_dim))
+        self.qkv_proj.takes_adapters = self.o_proj.takes_adapters = True
         self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.attend = PagedAttention(layer_index, self.head_dim**-0.5)
@@ -81,6 +82,7 @@ class GatedDeltaNet(Mixer):
         self.conv1d = CausalConv(config.conv_channels, config.conv_taps, dtype, self.channels)
         self.norm = RMSNorm(head_dim, config.rms_norm_eps, dtype)
         self.o_proj = Linear(heads * head_dim, config.hidden_size, dtype, cut=by_inputs(self.heads, self.values))
+        self.o_proj.takes_adapters = True
         self.recur = PagedRecurrence(layer_index)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""Rows with different adapters in one batch, in float32: each as it is alone, and rows without one to the bit as they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.adapters import pair, write_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.forward import Harness, Sequence, load, prompts
+from pagerunner.batch import ForwardBatch
+from pagerunner.lora.adapter import Targets, read_adapter
+from pagerunner.lora.region import Products, Region
+from pagerunner.ops.lora import Adapters
+
+RANKS = {0: 4, 1: 20}
+
+
+class Adapted(Harness):
+    """A harness whose rows have adapters, by their prompts' first tokens."""
+
+    region: Region
+    slots: dict[int, int]
+
+    def _batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
+        batch = super()._batch(work)
+        own = torch.tensor([self.slots.get(sequence.tokens[0], -1) for sequence, _ in work], dtype=torch.int32)
+        rows, region = batch.rows, self.region
+        adapters = Adapters.of_rows(own, rows.query_start_R1, rows.row_T, region.slots, region.blocks)
+        return replace(batch, adapters=adapters, last_alone=False)
+
+
+def harness(base: Path, directory: Path, slots: dict[int, int]) -> Adapted:
+    """Over a model whose every matrix has an adapter in each slot."""
+    model, config = load(base)
+    known, products = Targets.of(model), Products.of(model)
+    made = Adapted(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
+    made.region = Region(products, torch.zeros(2 * products.elements(32)), 2, 32)
+    made.slots = slots
+    products.adapt()
+    for slot, rank in RANKS.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for number, (name, (outputs, inputs)) in enumerate(products.sizes.items()):
+            tensors |= pair(name, outputs, inputs, rank, seed=100 * slot + number)
+        asked: dict[str, Any] = {"target_modules": list(products.sizes), "r": rank, "lora_alpha": 0.1}
+        made.region.put(
+            slot, read_adapter(write_adapter(directory / str(slot), asked, tensors), known, torch.float32, 32)
+        )
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_mixed_batch_is_each_row_alone(tmp_path: Path, family: str) -> None:
+    base = make_checkpoint(tmp_path, family, tokenizer=False)
+    texts = prompts([5, 9, 3, 18])
+    for number, text in enumerate(texts):
+        text[0] = number + 7
+    slots = {7: 0, 9: 1, 10: 0}  # the second prompt has none
+    mixed = harness(base, tmp_path / "a", slots).generate(texts, 4, chunk=11)
+    plain_model, config = load(base)
+    plain = Harness(plain_model, config, dtype=torch.float32, page_tokens=4, num_pages=64).generate(texts, 4, chunk=11)
+    for number, text in enumerate(texts):
+        alone = harness(base, tmp_path / f"b{number}", slots).generate([text], 4)[0]
+        assert alone.tokens == mixed[number].tokens
+        for one, other in zip(alone.logprobs, mixed[number].logprobs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert all(map(torch.equal, plain[1].logprobs, mixed[1].logprobs)), (
+        "a row without an adapter has the bits of the base"
+    )
+    assert not torch.allclose(plain[0].logprobs[0], mixed[0].logprobs[0], atol=1e-2)
+
+
+def test_adapters_are_what_merged_weights_are(tmp_path: Path) -> None:
+    """The model with B A added to its weights computes the same."""
+    base = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    text = prompts([12])[0]
+    text[0] = 7
+    adapted = harness(base, tmp_path / "a", {7: 1})
+    got = adapted.generate([text], 3)[0]
+    model, config = load(base)
+    merged = Harness(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
+    products = read_adapter(tmp_path / "a" / "1", Targets.of(model), torch.float32, 32).products
+    for name, target in Targets.of(model).matrices.items():
+        if name in products:
+            rows, before = target.owner.parts, 0  # type: ignore[attr-defined]
+            for part, size in rows.items():
+                if part == target.part:
+                    delta = products[name].b_OR @ products[name].a_RI
+                    target.owner.weights["weight"][before : before + size] += delta
+                before += size
+    want = merged.generate([text], 3)[0]
+    assert want.tokens == got.tokens
+    for one, other in zip(got.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
