@@ -13,7 +13,8 @@ from helpers.adapters import pair, write_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.forward import Harness, Sequence, load, prompts
 from pagerunner.batch import ForwardBatch
-from pagerunner.lora.adapter import Targets, read_adapter
+from pagerunner.errors import ConfigError
+from pagerunner.lora.adapter import Adapter, LowRank, Targets, read_adapter
 from pagerunner.lora.region import Products, Region
 from pagerunner.ops.lora import Adapters
 
@@ -96,3 +97,11 @@ def test_adapters_are_what_merged_weights_are(tmp_path: Path) -> None:
     assert want.tokens == got.tokens
     for one, other in zip(got.logprobs, want.logprobs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_products_that_no_layer_computes_are_refused(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    region = harness(base, tmp_path / "a", {}).region
+    one = LowRank(torch.zeros(4, 64), torch.zeros(64, 4))
+    with pytest.raises(ConfigError, match=r"experts\.3\.gate_proj can't have an adapter"):
+        region.put(0, Adapter("", "", {"model.layers.0.mlp.experts.3.gate_proj": one}))

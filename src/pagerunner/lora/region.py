@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.lora.adapter import Adapter, Targets
@@ -55,7 +56,13 @@ class Region:
         self.blocks = Blocks(pool, torch.full(shape, -1, dtype=torch.int64, device=pool.device))
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot that no step in flight uses. What was there is gone."""
+        """Copy an adapter into a slot that no step in flight uses. What was there is gone.
+
+        Raises:
+            ConfigError: a matrix has an adapter that no layer computes.
+        """
+        if others := adapter.products.keys() - self.products.sizes.keys():
+            raise ConfigError(f"{min(others)} can't have an adapter: those of experts aren't computed so far.")
         pool, places = self.blocks
         table = torch.full(places.shape[1:], -1, dtype=torch.int64)
         at = slot * self.products.elements(self.max_rank)

@@ -70,7 +70,7 @@ class NormedLayer(DecoderLayer):
         self.mixer.add_to(stream, self.mixer_norm, context)
         if stream.pending_TD is not None:
             stream.pending_TD = self.post_attention_layernorm(stream.pending_TD)
-            x_TD = self.feed_forward(stream.normed(self.feed_forward_norm))
+            x_TD = self.feed_forward(stream.normed(self.feed_forward_norm), stream.adapters)
             stream.pending_TD = self.post_feedforward_layernorm(x_TD)
 
 
