@@ -403,13 +403,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts that rows may have, but for 0. Each has graphs of its own, so there are few: of 1, 3, 7, 15 ... those well below
-        the most, and the most."""
+        """The numbers of drafts that rows may have, but for 0. Each has graphs of its own, so there are few: of 1, 2, 3, 5, 7, 11, 15 ... those
+        well below the most, and the most."""
         if self.num_speculative_tokens_per_batch_size:
             return tuple(sorted({drafts for _, drafts in self.num_speculative_tokens_per_batch_size if drafts}))
         most = self.num_speculative_tokens
-        below = (2**power - 1 for power in range(1, most.bit_length() + 1))
-        return (*(number for number in below if 3 * number <= 2 * most), most)
+        tokens = (size for power in range(1, most.bit_length() + 1) for size in (2**power, 3 * 2 ** (power - 1)))
+        return (*(size - 1 for size in tokens if 4 * (size - 1) <= 3 * most), most)
 
 
 class EngineConfig(SharedArgs, kw_only=True, frozen=True):

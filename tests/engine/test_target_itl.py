@@ -86,12 +86,12 @@ def test_a_start_measures_steps_with_drafts_and_their_number_follows(
     monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
     llm = LLM(path, speculative_config=NGRAM, **SETTINGS)
     measured = llm.startup.steps
-    assert sorted(measured.decode_graphs) == [0, 1, 3]
+    assert sorted(measured.decode_graphs) == [0, 1, 2, 3]
     sizes = {
         drafts: [shape.rows for shape, _ in measured.steps if shape.decode and shape.drafts == drafts]
-        for drafts in (0, 1, 3)
+        for drafts in (0, 1, 2, 3)
     }
-    assert sizes == {0: [1, 4], 1: [1, 4], 3: [1, 4]}
+    assert sizes == {0: [1, 4], 1: [1, 4], 2: [1, 4], 3: [1, 4]}
     assert all(shape.tokens == shape.rows * (1 + shape.drafts) for shape, _ in measured.steps if shape.decode)
     assert tokens_of(llm) == plain
     stats = llm.stats()

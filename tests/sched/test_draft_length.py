@@ -12,6 +12,7 @@ import pytest
 from helpers.device_costs import KEY_BYTES, Device
 from helpers.effort import effort
 from helpers.simulated_engine import Arrival, simulate
+from pagerunner.config import SpeculativeConfig
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
 from pagerunner.types import StepPlan, StepResult, StepRow
@@ -76,6 +77,25 @@ class Decoding:
     def usual(self, steps: int) -> int:
         """What was chosen most often in the last steps."""
         return Counter(self.chosen[-steps:]).most_common(1)[0][0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 7, 15])
+def test_the_numbers_that_have_graphs_leave_out_none_that_pays(most: int) -> None:
+    choices = SpeculativeConfig(method="eagle3", num_speculative_tokens=most).lengths
+    assert choices[-1] == most and len(choices) <= 7
+    device = Device()
+    for rows in (1, 8, 64, 256):
+        for rate in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
+            brings = [
+                sum(rate**place for place in range(1 + drafts))
+                / device.seconds(StepShape(rows, rows * (1 + drafts), 1000 * rows, 0, drafts))
+                for drafts in range(1 + most)
+            ]
+            assert max(brings[drafts] for drafts in (0, *choices)) > 0.97 * max(brings), (rows, rate)
+
+
+def test_a_most_of_3_has_2_among_its_numbers() -> None:
+    assert SpeculativeConfig(method="eagle3", num_speculative_tokens=3).lengths == (1, 2, 3)
 
 
 def best_fixed(rows: int, rate: Rates | float, steps: int = 200) -> float:
