@@ -133,15 +133,14 @@ class Decoder(Module):
         last(stream, context._replace(wanted_S=batch.logits_index) if alone else context)
         if taken is not None and not alone:
             taken.take(len(self.layers), stream)
-        streams = stream.x_TD
-        hidden = self.finish(stream) if streams.shape[0] else streams.new_empty(0, streams.shape[-1])
+        hidden = self.finish(stream) if stream.x_TD.shape[0] else stream.x_TD.new_empty(0, stream.x_TD.shape[-1])
         if taken is not None:
             return hidden, taken.states_TX
         if not self.takes:
             return hidden, None
         if self.takes == "nothing":
             return hidden, hidden.new_empty(batch.token_ids.shape[0], 0)
-        return hidden, hidden if self.takes == "final" else streams.flatten(1)
+        return hidden, hidden if self.takes == "final" else stream.x_TD.flatten(1)
 
     @property
     def _takes_last(self) -> bool:
@@ -153,6 +152,10 @@ class Decoder(Module):
         tokens = batch.positions.shape[0]
         x_TD = torch.empty(tokens, *self.stream_shape, dtype=self.dtype, device=batch.positions.device)
         stage.receive(x_TD)
+        return self.stream_of(x_TD, batch)
+
+    def stream_of(self, x_TD: torch.Tensor, batch: ForwardBatch) -> ResidualStream:
+        """The stream that a stage received."""
         return ResidualStream(x_TD, batch.rows.row_T, adapters=batch.adapters)
 
     def angles(self, batch: ForwardBatch) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from pagerunner.attention.calls import IndexerQueries
 from pagerunner.attention.compressed import SlotPooling
@@ -26,6 +25,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.moe import ExpertNames, Experts, ExpertSizes, Router
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.recurrent import PagedRecurrence
+from pagerunner.layers.streams import Streams
 from pagerunner.layers.sublayer import ResidualStream, StepContext
 from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
 from pagerunner.models.decoder import CausalLM, Decoder
@@ -34,6 +34,7 @@ from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.routing import Routing
+from pagerunner.ops.streams import StreamWeights
 from pagerunner.quant.sinks import IndexSink, Sink
 
 
@@ -246,11 +247,6 @@ class ExpertMLP(Module):
         self.experts.run_for_others(self.gate.routing.active, most_tokens)
 
 
-def _mixes(streams_TMD: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
-    flat = streams_TMD.flatten(1).float()
-    return F.linear(rms_norm(flat, torch.ones_like(flat[0]), eps), fn)
-
-
 class HyperConnectedLayer(Module):
     """Attention and experts. Each reads a mixture of the residual streams and is added to all of them; the streams are
     mixed among each other by a matrix whose rows and columns sum to one.
@@ -259,7 +255,7 @@ class HyperConnectedLayer(Module):
     def __init__(self, config: DeepseekV4Config, layer: LayerConfig, dtype: torch.dtype) -> None:
         super().__init__()
         streams = config.streams
-        self.streams, self.iterations = streams, config.stream_iterations
+        self.iterations = config.stream_iterations
         self.stream_eps, self.eps = config.stream_eps, config.rms_norm_eps
         mixes = (2 + streams) * streams
         for place in ("attn", "ffn"):
@@ -272,38 +268,24 @@ class HyperConnectedLayer(Module):
         self.ffn = ExpertMLP(config, hashed=layer.hashed, dtype=dtype)
 
     def __call__(self, stream: ResidualStream, context: StepContext) -> None:
-        """Replace the streams before the layer by the streams after it, [T, M, D]; of the wanted tokens, [S, M, D]."""
+        """Lead the streams through the layer, [T, M, D]; of the wanted tokens, [S, M, D]. What the experts leave is still to be added."""
+        assert isinstance(stream, Streams)
         angles, batch, wanted_S = context
-        x_TD, out_TM, mixed = self._enter("attn", stream.x_TD)
-        stream.x_TD = mixed + out_TM.unsqueeze(-1) * self.attn(self.attn_norm(x_TD), angles, batch).unsqueeze(1)
+        x_TD, gates = stream.enter(self._weights("attn"), self.iterations, self.attn_norm.parameters)
+        stream.leave(self.attn(x_TD, angles, batch), gates)
         token_ids = batch.token_ids
         if wanted_S is not None:
             stream.keep(wanted_S)
             token_ids = token_ids.index_select(0, wanted_S)
         if stream.x_TD.shape[0]:
-            x_TD, out_TM, mixed = self._enter("ffn", stream.x_TD)
-            out_TD = self.ffn(self.ffn_norm(x_TD), token_ids, batch.most_tokens)
-            stream.x_TD = mixed + out_TM.unsqueeze(-1) * out_TD.unsqueeze(1)
+            x_TD, gates = stream.enter(self._weights("ffn"), self.iterations, self.ffn_norm.parameters)
+            stream.leave(self.ffn(x_TD, token_ids, batch.most_tokens), gates)
         elif batch.most_tokens:
             self.ffn.join(batch.most_tokens)
 
-    def _enter(self, place: str, streams_TMD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the sublayer reads [T, D], how much of its result goes to each stream [T, M], and the streams mixed."""
-        count, eps, dtype = self.streams, self.stream_eps, streams_TMD.dtype
-        mixes = _mixes(streams_TMD, self.weights[f"hc_{place}_fn"], self.eps)
-        sizes = (count, count, count * count)
-        read, out, among = mixes.split(sizes, -1)
-        read_base, out_base, among_base = self.weights[f"hc_{place}_base"].split(sizes)
-        scale = self.weights[f"hc_{place}_scale"]
-        read_TM = torch.sigmoid(read * scale[0] + read_base) + eps
-        out_TM = 2 * torch.sigmoid(out * scale[1] + out_base)
-        among_TMM = (among * scale[2] + among_base).unflatten(-1, (count, count)).softmax(-1) + eps
-        among_TMM = among_TMM / (among_TMM.sum(-2, keepdim=True) + eps)
-        for _ in range(self.iterations - 1):
-            among_TMM = among_TMM / (among_TMM.sum(-1, keepdim=True) + eps)
-            among_TMM = among_TMM / (among_TMM.sum(-2, keepdim=True) + eps)
-        x_TD = (read_TM.unsqueeze(-1) * streams_TMD).sum(1).to(dtype)
-        return x_TD, out_TM.to(dtype), torch.matmul(among_TMM.to(dtype).transpose(1, 2), streams_TMD)
+    def _weights(self, place: str) -> StreamWeights:
+        fn, base, scale = (self.weights[f"hc_{place}_{part}"] for part in ("fn", "base", "scale"))
+        return StreamWeights(fn, base, scale, self.stream_eps, self.eps)
 
 
 class Collapse(Module):
@@ -319,11 +301,10 @@ class Collapse(Module):
             "hc_scale": _float32(1),
         }
 
-    def __call__(self, streams_TMD: torch.Tensor) -> torch.Tensor:
-        """[T, D]."""
-        mixes_TM = _mixes(streams_TMD, self.weights["hc_fn"], self.eps)
-        read_TM = torch.sigmoid(mixes_TM * self.weights["hc_scale"] + self.weights["hc_base"]) + self.stream_eps
-        return (read_TM.unsqueeze(-1) * streams_TMD).sum(1).to(streams_TMD.dtype)
+    def __call__(self, stream: Streams, norm: RMSNorm) -> torch.Tensor:
+        """Normed, [T, D]."""
+        fn, base, scale = (self.weights[f"hc_{part}"] for part in ("fn", "base", "scale"))
+        return stream.end(StreamWeights(fn, base, scale, self.stream_eps, self.eps), norm.parameters)
 
 
 class StreamsDecoder(Decoder):
@@ -341,13 +322,18 @@ class StreamsDecoder(Decoder):
         """See Decoder."""
         return Angles(self.window_rotary, self.rotary, batch)
 
-    def embed(self, batch: ForwardBatch) -> ResidualStream:
+    def embed(self, batch: ForwardBatch) -> Streams:
         """The embedding in each of the streams, [T, M, D]."""
-        return ResidualStream(self.embed_tokens(batch.token_ids).unsqueeze(1).repeat(1, self.streams, 1))
+        return self.stream_of(self.embed_tokens(batch.token_ids).unsqueeze(1).repeat(1, self.streams, 1), batch)
+
+    def stream_of(self, x_TD: torch.Tensor, batch: ForwardBatch) -> Streams:
+        """See Decoder."""
+        return Streams(x_TD, batch.rows.row_T, batch.most_tokens)
 
     def finish(self, stream: ResidualStream) -> torch.Tensor:
         """See Decoder."""
-        return self.norm(self.hc_head(stream.x_TD))
+        assert isinstance(stream, Streams)
+        return self.hc_head(stream, self.norm)
 
 
 class DeepseekV4ForCausalLM(CausalLM):

@@ -10,7 +10,8 @@ import torch
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.norm import RMSNorm
-from pagerunner.layers.sublayer import ResidualStream, StepContext
+from pagerunner.layers.streams import Streams
+from pagerunner.layers.sublayer import StepContext
 from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config
 from pagerunner.models.deepseek_v4 import Angles, Collapse, HyperConnectedLayer
 from pagerunner.models.drafting import Drafted, DraftModel, SharedWeights
@@ -49,9 +50,9 @@ class DeepseekV4MTP(DraftModel):
         """See DraftModel."""
         embedded_TD = self.e_proj(self.enorm(self.embedded(token_ids_T, batch)))
         streams = self.h_proj(self.hnorm(hidden_TX.reshape(-1, embedded_TD.shape[1]))).unflatten(0, (-1, self.streams))
-        stream = ResidualStream(streams + embedded_TD.unsqueeze(1))
+        stream = Streams(streams + embedded_TD.unsqueeze(1))
         self.layer(stream, StepContext(Angles(self.rotary, self.rotary, batch), batch, wanted_S))
-        left = stream.x_TD.flatten(1)
-        if not left.shape[0]:
-            return Drafted(left[:, : embedded_TD.shape[1]], left)
-        return Drafted(self.norm(self.hc_head(stream.x_TD)), left)
+        if not stream.x_TD.shape[0]:
+            return Drafted(stream.x_TD[:, 0], stream.x_TD.flatten(1))
+        hidden_SD = self.hc_head(stream, self.norm)
+        return Drafted(hidden_SD, stream.x_TD.flatten(1))
