@@ -17,15 +17,8 @@ from pagerunner.engine.startup.speculation import SpeculativeOptions, read_optio
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
 
-EVERYTHING: dict[str, None] = dict.fromkeys(("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"))
-WORKS = dict(speculation.WORKS)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "speculation.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-
-
-@pytest.fixture(autouse=True)
-def all_methods_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "WORKS", EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +176,8 @@ TABLE = "num_speculative_tokens_per_batch_size"
         ({"method": "medusa"}, "'medusa' isn't there: .* Methods are ngram"),
         ({"method": "custom_class"}, "names code to run"),
         ({"method": "eagle3"}, "'eagle3' needs model"),
+        (NGRAM | {"model": ""}, "model must be a drafter's directory or hub name, got ''"),
+        ({"model": " ", "num_speculative_tokens": 2}, "model must be a drafter's directory or hub name, got ' '"),
         ({"method": "mtp", "model": "other"}, "names another one"),
         ({"method": "mtp"}, "models of model_type llama have no multi-token prediction module"),
         (NGRAM | {"model": "org/drafter"}, "method 'ngram' has no weights, so model='org/drafter' changes nothing"),
@@ -262,22 +257,9 @@ def test_recurrent_layers_keep_a_journal_of_drafts_and_the_plan_counts_it() -> N
     assert 0 <= states[0].page_bytes - before.page_bytes - added < 16 * len(entries)
 
 
-def test_methods_that_do_not_work_yet_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "WORKS", {})
-    with pytest.raises(ConfigError, match="method 'ngram' isn't there yet; no method works yet"):
-        resolved(model, NGRAM)
-    monkeypatch.setattr(speculation, "WORKS", {"suffix": None, "ngram": frozenset({"qwen3"})})
-    with pytest.raises(ConfigError, match="method 'ngram' isn't there for llama; it works with qwen3"):
-        resolved(model, NGRAM)
-
-
 def test_the_document_says_which_methods_work() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    for line, methods in (
-        ("Methods that work: ", list(WORKS)),
-        ("Methods that vLLM has and that don't work here yet: ", [name for name in EVERYTHING if name not in WORKS]),
-    ):
-        said = text.partition(line)[2].partition(".")[0]
-        assert said == ", ".join(f"`{name}`" for name in methods) or (not methods and line not in text), line
-    for name in WORKS:
+    said = text.partition("Methods that work: ")[2].partition(".")[0]
+    assert said == ", ".join(f"`{name}`" for name in speculation.METHODS)
+    for name in speculation.METHODS:
         assert f"### `{name}`" in text

@@ -108,6 +108,7 @@ class ModelRunner:
         """
         self._transfers = transfers
         self._num_drafts = state.drafts.shape[1]
+        self._widths = sorted({1 + drafts for drafts in (*graphs.drafts, self._num_drafts)})
         self._drafter: Drafter = drafter or NoDrafts()
         self._chances: Chances | None = None
         if rates is not None:
@@ -230,7 +231,7 @@ class ModelRunner:
         stride = self._graphs.stride_for(len(rows), width) if strided else 0
         if stride or not self._state.tokens.is_cuda:
             return stride or width, stride > 0
-        return 1 + self._num_drafts, False  # kernels are made for few widths
+        return next(few for few in self._widths if few >= width), False  # kernels are made for few widths
 
     def _run_for_others(self, plan: StepPlan) -> PendingStep:
         """A step for which other teams of ranks alone have rows, or nobody: then only tables and pages change."""
@@ -359,11 +360,12 @@ class ModelRunner:
         yield even_rows(1, max(min(longest, most) - 1, 1), longest, past=True)
         yield even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
-        yield from self._drafted_steps((1, 3, most_rows))
+        for width in self._widths:
+            yield from self._drafted_steps((1, 3, most_rows), width)
 
-    def _drafted_steps(self, sizes: Sequence[int]) -> Iterator[list[StepRow]]:
-        """Steps of so many rows with as many drafts as rows can have, at the end of sequences."""
-        width = min(1 + self._num_drafts, self._max_model_len - 1)
+    def _drafted_steps(self, sizes: Sequence[int], width: int) -> Iterator[list[StepRow]]:
+        """Steps of so many rows of `width` tokens, or of as many as sequences can have, at the end of sequences."""
+        width = min(width, self._max_model_len - 1)
         for rows in sorted({min(size, self._builder.max_rows, self._builder.max_tokens // width) for size in sizes}):
             if width > 1 and rows:
                 yield [StepRow(slot, self._max_model_len - width, width, [], True) for slot in range(rows)]
@@ -377,7 +379,7 @@ class ModelRunner:
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         yield self._long_rows(most)
         yield even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
-        yield from self._drafted_steps((most_rows,))
+        yield from self._drafted_steps((most_rows,), 1 + self._num_drafts)
         if self._unpacks and most >= MANY_TOKENS:
             yield self._long_rows(MANY_TOKENS - 1)
 

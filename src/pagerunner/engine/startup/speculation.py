@@ -17,10 +17,6 @@ from pagerunner.models.configs.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
-WORKS: dict[SpeculativeMethod, frozenset[str] | None] = dict.fromkeys(
-    ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model")
-)
-"""Methods that work from a request to its answer, and the families of models (their model_type) that each works with; None: all."""
 MOST_TOKENS = 32
 """Most drafts of a row in a step."""
 SUFFIX_TOKENS = 7
@@ -33,7 +29,7 @@ _OLD_MTP = frozenset(
     exaone4_5_mtp qwen3_next_mtp qwen4_exp_mtp qwen3_5_mtp longcat_flash_mtp bailing_hybrid_v3_mtp minimax_m3_mtp bailing_hybrid_mtp
     kimi_k3_mtp pangu_ultra_moe_mtp step3p5_mtp hy_v3_mtp hy_v4_mtp gemma4_mtp inkling_mtp glm5_next_mtp""".split()
 )
-_METHODS: tuple[SpeculativeMethod, ...] = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model")
+METHODS: tuple[SpeculativeMethod, ...] = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model")
 _NOT_HERE = {
     "medusa": "its heads guess each token without the one before; eagle3 and mtp do better",
     "mlp_speculator": "eagle3 and mtp are its successors",
@@ -210,6 +206,10 @@ def resolve_speculation(args: EngineArgs, model: ModelConfig) -> SpeculativeConf
 
 def _method(options: SpeculativeOptions, args: EngineArgs) -> SpeculativeMethod:
     asked = options.method
+    if options.model is not None and not options.model.strip():
+        raise ConfigError(
+            f"speculative_config: model must be a drafter's directory or hub name, got {options.model!r}. Leave it out where the method needs none."
+        )
     if asked in _OLD_MTP:
         logger.warning('speculative_config: method %s is called "mtp" for every family.', asked)
         asked = "mtp"
@@ -218,10 +218,10 @@ def _method(options: SpeculativeOptions, args: EngineArgs) -> SpeculativeMethod:
     asked = _OTHER_NAMES.get(asked, asked)
     if asked in _NOT_HERE:
         raise ConfigError(
-            f"speculative_config: method {asked!r} isn't there: {_NOT_HERE[asked]}. Methods are {', '.join(_METHODS)}."
+            f"speculative_config: method {asked!r} isn't there: {_NOT_HERE[asked]}. Methods are {', '.join(METHODS)}."
         )
-    _as_asked(one_of, "method", asked, (*_METHODS, "ngram_gpu"))
-    method = next(name for name in _METHODS if name == asked)
+    _as_asked(one_of, "method", asked, (*METHODS, "ngram_gpu"))
+    method = next(name for name in METHODS if name == asked)
     if method in _WITH_WEIGHTS - {"mtp"} and options.model is None:
         raise ConfigError(
             f"speculative_config: method {method!r} needs model, the directory or hub name of the drafter."
@@ -312,12 +312,6 @@ def _check_engine(method: SpeculativeMethod, model: ModelConfig, args: EngineArg
             f'{what} doesn\'t go with attention_backend="flashinfer", which plans on the host: how many drafts were accepted is known on the '
             'device only. attention_backend="auto" does.'
         )
-    if method not in WORKS:
-        there = f"there are {', '.join(WORKS)}" if WORKS else "no method works yet"
-        raise ConfigError(f"{what} isn't there yet; {there}.")
-    families = WORKS[method]
-    if families is not None and model.family not in families:
-        raise ConfigError(f"{what} isn't there for {model.family}; it works with {', '.join(sorted(families))}.")
 
 
 def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: ModelConfig, args: EngineArgs) -> int:
