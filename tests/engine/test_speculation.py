@@ -123,13 +123,17 @@ def test_methods_are_guessed_as_vllm_guesses_them(model: str, tmp_path: Path, ca
 
 
 def test_how_many_tokens_a_drafter_was_made_for(model: str, tmp_path: Path) -> None:
-    proposal = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}
+    ways = [{"proposal_type": "greedy", "speculative_tokens": 5}, {"proposal_type": "tree", "speculative_tokens": 4}]
+    proposal = {"speculators_config": {"proposal_methods": ways}}
+    of_two = {"speculators_config": {"proposal_methods": ways, "default_proposal_method": "tree"}}
     for number, (config, asked, found) in enumerate(
         [
             ({"n_predict": 3}, None, 3),
             ({"n_predict": 3}, 2, 2),
             ({"n_predict": 3}, 6, 6),
             (proposal, None, 5),
+            (proposal, 7, 7),  # a head drafts one token after another
+            (of_two, None, 4),
             ({}, 7, 7),
         ]
     ):
@@ -141,7 +145,7 @@ def test_how_many_tokens_a_drafter_was_made_for(model: str, tmp_path: Path) -> N
             {"model": str(tmp_path / "eagle3-0"), "num_speculative_tokens": 4},
             "num_speculative_tokens=4 must be a multiple of 3",
         ),
-        ({"model": str(tmp_path / "eagle3-4")}, "method 'eagle3' needs num_speculative_tokens"),
+        ({"model": str(tmp_path / "eagle3-6")}, "method 'eagle3' needs num_speculative_tokens"),
         *(
             ({"model": write(tmp_path / f"eagle3-{said}", make_config("llama") | {"n_predict": said})}, words)
             for said, words in (

@@ -92,6 +92,49 @@ def test_a_config_of_speculators(target: ModelConfig, tmp_path: Path) -> None:
         read(target, tmp_path, fields | {"speculators_model_type": "eagle"})
 
 
+# What the makers of heads write beside the sizes.
+QWEN_WORDS = {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None}
+MODEL_OPTIMIZER = {
+    IDS: [1, 3, 4],
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes"),
+    [
+        (QWEN_WORDS | {"architectures": ["Eagle3LlamaForCausalLM"]}, (2, 4, 5)),  # AngelSlim's for Qwen3
+        (QWEN_WORDS | {"eagle_config": {IDS: [1, 3, 5], "use_aux_hidden_state": True}}, (2, 4, 6)),  # SpecForge's
+        (QWEN_WORDS | {"fc_norm": True, "norm_output": True}, (2, 4, 5)),
+        ({"eagle_config": MODEL_OPTIMIZER, "pretraining_tp": 1, "mlp_bias": False}, (2, 4, 5)),  # Model Optimizer's
+    ],
+)
+def test_what_makers_of_heads_write(
+    target: ModelConfig, tmp_path: Path, fields: dict[str, Any], takes: tuple[int, ...]
+) -> None:
+    assert read(target, tmp_path, EAGLE | fields).takes == takes
+
+
+def test_model_optimizers_first_version(target: ModelConfig, tmp_path: Path) -> None:
+    """Its first layer has no norm before attention, and there is none behind the last."""
+    names = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_aux_hidden_state")
+    fields = {name: value for name, value in EAGLE.items() if name != "draft_vocab_size"}
+    for given, fits in ((False, True), (True, False)):
+        config = fields | {"eagle_config": MODEL_OPTIMIZER | dict.fromkeys(names, given) | {IDS: []}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if fits:
+            assert with_drafter(target, "eagle", str(tmp_path)).drafter is not None
+            continue
+        with pytest.raises(ConfigError, match="use_input_layernorm_in_first_layer is true; of method eagle only"):
+            with_drafter(target, "eagle", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -112,7 +155,23 @@ def test_a_config_of_speculators(target: ModelConfig, tmp_path: Path) -> None:
             {"mask_token_id": 7},
             "mask_token_id is 7, a field that pagerunner does not know. It may change what the drafter computes",
         ),
-        ({"eagle_config": {"parallel_draft_step": 4}}, "eagle_config: parallel_draft_step is 4, a field"),
+        (
+            {"eagle_config": {"parallel_draft_step": 4}},
+            "eagle_config: parallel_draft_step is 4; drafters that guess several",
+        ),
+        (
+            {"eagle_config": {"use_last_layernorm": False}},
+            "use_last_layernorm is false; of method eagle3 only drafters with true",
+        ),
+        (
+            {"eagle_config": {"use_mtp_layernorm": True}},
+            "use_mtp_layernorm is true; of method eagle3 only drafters with false",
+        ),
+        (
+            {"eagle_config": {"own_norms": 3}},
+            "own_norms is 3, a field that pagerunner does not know. It may change what the drafter computes",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window is "),
     ],
 )
 def test_what_is_refused(target: ModelConfig, tmp_path: Path, fields: dict[str, Any], said: str) -> None:

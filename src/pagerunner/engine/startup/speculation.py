@@ -189,7 +189,7 @@ def resolve_speculation(args: EngineArgs, model: ModelConfig) -> SpeculativeConf
         return None
     method = _method(options, args)
     _check_fields(options, method, args)
-    _check_engine(method, model, args)
+    _check_engine(method, args)
     most = _num_tokens(options, method, model, args)
     smallest, largest = _lookup(options)
     return SpeculativeConfig(
@@ -295,7 +295,7 @@ def _check_fields(options: SpeculativeOptions, method: SpeculativeMethod, args: 
         )
 
 
-def _check_engine(method: SpeculativeMethod, model: ModelConfig, args: EngineArgs) -> None:
+def _check_engine(method: SpeculativeMethod, args: EngineArgs) -> None:
     """Refuse what doesn't go together with drafts."""
     what = f"speculative_config with method {method!r}"
     if args.pipeline_parallel_size > 1:
@@ -318,7 +318,9 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: M
     """The most drafts of a row, as asked for or as the drafter was made for."""
     asked = options.num_speculative_tokens
     path = Path(options.model or args.model) / "config.json"
-    made_for = _predicted(read_json(path)) if method in _WITH_WEIGHTS else None
+    values = read_json(path) if method in _WITH_WEIGHTS else {}
+    layers = _predicted(values)
+    made_for = _proposed(values) if layers is None else layers
     if method == "mtp" and made_for == 0:
         raise ConfigError(
             f'speculative_config: method "mtp" needs layers that predict, and config.json of {args.model} says that there are none.'
@@ -345,9 +347,9 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: M
             f"speculative_config: num_speculative_tokens={asked} must be at most suffix_decoding_max_tree_depth={options.suffix_decoding_max_tree_depth}: no "
             "more tokens are ever drafted."
         )
-    if made_for and asked > made_for and asked % made_for:
+    if layers and asked > layers and asked % layers:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens={asked} must be a multiple of {made_for}, which the drafter's config.json says that it predicts."
+            f"speculative_config: num_speculative_tokens={asked} must be a multiple of {layers}, which the drafter's config.json says that it predicts."
         )
     return asked
 
@@ -360,10 +362,18 @@ def _predicted(values: Mapping[str, Any]) -> int | None:
         for name in ("n_predict", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if type(found := place.get(name)) is int:
                 return found
+    return None
+
+
+def _proposed(values: Mapping[str, Any]) -> int | None:
+    """How many tokens a drafter in the speculators format proposes to draft, by the method that it proposes; None if it doesn't say."""
     speculators = values.get("speculators_config")
-    proposals = speculators.get("proposal_methods") if isinstance(speculators, dict) else None
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    found = first.get("speculative_tokens") if isinstance(first, dict) else None
+    if not isinstance(speculators, dict):
+        return None
+    proposals = speculators.get("proposal_methods")
+    ways = [way for way in proposals if isinstance(way, dict)] if isinstance(proposals, list) else []
+    usual = [way for way in ways if way.get("proposal_type") == speculators.get("default_proposal_method")]
+    found = (usual or ways or [{}])[0].get("speculative_tokens")
     return found if type(found) is int else None
 
 

@@ -34,6 +34,8 @@ _IGNORED = (
     "has_lm_head",
     "train_meta",
     "ttt_length",
+    "max_window_layers",  # of windows that are off, or refused
+    "parallel_draft_heads_num_layers",  # of heads that _check_layout refuses
 )
 
 
@@ -112,6 +114,7 @@ def read_eagle_config(
     own = {"method": method, **_read_own(outer, inner, common, method, target, held)}
     own["own_embedding"] = "embed_tokens.weight" in held and not same_embedding
     fields.length = common["max_position_embeddings"]
+    _check_layout(inner, method)
     inner.finish(_IGNORED)
     base = _LAYERS[family](fields, common)
     if fields is not outer:
@@ -132,6 +135,26 @@ def _check_speculators(outer: Fields, method: EagleMethod) -> None:
     if outer.flag("layernorms", False):
         raise outer.error("layernorms", "is true; EAGLE drafters with norms of their inputs are not supported.")
     outer.skip("speculators_config", "fusion_bias")
+
+
+def _check_layout(inner: Fields, method: EagleMethod) -> None:
+    """Take what Model Optimizer says of a head's parts, which those of a method have alike."""
+    third = method == "eagle3"
+    for name, usual in (
+        ("use_input_layernorm_in_first_layer", third),
+        ("use_last_layernorm", third),
+        ("use_mtp_layernorm", False),
+        ("next_layer_regular", True),
+    ):
+        if inner.flag(name, usual) != usual:
+            said = str(not usual).lower()
+            raise inner.error(
+                name, f"is {said}; of method {method} only drafters with {str(usual).lower()} are supported."
+            )
+    if (steps := inner.integer("parallel_draft_step", 1)) != 1:
+        raise inner.error(
+            "parallel_draft_step", f"is {steps}; drafters that guess several tokens in one pass are not supported."
+        )
 
 
 def _read_own(

@@ -68,7 +68,7 @@ class Fields:
 
     def inside(self, name: str, values: Mapping[str, Any]) -> Fields:
         """The fields `values` of the object `name` in this one."""
-        return Fields(values, f"{self.where}: {name}", self.length, (*self.path, name))
+        return type(self)(values, f"{self.where}: {name}", self.length, (*self.path, name))
 
     def error(self, name: str, message: str) -> ConfigError:
         """An error about one field, for the caller to raise."""
