@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.drafted_states import DRAFTED, compare_drafts
+from helpers.device import DEVICE
+from helpers.drafted_states import DRAFTED, compare_drafts, drafted_step, run
 from helpers.recurrent_cases import Step, close, compare, conv_call, delta_call, mamba_call
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
@@ -25,6 +26,7 @@ STEPS = {
     ),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
+each_kind = pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
 each = [pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys()), pytest.mark.parametrize("dtype", TOLERANCE)]
 
 
@@ -65,20 +67,62 @@ def test_mamba2_of_other_sizes(sizes: tuple[int, int, int, int], dtype: torch.dt
     compare(mamba2_rows, call, 1, STEPS["mixed"], shapes, [dtype, torch.float32], "cuda", TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("step", DRAFTED.values(), ids=DRAFTED.keys())
-def test_drafts(step: Step, dtype: torch.dtype) -> None:
-    """At the sizes of Qwen3-Next and Bamba."""
+def layer(
+    kind: str, dtype: torch.dtype, kept: torch.dtype, part: int = 1
+) -> tuple[GatedDelta | Mamba2, RecurrentState]:
+    """Qwen3-Next's or Bamba's layer with `dtype` weights and inputs, or one of a part of its heads; states are in `kept`."""
 
     def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype)
+        return torch.randn(shape, device=DEVICE, dtype=dtype)
 
-    delta = GatedDelta(rand(8192, 4), rand(32), rand(32), 16, 128, 128)
-    spec = RecurrentState(((3, 8192), (32, 128, 128)), ("float16", "float32"), entry=((8192,), (32,), (32,)))
-    compare_drafts(delta, spec, step, dtype, "cuda", 5 * TOLERANCE[dtype])
-    mamba = Mamba2(rand(8448, 4), rand(8448), rand(128), rand(128), rand(128), 64, 1, 128)
-    spec = RecurrentState(((3, 8448), (128, 64, 128)), ("float16", "float32"), entry=((8448,), (128,)))
-    compare_drafts(mamba, spec, step, dtype, "cuda", 5 * TOLERANCE[dtype])
+    names = {"entry_dtype": str(dtype).removeprefix("torch.")}
+    dtypes = (names["entry_dtype"], str(kept).removeprefix("torch."))
+    if kind == "gated delta":
+        heads, channels = 32 // part, 8192 // part
+        delta = GatedDelta(rand(channels, 4), rand(heads), rand(heads), 16 // part, 128, 128)
+        entry = ((channels,), (heads,), (heads,))
+        return delta, RecurrentState(((3, channels), (heads, 128, 128)), dtypes, entry=entry, **names)
+    heads, channels = 128 // part, 8192 // part + 256
+    mamba = Mamba2(rand(channels, 4), rand(channels), rand(heads), rand(heads), rand(heads), 64, 1, 128)
+    return mamba, RecurrentState(((3, channels), (heads, 64, 128)), dtypes, entry=((channels,), (heads,)), **names)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("step", DRAFTED.values(), ids=DRAFTED.keys())
+def test_drafts(kind: str, step: Step, dtype: torch.dtype) -> None:
+    compare_drafts(*layer(kind, dtype, torch.float32), step, dtype, DEVICE, 5 * TOLERANCE[dtype])
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_steps_of_drafts_alone(kind: str, drafts: int, rows: int, dtype: torch.dtype) -> None:
+    """States are in the dtype of the inputs, as in engines."""
+    step = drafted_step(rows, drafts, strided=rows != 8)
+    compare_drafts(*layer(kind, dtype, dtype), step, dtype, DEVICE, 5 * TOLERANCE[dtype], kept=dtype)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_drafts_are_plain_decoding(kind: str, drafts: int, dtype: torch.dtype) -> None:
+    """Over many steps, with pages that move, saved states, and requests that go on from them."""
+
+    def same(found: torch.Tensor, want: torch.Tensor) -> bool:
+        error = (found.double() - want.double()).norm() / want.double().norm()
+        return float(error) <= 5 * TOLERANCE[dtype]
+
+    run(
+        *layer(kind, dtype, dtype, 4),
+        PagedRecurrentBackend(),
+        drafts=drafts,
+        seed=drafts,
+        steps=30,
+        device=DEVICE,
+        same=same,
+    )
 
 
 def test_a_graph_replays_any_step_and_saves_states() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from helpers.drafted_states import DRAFTED, compare_drafts, layers, run
 from helpers.effort import TEST_DAY, effort
-from helpers.recurrent_cases import Step, compare, conv_call, delta_call, mamba_call
+from helpers.recurrent_cases import Memory, Step, compare, conv_call, delta_call, mamba_call
 from pagerunner.attention import recurrent
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.ops.causal_conv import causal_conv_rows, journaled_conv_rows
@@ -74,6 +74,18 @@ def test_drafts_are_bit_by_bit_plain_decoding(kind, dtype, monkeypatch):
     for op in (causal_conv_rows, journaled_conv_rows, gated_delta_rows, mamba2_rows):
         monkeypatch.setattr(recurrent, op.__name__, op.kernel)
     run(*layers(dtype, 2)[kind], PagedRecurrentBackend(), drafts=3, seed=TEST_DAY, steps=effort(8, 60), length=16)
+
+
+def test_journals_that_are_not_parts_of_one_page_are_refused():
+    """Kernels find all of them by one stride."""
+    step = DRAFTED["one token and none"]
+    memory = Memory(step, [(3, 6), (3, 6), (3, 2)], [torch.float32] * 3, "cpu")
+    state, *journal = memory.states
+    inputs, weight = (torch.randn(step.tokens, 6), (torch.randn(step.tokens, 2),)), torch.randn(6, 4)
+    journaled_conv_rows.kernel(*inputs, state, tuple(journal), weight, None, memory.rows)
+    apart = tuple(part.clone() for part in journal)
+    with pytest.raises(AssertionError, match="one stride"):
+        journaled_conv_rows.kernel(*inputs, state, apart, weight, None, memory.rows)
 
 
 def test_a_planted_fault_is_caught():

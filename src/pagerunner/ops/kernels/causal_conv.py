@@ -291,6 +291,7 @@ def journaled_conv_rows(
     places = tokens + rows.step.num_rows * count
     out, *gates_out = (part.new_empty(places, part.shape[1]) for part in (x_TC, *gates))
     where, _ = row_arguments(rows, out)
+    assert len({kept.stride(0) for kept in journal}) < 2, "journals are parts of pages: one stride leads to all of them"
     (*saves, has_saves), taps, one_launch = save_arguments(rows), weight_CW.shape[1], bool(journal) and rows.few
     weights = (weight_CW, weight_CW if bias_C is None else bias_C)
     strides = (state_EWC.stride(0), journal[0].stride(0) if journal else 0, rows.page_table.stride(0))
