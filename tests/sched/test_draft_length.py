@@ -21,6 +21,8 @@ from pagerunner.types.steps import StepShape
 CHOICES = (1, 2, 3, 5, 7)
 Rates = Callable[[int], float]
 """How often a draft of a row is right, if those before it were."""
+ByPlace = tuple[float, ...]
+"""The same by the draft's place, for all rows."""
 
 
 class Decoding:
@@ -43,14 +45,14 @@ class Decoding:
         self.seconds, self.tokens = 0.0, 0
         self.chosen: list[int] = []
 
-    def run(self, steps: int, rate: Rates | float) -> float:
+    def run(self, steps: int, rate: Rates | ByPlace | float) -> float:
         """Tokens a second of these steps."""
         seconds, tokens = self.seconds, self.tokens
         for _ in range(steps):
             self._step(rate if callable(rate) else lambda row: rate)
         return (self.tokens - tokens) / (self.seconds - seconds)
 
-    def _step(self, rate: Rates) -> None:
+    def _step(self, rate: Callable[[int], float | ByPlace]) -> None:
         keys = 1000 * self.rows
         drafts = self.length.choose(self.rows, keys, self.room)
         self.chosen.append(drafts)
@@ -62,8 +64,8 @@ class Decoding:
         seconds = self.device.run(shape)
         found = []
         for row in range(self.rows):
-            accepted = 0
-            while accepted < tried and self.random.random() < rate(row):
+            accepted, own = 0, rate(row)
+            while accepted < tried and self.random.random() < (own[accepted] if isinstance(own, tuple) else own):
                 accepted += 1
             found.append([7] * (1 + accepted))
         result = StepResult(step_id=self.steps, token_ids=found, timed=[(self.steps, seconds)])
@@ -98,7 +100,7 @@ def test_a_most_of_3_has_2_among_its_numbers() -> None:
     assert SpeculativeConfig(method="eagle3", num_speculative_tokens=3).lengths == (1, 2, 3)
 
 
-def best_fixed(rows: int, rate: Rates | float, steps: int = 200) -> float:
+def best_fixed(rows: int, rate: Rates | ByPlace | float, steps: int = 200) -> float:
     return max(Decoding(rows, length=FixedLength(drafts)).run(steps, rate) for drafts in (0, *CHOICES))
 
 
@@ -107,6 +109,23 @@ def test_it_brings_what_the_best_fixed_number_brings(rows: int, rate: float) -> 
     engine = Decoding(rows)
     engine.run(100, rate)
     assert engine.run(300, rate) > 0.95 * best_fixed(rows, rate)
+
+
+BY_PLACE = (1.0, 0.8, 0, 0, 0, 0, 0)  # 2.8 tokens a step with 2 drafts or more
+
+
+@pytest.mark.parametrize("rate", [BY_PLACE, (0.9,) * 7])
+@pytest.mark.parametrize(("rows", "least"), [(1, 0.9), (8, 0.9), (64, 0.95), (256, 0.95)])
+def test_the_first_hundred_steps_bring_most_of_it(rows: int, least: float, rate: ByPlace) -> None:
+    engine, best = Decoding(rows), best_fixed(rows, rate)
+    assert engine.run(20, rate) > 0.8 * best
+    assert engine.run(80, rate) > least * best
+
+
+def test_a_dear_number_is_not_chosen_before_the_one_below_it_has_run() -> None:
+    engine = Decoding(256)
+    engine.run(300, BY_PLACE)
+    assert 0 < max(engine.chosen) <= 3, "7 would take 5 times as long as none"
 
 
 def test_good_drafts_at_one_row_are_many() -> None:
