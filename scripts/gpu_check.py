@@ -38,6 +38,7 @@ KERNEL_TESTS = [
         "stored_linear",
         "linear_many",
         "linear_wide",
+        "linear_dense",
     )
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured

@@ -31,6 +31,8 @@ from check_compiled import disassembled, faults, overwritten
 from pagerunner.ops.kernels import causal_conv, gdn, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
+from pagerunner.ops.kernels.linear_dense import config_of
+from pagerunner.ops.kernels.linear_dense_gluon import dense_kernel
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
 from pagerunner.ops.kernels.moe_gluon import many_kernel
 from pagerunner.ops.kernels.moe_lanes import TILE, _wide
@@ -135,6 +137,31 @@ def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: boo
     }
     aligned = ["s_ptr", "z_ptr", "bias_ptr", "y_ptr", "num_features", "y_stride"]
     return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
+
+
+def dense(name: str, tokens: int, groups: int, done: bool) -> dict[str, Any]:
+    """Products of `ops/kernels/linear_dense.py`."""
+    config = config_of(tokens, groups, 8)
+    types = {
+        "w_desc": f"tensordesc<{name}[64,64],{ROWS!r}>",
+        "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
+        "bias_ptr": "*" + name,
+        "y_ptr": "*" + name if done else "*fp32",
+    }
+    registers, average = config.registers
+    constants = {
+        "BT": tokens,
+        "C": groups,
+        "W_STAGES": config.w_stages,
+        "X_STAGES": config.x_stages,
+        "DONE": done,
+        "ADD": done,
+        "BIAS": done,
+        "REGS": registers,
+        "PDL": True,
+    }
+    aligned = ["bias_ptr", "y_ptr", "y_stride", "num_features"]
+    return gluon(dense_kernel, types, constants, aligned, num_warps=4, maxnreg=average, launch_pdl=True)
 
 
 LANES = {

@@ -184,10 +184,13 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
             kind = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in parts.values())
             shapes: dict[str, Any] = {name: x.to("meta") for name, x in parts.items() if isinstance(x, torch.Tensor)}
             kinds[kind] = partial(_kernels, matrix._replace(**shapes), layer.dtype, matrix.codes.device)
+        dense = None if layer.stored else layer.matrix
+        if isinstance(dense, torch.Tensor):
+            kinds[dense.shape, dense.dtype] = partial(_kernels, dense.to("meta"), layer.dtype, dense.device)
     return list(kinds.values())
 
 
-def _kernels(matrix: Stored, dtype: torch.dtype, device: torch.device, tokens: int) -> Hashable:
+def _kernels(matrix: torch.Tensor | Stored, dtype: torch.dtype, device: torch.device, tokens: int) -> Hashable:
     return linear.kernels_for(tokens, matrix, dtype, device)
 
 

@@ -97,10 +97,17 @@ def recurrence_cases() -> list[tuple[Any, ...]]:
     return turns([("recurrence", *kind) for kind in kinds], 0)
 
 
+def dense_cases() -> list[tuple[Any, ...]]:
+    """One of all kernels of dense products, by tokens, groups, and whether there are parts."""
+    sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 3), (False, True))
+    return turns([("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes], 0)
+
+
 PEERS = [("peers", "peer_words", 3), ("peers", "peer_units", 3), ("peers", "peer_sum_twice", 4)]
 CASES = [
     *PEERS,
     *turns(PRODUCTS, 1),
+    *dense_cases(),
     *lanes_cases(),
     *streams_cases(),
     *wide_cases(),

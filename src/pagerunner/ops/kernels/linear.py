@@ -1,4 +1,4 @@
-"""Products with a weight matrix for a few tokens; see `ops/linear.py`. Larger ones are cuBLAS's.
+"""Products with a weight matrix for a few tokens; see `ops/linear.py`. Larger ones are `linear_dense.py`'s and cuBLAS's.
 
 `_rows_kernel` (one token): every program holds whole rows of the weights, multiplies and sums in float32 registers.
 `_few_kernel` (up to 16): the same with matrix units. Norms are applied around the sum: `sum(w * norm_weight * x) / rms(x)`,
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_many, linear_stored
+from pagerunner.ops.kernels import linear_dense, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import MAX_FEW, Norm, joins_few
@@ -256,7 +256,8 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     The weights' memory is not read.
     """
     if isinstance(weight_OI, torch.Tensor):
-        return min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else MAX_FEW + 1
+        few = min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else MAX_FEW + 1
+        return linear_dense.kernels_of(tokens, dtype, weight_OI, device) or few
     if linear_stored.serves(tokens, dtype, weight_OI):
         return padded(tokens)  # blocks are chosen by it
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)
@@ -265,6 +266,8 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
 def _few_tokens(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored) -> Callable[[Product], torch.Tensor] | None:
     """What launches the product where a kernel of few tokens serves; None where cuBLAS or `linear_many` does."""
     if isinstance(weight_OI, torch.Tensor):
+        if linear_dense.fits(x_TI, weight_OI):
+            return linear_dense.run_dense
         return _run if _fits(x_TI, weight_OI) else None
     many = linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI)
     return None if many else linear_stored.run

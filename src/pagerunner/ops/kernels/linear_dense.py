@@ -1,0 +1,260 @@
+"""Products of few tokens with bfloat16 or float16 weights on Hopper, whose weights are on their way before the kernel before has ended.
+
+cuBLAS reads no weights before its predecessor has ended. While norms, sums and attention run, memory is idle then. This kernel
+(`kernels/linear_dense_gluon.py`, in Gluon) fills its shared memory with weights first. Example: 132 programs of 144 KB each hold 19 MB. That is a product
+of 4096 times 2048 as a whole.
+
+**Division.** A *step* is 64 columns of a tile of 64, 128 or 192 rows. All steps of all tiles are numbered, tile after tile, and each program has equally many.
+Example: 3072 x 4096 has 24 tiles of 128 rows, 64 steps each. 128 programs have 12 steps each. A tile then belongs to six or seven programs.
+Each of them stores a sum in float32. A second kernel adds a tile's sums in the order of programs, so results are the same in every run. Where a tile belongs to one program,
+that program stores the outputs, and there is no second kernel.
+
+**Overlap.** The kernel lets its successor start first of all. Its `ROOM` of shared memory leaves some for small kernels beside it, and it asks for few
+registers. The next product's programs start as this one's end. A longer row of kernels between two products makes no difference, as each lets its successor start.
+
+Shape letters: P parts, T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.linear_parts import Product, silu_gate
+from pagerunner.ops.kernels.linear_wide import has_gluon
+
+MAX_TOKENS = 128
+ROWS, STEP = 64, 64
+"""Rows of weights of a group of warps, and columns of a step."""
+ROOM = 200 * 1024
+"""Bytes of shared memory of a program. A multiprocessor has 228 KB."""
+SERVED = range(2, 65)
+"""With these numbers of tokens layers were faster than with cuBLAS, where `linear_held.py` doesn't compute the product."""
+STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
+"""Microseconds of a step by groups, with few tokens."""
+LEAST_WEIGHTS, MOST_WEIGHTS = 1 << 20, 1 << 27
+"""Smaller matrices are `_few_kernel`'s, which is one launch. Larger matrices, such as a vocabulary's, take so long that an early start is nothing."""
+
+
+class DenseConfig(NamedTuple):
+    """Tokens of a tile, groups of four warps, each with 64 rows of a tile, steps of a program, and steps in shared memory, weights' and inputs'."""
+
+    tokens: int
+    groups: int
+    steps: int
+    w_stages: int
+    x_stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return ROWS * self.groups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread: those of a group that multiplies, and those that the kernel starts with. ptxas uses no more than the latter.
+
+        The warp that copies has the place of a group, so a kernel may start with fewer than its groups have.
+        """
+        most, least = (88, 64) if self.tokens <= 64 else (128, 96)
+        return most, max(least, blocks(most * self.groups + 32, 8 * (self.groups + 1)) * 8)
+
+
+class Piece(NamedTuple):
+    """Steps of one tile that are a program's, and which of the tile's parts they are."""
+
+    tile: int
+    first: int
+    steps: int
+    part: int
+
+
+def config_of(tokens: int, groups: int, steps: int, room: int = ROOM) -> DenseConfig:
+    """The configuration with as many stages as have room. Inputs take at most a quarter of it, or two fifths if they are as large as weights."""
+    size = max(8, 1 << (tokens - 1).bit_length())
+    inputs, weights = size * STEP * 2, groups * ROWS * STEP * 2
+    x_stages = min(8, max(2, (room // 4 if size <= 64 else room * 2 // 5) // inputs))
+    w_stages = min(32, (room - 2048 - x_stages * inputs) // weights)
+    return DenseConfig(size, groups, steps, w_stages, min(x_stages, w_stages))
+
+
+def parts_of(config: DenseConfig, total: int) -> int:
+    """The most programs that a tile of so many steps may belong to; 1 if each tile is one program's."""
+    return (config.steps - math.gcd(config.steps, total) + total - 1) // config.steps + 1
+
+
+def microseconds(config: DenseConfig, tiles: int, total: int) -> float:
+    """About how long a product takes on an H200, for choosing among configurations: a start, the steps, and the sums if there are parts.
+
+    312 measurements were within 6 % of it in the mean (2026-11-26). In 89 of 91 cases where its choice was measured, this was the best or within 2 %.
+    """
+    time = 1.0 + config.steps * STEP_TIMES[config.groups] * (1 + config.tokens / 450)
+    if parts_of(config, total) == 1:
+        return time
+    apart = config.steps // math.gcd(config.steps, total)  # tiles between those with which a program begins
+    pieces = blocks(tiles * total, config.steps) + tiles - 1 - (tiles - 1) // apart
+    return time + 1.75 + pieces * config.rows * config.tokens * 4 * 0.65e-6
+
+
+@functools.lru_cache(4096)
+def dense_config(tokens: int, outputs: int, inputs: int, programs: int) -> DenseConfig:
+    """What takes least by `microseconds`, on a device with so many multiprocessors; the same for all numbers of tokens that a tile has."""
+    tokens = config_of(tokens, 1, 1).tokens
+    total = blocks(inputs, STEP)
+    found = []
+    for groups in (1, 2, 3) if tokens <= 64 else (1, 2):  # with three there is room for too few stages
+        tiles = blocks(outputs, ROWS * groups)
+        least = blocks(tiles * total, programs)
+        for steps in {*range(least, least + max(2, least // 8)), blocks(least, total) * total}:
+            config = config_of(tokens, groups, steps)
+            found.append((microseconds(config, tiles, total), config))
+    return min(found)[1]
+
+
+def pieces(config: DenseConfig, outputs: int, inputs: int) -> Iterator[list[Piece]]:
+    """What each program computes: the twin of the kernel's arithmetic."""
+    total = blocks(inputs, STEP)
+    last = blocks(outputs, config.rows) * total
+    for program in range(blocks(last, config.steps)):
+        own, step = [], program * config.steps
+        while step < min(last, (program + 1) * config.steps):
+            tile = step // total
+            end = min((tile + 1) * total, last, (program + 1) * config.steps)
+            own.append(Piece(tile, step - tile * total, end - step, program - tile * total // config.steps))
+            step = end
+        yield own
+
+
+def new_sums(tokens: int, outputs: int, inputs: int, config: DenseConfig, device: torch.device) -> torch.Tensor:
+    """Room for the sums [P, O, T] of all programs, with features and tokens of whole tiles."""
+    parts = parts_of(config, blocks(inputs, STEP))
+    rows = blocks(outputs, config.rows) * config.rows
+    return torch.empty(parts, rows, config.tokens, dtype=torch.float32, device=device)
+
+
+def sums_twin(x_TI: torch.Tensor, weight_OI: torch.Tensor, config: DenseConfig) -> torch.Tensor:
+    """The sums that the kernel's programs store; what none stores is not a number."""
+    (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
+    sums_POT = new_sums(tokens, outputs, inputs, config, x_TI.device).fill_(torch.nan)
+    for own in pieces(config, outputs, inputs):
+        for tile, first, steps, part in own:
+            rows = slice(tile * config.rows, (tile + 1) * config.rows)
+            columns = slice(first * STEP, (first + steps) * STEP)
+            weights = weight_OI[rows, columns].float()
+            sums_POT[part, rows.start : rows.start + weights.shape[0], :tokens] = weights @ x_TI[:, columns].float().T
+    return sums_POT
+
+
+@triton.jit
+def _sum_of(sums_ptr, bias_ptr, features, tokens, num_tokens, live, all_features, rows, total, steps, BT: tl.constexpr, PARTS: tl.constexpr,
+            BIAS: tl.constexpr):  # fmt: skip
+    """The sums [features, tokens], each of as many parts as its tile has. Tokens are read by eights, so that a load is of 16 bytes."""
+    begin = features // rows * total
+    count = (begin + total - 1) // steps - begin // steps + 1
+    acc = tl.zeros((features.shape[0], BT), tl.float32)
+    for part in tl.static_range(PARTS):
+        place = sums_ptr + (part * all_features + features).to(tl.int64)[:, None] * BT + tokens[None, :]
+        mask = (live & (part < count))[:, None] & (tokens < (num_tokens + 7) // 8 * 8)[None, :]
+        acc += tl.load(place, mask=mask, other=0.0)
+    if BIAS:
+        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "all_features", "rows", "total", "steps"])
+def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_outputs, all_features, y_stride, rows, total, steps, BT: tl.constexpr,
+                PARTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK outputs of all tokens: the sums of their parts. With GATED they are gates, and further features their ups."""
+    start_next_and_wait(PDL)
+    tokens = tl.arange(0, BT)
+    features = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = features < num_outputs
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    y = _sum_of(
+        sums_ptr, bias_ptr, features, tokens, num_tokens, live, all_features, rows, total, steps, BT, PARTS, BIAS
+    )
+    if GATED:
+        ups = features + num_outputs
+        up = _sum_of(
+            sums_ptr, bias_ptr, ups, tokens, num_tokens, live, all_features, rows, total, steps, BT, PARTS, BIAS
+        )
+        y = silu_gate(y, up, dtype)
+    place = y_ptr + tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
+    mask = (tokens < num_tokens)[:, None] & live[None, :]
+    y = tl.trans(y.to(dtype))
+    if ADD:
+        y = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=mask)
+
+
+def add_sums(sums_POT: torch.Tensor, product: Product, config: DenseConfig) -> None:
+    """Write the sums' sum into `out`, or what the gate makes of it, or add it. Parts are added in their order."""
+    parts, features, size = sums_POT.shape
+    x_TI, _, bias_O, out_TO, _, gated, add = product
+    tokens, outputs = out_TO.shape
+    block = 32 if size <= 16 else 16
+    _sum_kernel[(blocks(outputs, block),)](
+        sums_POT, sums_POT if bias_O is None else bias_O, out_TO, tokens, outputs, features, out_TO.stride(0), config.rows,
+        blocks(x_TI.shape[1], STEP), config.steps, BT=size, PARTS=padded(parts), BLOCK=block, GATED=gated, ADD=add, BIAS=bias_O is not None,
+        num_warps=4, **dependent(out_TO.device),
+    )  # fmt: skip
+
+
+@functools.cache
+def _gluon() -> Any:
+    """The kernel's module. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.linear_dense_gluon")
+
+
+def serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: torch.device) -> bool:
+    """Whether the kernel computes products of so many tokens: half precision, and rows that begin at multiples of 16 bytes, as the copy engine wants."""
+    if tokens not in SERVED or not LEAST_WEIGHTS < weight_OI.numel() <= MOST_WEIGHTS or weight_OI.shape[1] % 8:
+        return False
+    whole = weight_OI.is_contiguous() and weight_OI.data_ptr() % 16 == 0
+    return whole and weight_OI.dtype == dtype and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)
+
+
+def fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether the kernel computes this product, with inputs that lie like these."""
+    even = x_TI.dim() == 2 and x_TI.stride(1) == 1 and x_TI.stride(0) % 8 == 0 and x_TI.data_ptr() % 16 == 0
+    return even and serves(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device)
+
+
+def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: torch.device) -> DenseConfig | None:
+    """What decides which kernels are launched; None where they don't serve."""
+    served = serves(tokens, dtype, weight_OI, device)
+    return dense_config(tokens, *weight_OI.shape, multiprocessors(device)) if served else None
+
+
+def run_dense(product: Product, config: DenseConfig | None = None) -> torch.Tensor:
+    """Write `linear(x)`, gated or not, into `out`, or add it. The norm is computed before, by its own kernel."""
+    x_TI, weight_OI, bias_O, out_TO, _, gated, add = product.after_norm()
+    assert isinstance(weight_OI, torch.Tensor)
+    (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
+    config = config or dense_config(tokens, outputs, inputs, multiprocessors(x_TI.device))
+    total = blocks(inputs, STEP)
+    parts = parts_of(config, total)
+    done = parts == 1 and not gated
+    sums = out_TO if done else new_sums(tokens, outputs, inputs, config, x_TI.device)
+    stride = out_TO.stride(0) if done else sums.shape[1]
+    gluon = _gluon()
+    described = gluon.TensorDescriptor.from_tensor
+    steps = blocks(outputs, config.rows) * total
+    registers, average = config.registers
+    gluon.dense_kernel[(blocks(steps, config.steps),)](
+        described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
+        out_TO if bias_O is None else bias_O, sums, tokens, outputs, stride, steps, total, config.steps, BT=config.tokens,
+        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
+        REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+    )  # fmt: skip
+    if not done:
+        add_sums(sums, product, config)
+    return out_TO

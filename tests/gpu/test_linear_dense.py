@@ -1,0 +1,70 @@
+"""Products whose weights come early, on the device, against float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense
+from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear_wide import has_gluon
+
+pytestmark = pytest.mark.skipif(
+    not has_gluon(torch.device("cuda", 0)), reason="another device or version of Triton than was measured"
+)
+CASES = [(3072, 4096), (4096, 1024), (1000, 200), (96, 72), (12_288, 4096)]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The difference's norm as a share; NaN stays NaN."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), CASES)
+@pytest.mark.parametrize("tokens", [1, 8, 17, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products(outputs: int, inputs: int, tokens: int, dtype: torch.dtype) -> None:
+    """With a bias, gated, and added; the same in every run."""
+    made = {"device": "cuda", "dtype": dtype}
+    x, weight, bias = (
+        torch.randn(tokens, inputs, **made),
+        torch.randn(outputs, inputs, **made),
+        torch.randn(outputs, **made),
+    )
+    weight *= inputs**-0.5
+    want = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    wider = torch.randn(tokens, outputs + 64, **made)
+    old = wider.clone()
+    run_dense(Product(x, weight, bias, wider[:, :outputs], add=True))
+    assert error(wider[:, :outputs], want + old[:, :outputs].float()) < 4e-3
+    assert torch.equal(wider[:, outputs:], old[:, outputs:]), "nothing beside the outputs is written"
+    results = [
+        run_dense(Product(x, weight, bias, torch.full((tokens, outputs // 2), torch.nan, **made), gated=True))
+        for _ in range(3)
+    ]
+    assert error(results[0], silu_and_mul(want)) < 8e-3
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 5, 32, 64, 67])
+@pytest.mark.parametrize("tokens", [8, 64, 100])
+def test_divisions(groups: int, steps: int, tokens: int) -> None:
+    """Parts of tiles, and several tiles of a program; what a graph replays is the same."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight, out = torch.randn(tokens, 2048, **made), torch.randn(776, 2048, **made), torch.empty(tokens, 776, **made)
+    config = config_of(tokens, groups, steps)
+    run_dense(Product(x, weight, None, out), config)
+    first = out.clone()
+    assert error(first, x.float() @ weight.float().T) < 4e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            run_dense(Product(x, weight, None, out.fill_(torch.nan)), config)
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+def test_a_choice_is_made_for_all_tokens_of_a_tile() -> None:
+    assert dense_config(33, 3072, 4096, 132) == dense_config(64, 3072, 4096, 132)

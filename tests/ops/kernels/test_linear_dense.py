@@ -1,0 +1,268 @@
+"""Products whose weights come early, as far as they can be tested without a card. Triton's interpreter doesn't know Gluon; `tests/gpu` runs the kernel."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.kernels import linear as kernels
+from pagerunner.ops.kernels import linear_dense
+from pagerunner.ops.kernels.launch import blocks
+from pagerunner.ops.kernels.linear_dense import (
+    MAX_TOKENS,
+    ROOM,
+    STEP,
+    DenseConfig,
+    add_sums,
+    config_of,
+    dense_config,
+    parts_of,
+    pieces,
+    sums_twin,
+)
+from pagerunner.ops.kernels.linear_parts import Product
+
+SHAPES = [(3072, 4096), (4096, 1024), (24576, 4096), (1000, 200), (64, 8), (4096, 12288)]
+
+
+def product_of(tokens: int, outputs: int, inputs: int, *, gated: bool, add: bool, bias: bool) -> Product:
+    torch.manual_seed(tokens)
+    out = torch.randn(tokens, outputs // 2 if gated else outputs)
+    return Product(
+        torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs) if bias else None, out, gated=gated, add=add
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_every_step_is_one_programs_and_every_part_is_numbered(shape, groups):
+    """Parts of a tile are 0, 1, ... in the order of its columns, and as many as the second kernel counts."""
+    total = blocks(shape[1], STEP)
+    tiles = blocks(shape[0], 64 * groups)
+    for steps in {1, 3, total, 2 * total, blocks(tiles * total, 132), blocks(tiles * total, 4)}:
+        config = config_of(64, groups, steps)
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for own in pieces(config, *shape):
+            assert 0 < sum(piece.steps for piece in own) <= steps
+            for piece in own:
+                found.setdefault(piece.tile, []).append((piece.part, piece.first, piece.steps))
+        assert sorted(found) == list(range(tiles))
+        for tile, parts in found.items():
+            begin = tile * total
+            count = (begin + total - 1) // steps - begin // steps + 1
+            assert [part for part, _, _ in parts] == list(range(count))
+            assert count <= parts_of(config, total)
+            ends = [first + own for _, first, own in parts]
+            assert [first for _, first, _ in parts] == [0, *ends[:-1]] and ends[-1] == total
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 32, 64, 65, 96, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_configurations_have_room(tokens, shape):
+    """All that a program asks for fits, inputs are never further ahead than weights, and the programs are one for each multiprocessor."""
+    config = dense_config(tokens, *shape, 132)
+    weights, inputs = config.rows * STEP * 2, config.tokens * STEP * 2
+    assert tokens <= config.tokens <= MAX_TOKENS and config.tokens >= 8
+    assert config.w_stages * weights + config.x_stages * inputs + 1024 <= ROOM
+    assert 2 <= config.x_stages <= config.w_stages
+    assert blocks(blocks(shape[0], config.rows) * blocks(shape[1], STEP), config.steps) <= 132
+    most, average = config.registers
+    assert average % 8 == most % 8 == 0
+    assert average * (config.groups + 1) - 32 - most * (config.groups - 1) >= most
+
+
+def test_less_room_has_fewer_stages():
+    assert config_of(64, 2, 12) == DenseConfig(64, 2, 12, 9, 6)
+    assert config_of(64, 2, 12, 100 * 1024) == DenseConfig(64, 2, 12, 4, 3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("gated", "add"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("tokens", "groups", "steps"), [(1, 1, 3), (5, 2, 2), (17, 3, 4), (33, 2, 5)])
+def test_sums_are_added(bias, gated, add, tokens, groups, steps):
+    """What a program hasn't stored isn't read."""
+    product = product_of(tokens, 200, 296, gated=gated, add=add, bias=bias)
+    x, weight, bias_O, out, *_ = product
+    config = config_of(tokens, groups, steps)
+    want = torch.nn.functional.linear(x, weight, bias_O)
+    want = silu_and_mul(want) if gated else want
+    want = out + want if add else want
+    add_sums(sums_twin(x, weight, config), product, config)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=1e-4)
+
+
+def as_python(function: Any, **known: Any) -> Callable[..., Any]:
+    """A function in Gluon as one in Python, with `known` in place of what its module knows."""
+    code: FunctionType = function.fn
+    return FunctionType(code.__code__, {**code.__globals__, **known}, None, None, code.__closure__)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self, count: int, changed: threading.Condition) -> None:
+        self.count, self.changed = count, changed
+        self.missing, self.bytes, self.phase = count, 0, 0
+
+    def came(self, arrived: int, tokens: int) -> None:
+        """`tokens` bytes more are expected, or have come if negative."""
+        with self.changed:
+            self.missing -= arrived
+            self.bytes += tokens
+            assert self.missing >= 0, "more have arrived than are counted"
+            if self.missing == 0 and self.bytes == 0:
+                self.missing, self.phase = self.count, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase & 1 != parity, timeout=20), "a wait without an end"
+
+
+class Room(list[Any]):
+    """What lies in shared memory, by its first index."""
+
+    index = list.__getitem__
+
+
+class Program:
+    """A program of the kernel, run as Python: its warps are threads, copies come late, and products are computed when they are waited for."""
+
+    def __init__(self, product: Product, config: DenseConfig, sums: torch.Tensor, program: int) -> None:
+        self.x, self.w, self.config, self.sums = product.x_TI, product.weight_OI, config, sums
+        changed, count = threading.Condition(), config.groups
+        self.w_smem = Room(torch.full((64, 64), torch.nan) for _ in range(config.w_stages * count))
+        self.x_smem = Room(torch.full((config.tokens, 64), torch.nan) for _ in range(config.x_stages))
+        self.w_full = Room(Barrier(1, changed) for _ in range(config.w_stages))
+        self.x_full = Room(Barrier(1, changed) for _ in range(config.x_stages))
+        self.done = Room(Barrier(count, changed) for _ in range(config.x_stages))
+        self.language = SimpleNamespace(
+            minimum=min, static_range=range, int64=torch.int64, float32=torch.float32, program_id=lambda axis: torch.tensor(program),
+            zeros=lambda shape, *_: [torch.zeros(shape)], NVMMADistributedLayout=lambda *_: None,
+        )  # fmt: skip
+        self.total = blocks(self.w.shape[1], STEP)
+        self.first = program * config.steps
+        self.count = min(config.steps, blocks(self.w.shape[0], config.rows) * self.total - self.first)
+        self.copies = ThreadPoolExecutor(3)
+
+    def known(self) -> dict[str, Any]:
+        """What the kernel's module knows, as Python."""
+        barriers = SimpleNamespace(
+            wait=lambda barrier, parity: barrier.wait(parity), arrive=lambda barrier: barrier.came(1, 0),
+            expect=lambda barrier, size: barrier.came(1, size),
+        )  # fmt: skip
+        copy = SimpleNamespace(async_copy_global_to_shared=lambda *given: self.copies.submit(self.bring, *given))
+        return {
+            "gl": self.language, "mbarrier": barriers, "tma": copy, "wait_turn": lambda PDL: None, "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.ended, "_store_sums": self.store,
+        }  # fmt: skip
+
+    def bring(self, source: torch.Tensor, at: list[int], barrier: Barrier, target: torch.Tensor) -> None:
+        time.sleep(random.random() * 1e-3)
+        target.zero_()
+        block = source[at[0] : at[0] + target.shape[0], at[1] : at[1] + 64]
+        target[: block.shape[0], : block.shape[1]] = block
+        barrier.came(0, -target.numel() * 2)
+
+    def multiply(self, w: torch.Tensor, x: torch.Tensor, acc: list[Any], *, is_async: bool) -> list[Any]:
+        return [*acc, (w, x)]
+
+    def ended(self, left: int, *, deps: tuple[list[Any]]) -> Any:
+        """The products but the last `left` are computed now."""
+        total, *products = deps[0]
+        for w, x in products[: len(products) - left]:
+            total = total + w @ x
+        return [total, *products[len(products) - left :]]
+
+    def store(self, acc: list[Any], place: torch.Tensor, num_tokens: int) -> None:
+        """Over what no program has stored yet."""
+        target = self.sums.view(-1)[int(place) : int(place) + acc[0].numel()].view(acc[0].shape)
+        assert target.isnan().all()
+        target[:, :num_tokens] = acc[0][:, :num_tokens]
+
+    def run(self) -> None:
+        from pagerunner.ops.kernels import linear_dense_gluon as kernel
+
+        config, rooms = self.config, (self.w_smem, self.x_smem, self.w_full, self.x_full, self.done)
+        known = self.known()
+        for name in ("_copy_weights", "_copy_inputs", "_next"):
+            known[name] = as_python(getattr(kernel, name), **known)
+        copy, compute = as_python(kernel._copy, **known), as_python(kernel._compute, **known)
+        sizes = config.tokens, config.groups, config.w_stages, config.x_stages
+        stride = self.sums.shape[1]
+        with ThreadPoolExecutor(1 + config.groups) as warps, self.copies:
+            waiting = [warps.submit(copy, self.w, self.x, *rooms, self.first, self.count, self.total, *sizes, False)]
+            for c in range(config.groups):
+                waiting.append(warps.submit(
+                    compute, c, *rooms, None, 0, self.first, self.count, self.x.shape[0], self.w.shape[0], stride, self.total, config.steps,
+                    *sizes, False, False, False, False,
+                ))  # fmt: skip
+            for one in waiting:
+                one.result()
+
+
+@pytest.mark.parametrize(
+    ("groups", "steps", "w_stages", "x_stages"), [(1, 9, 3, 2), (2, 7, 4, 4), (3, 5, 6, 3), (2, 20, 3, 2), (1, 2, 9, 6)]
+)
+def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages):
+    """Copies never overwrite what is still to be multiplied, nothing waits for ever, and parts lie where the second kernel reads them."""
+    product = product_of(5, 500, 64 * 7 - 8, gated=False, add=False, bias=False)
+    config = DenseConfig(8, groups, steps, w_stages, x_stages)
+    want = sums_twin(product.x_TI, product.weight_OI, config)
+    sums = torch.full_like(want, torch.nan)
+    for program in range(len(list(pieces(config, 500, 64 * 7 - 8)))):
+        Program(product, config, sums, program).run()
+    live = ~want.isnan()
+    torch.testing.assert_close(sums[live], want[live], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "groups", "steps"),
+    [(8, (12_288, 4096), 3, 32), (16, (4096, 6144), 2, 24), (32, (12_288, 4096), 3, 32), (64, (4096, 12_288), 2, 48), (1, (3072, 4096), 3, 8)],
+)  # fmt: skip
+def test_choices_are_those_that_were_fastest(tokens, shape, groups, steps):
+    """On an H200 with 132 multiprocessors, of three divisions."""
+    assert dense_config(tokens, *shape, 132)[1:3] == (groups, steps)
+
+
+def test_which_products_take_it(monkeypatch):
+    """Those of 2 to 64 tokens whose operands the copy engine reads; the smallest are left to the kernel for few tokens. The warm-up knows its kernels."""
+    seen: list[Product] = []
+    monkeypatch.setattr(linear_dense, "has_gluon", lambda device: True)
+    monkeypatch.setattr(linear_dense, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(linear_dense, "LEAST_WEIGHTS", 64 * 100)
+    monkeypatch.setattr(linear_dense, "run_dense", lambda product: seen.append(product) or product.out_TO)
+    half, card = torch.float16, torch.device("cpu")
+    weight, x = torch.randn(64, 128).to(half), torch.randn(24, 128).to(half)
+    residual = torch.zeros(24, 64).to(half)
+    kernels.linear_add_(x, weight, residual)
+    assert seen[-1].add and seen[-1].out_TO is residual
+    assert kernels.norm_linear_silu(x[:9], None, weight).shape == (9, 32)
+    assert seen[-1].gated
+    assert kernels.linear_kernels(24, weight, half, card) == dense_config(32, 64, 128, 132)
+    assert kernels.linear_kernels(65, weight, half, card) == kernels.linear_kernels(4096, weight, half, card)
+    assert kernels.linear_kernels(1, weight, half, card) == 1
+    count = len(seen)
+    assert count == 2
+    narrow, shifted = torch.randn(64, 110).to(half), torch.randn(24, 131).to(half)[:, 3:]
+    for own, matrix in (
+        (x[:1], weight),
+        (x.float(), weight.float()),
+        (x[:, :110], narrow),
+        (shifted, weight),
+        (x[:9, :96], weight[:, :96].clone()),
+    ):
+        want = torch.nn.functional.linear(own.float(), matrix.float())
+        torch.testing.assert_close(kernels.linear(own, matrix).float(), want, atol=0.2, rtol=0.02)
+    kernels.linear(torch.randn(65, 128).to(half), weight)
+    kernels.linear(x[:, :120], torch.randn(64, 128).to(half)[:, :120])
+    assert len(seen) == count
