@@ -170,3 +170,21 @@ def test_a_snapshot_is_asked_for_until_a_plan_must_have_passed_it() -> None:
         assert (there != NO_PAGE) == (low >= 63), "found when a plan was made that must have passed it"
     assert asked == [[], [64], [64], [64], [64], [], []]
     manager.check_integrity()
+
+
+def test_of_two_snapshots_that_are_unsure_at_once_one_stays_in_the_end() -> None:
+    """With 33 tokens a row and two plans in flight, bounds are further apart than latest snapshots."""
+    manager = KVManager(mixed(HYBRID, 1 << 20, batched=4000, model_max_len=600))
+    chain, prompt = manager.chain(), tokens(40)
+    grant = manager.admit(0, chain, prompt, 39)
+    assert grant is not None and manager.grow(grant, 0, 40) == 40
+    manager.publish(grant, prompt, 40)
+    manager.end_plan([(grant, 0, 40)])
+    text = [*prompt, *range(200)]
+    for low, high in ((64, 70), (120, 130), (125, 195), (196, 196)):  # 64 is sure, 128 and 192 are not, all are sure
+        manager.grow(grant, high, high + 4)
+        manager.end_plan([(grant, low, high + 1)])
+        manager.publish(grant, text, low + 1)
+    found = [position for position in (64, 128, 192) if manager._snapshots.find(chain, position) != NO_PAGE]
+    assert found == [192]
+    manager.check_integrity()

@@ -159,6 +159,7 @@ class Snapshots:
         lease = self._leases.save(pages)
         grant.saves.append((position, lease))
         if is_latest:
+            self._drop(grant, grant.superseded)  # with many drafts a second one is begun before the first is sure
             grant.superseded, grant.latest_snapshot = grant.latest_snapshot, (position, lease)
             grant.next_publish = min(grant.next_publish, position)
         return True
