@@ -168,6 +168,28 @@ def test_drafts_are_the_references_whatever_was_accepted(tmp_path: Path, make: A
     check([1, 2, 3])
 
 
+def test_with_nothing_to_draft_only_keys_and_values_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a head costs little while drafts don't pay: no attention, no output projection and no feed-forward."""
+    engine = Engine(_eagle(tmp_path)[0])
+    targets, calls = 8, list[str]()
+
+    def counted(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: calls.append(name) or made(*args, **named)
+
+    head, (backend,) = engine.model.drafter.layers[0], engine.builder._backends
+    ops = backend.ops._asdict()
+    looks = {name: counted("attention", ops[name]) for name in ("paged_attention", "projected_attention")}
+    monkeypatch.setattr(type(backend), "ops", backend.ops._replace(**looks))
+    monkeypatch.setattr(type(head.mlp), "add_to", counted("feed-forward", type(head.mlp).add_to))
+    engine.step([StepRow(1, 0, 9, [*range(9)], True)], lambda slot, logits: [3])
+    for drafts in (0, 1, 3):
+        calls.clear()
+        engine.step([StepRow(1, int(engine.state.lengths[1]), 1, [], True)], lambda slot, logits: [4], drafts)
+        assert calls.count("attention") == calls.count("feed-forward") == targets + drafts
+
+
 def test_nothing_is_written_behind_a_slots_pages(tmp_path: Path) -> None:
     """The table's next entry is what an earlier request has left there: another one's page."""
     config, _ = _eagle(tmp_path)

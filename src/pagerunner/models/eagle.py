@@ -42,7 +42,8 @@ class FirstLayer(Module):
         attention = self.self_attn
         mixed_SI = attention.attention_of(attention.heads_of(x_TI), context)
         attention.add_mixed(stream, mixed_SI, context.wanted_S)
-        self.mlp.add_to(stream, self.post_attention_layernorm)
+        if stream.x_TD.shape[0]:
+            self.mlp.add_to(stream, self.post_attention_layernorm)
 
 
 def attention_of(config: EagleConfig) -> type[llama.Attention]:
