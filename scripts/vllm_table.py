@@ -30,6 +30,7 @@ SAME = frozenset(
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
     --long-prefill-token-threshold --max-log-len --max-num-seqs --port --return-tokens-as-token-ids
     --revision --root-path --seed --served-model-name --skip-tokenizer-init --tokenizer-revision --uvicorn-log-level
+    --enable-lora --max-loras --max-cpu-loras
     --disable-access-log-for-endpoints --per-request-spec-decode-metrics --response-role --chat-template-content-format --code-revision
     --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
 )
@@ -75,6 +76,7 @@ DIFFERS = {
     "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
     "[KV events](server.md#kv-events)",
     "--speculative-config": "vLLM's fields, each of which is taken or refused with the reason, as are methods; `--spec-method`, `--spec-model` and `--spec-tokens` are there too",
+    "--max-lora-rank": "vLLM's values; an adapter of a lower rank computes its own rank, rounded up to 16",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }

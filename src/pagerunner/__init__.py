@@ -19,7 +19,14 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
 )
-from pagerunner.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+from pagerunner.types import (
+    CompletionOutput,
+    Logprob,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from pagerunner.engine.frontend.async_engine import AsyncEngine
@@ -38,6 +45,7 @@ __all__ = [
     "EngineSleepingError",
     "InvalidRequestError",
     "LLM",
+    "LoRARequest",
     "Logprob",
     "PagerunnerError",
     "RequestOutput",

@@ -17,6 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 TransferBackend = Literal["nccl", "gloo"]
 SpeculativeMethod = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_DTYPE_NAMES: dict[str, KVDtype] = {  # what kv_cache_dtype may say besides "auto"
@@ -50,6 +51,9 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     attention_backend: str = "auto"
     kv_cache_metrics_sample: float = 0.0
     target_itl_ms: float | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
 
     @property
     def teams(self) -> int:
@@ -98,6 +102,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         when they leave the device. `kv_transfer_config`, a mapping or JSON, says the same in vLLM's words, and more (see
         engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
     engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
+        `enable_lora`: requests may name adapters (docs/adapters.md). Those of `max_loras` adapters run at once, each with a rank of at most
+        `max_lora_rank`; `max_cpu_loras` are kept in host memory (default: as many).
         `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
         at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
         KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
@@ -138,6 +144,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     speculative_config: str | dict[str, Any] | None = None
     per_request_spec_decode_metrics: str = "none"
     disable_log_stats: bool = False
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
         self._take_types()
@@ -163,12 +170,15 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
+            "max_loras",
+            "max_cpu_loras",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self._check_executor()
         self._check_target()
+        self._check_lora()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
@@ -198,6 +208,24 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 f"data_parallel_size, which can't be stages so far: pipeline_parallel_size={self.pipeline_parallel_size} must be 1. Without "
                 f"enable_expert_parallel there are {self.data_parallel_size} whole engines, which may have stages."
             )
+
+    def _check_lora(self) -> None:
+        one_of("max_lora_rank", self.max_lora_rank, LORA_RANKS)
+        most = self.max_cpu_loras
+        if most is not None and most < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras must be at least max_loras={self.max_loras}, as what is on the device was in host memory before; got {most}."
+            )
+        for name, ranks in (
+            ("tensor_parallel_size", self.tensor_parallel_size),
+            ("pipeline_parallel_size", self.pipeline_parallel_size),
+            ("data_parallel_size with enable_expert_parallel", self.teams),
+        ):
+            if self.enable_lora and ranks > 1:
+                raise ConfigError(
+                    f"enable_lora is for engines of one rank so far, and {name} is {ranks}. Leave one of them out; data_parallel_size alone makes whole "
+                    "engines, which serve adapters each."
+                )
 
     def _check_target(self) -> None:
         target = self.target_itl_ms
@@ -279,10 +307,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str, ...] | tuple[int, ...]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
 
 
 def read_option(name: str, option: str | dict[str, Any] | None, kind: type[Option], example: str) -> Option:
@@ -429,6 +457,7 @@ class EngineConfig(SharedArgs, kw_only=True, frozen=True):
     scheduling_policy: Literal["fcfs", "priority"]
     load_format: Literal["auto", "dummy"]
     max_in_flight: int
+    max_cpu_loras: int = 1
     host_bytes: int = 0
     offload_prompt_only: bool = True
     disk_tier: DiskTierConfig | None = None

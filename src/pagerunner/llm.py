@@ -36,7 +36,16 @@ from pagerunner.errors import ConfigError, EngineSleepingError, InvalidRequestEr
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
-from pagerunner.types import OutputKind, Pooling, RequestOutput, RequestUpdate, SamplingParams
+from pagerunner.types import (
+    AdapterInfo,
+    LoRARequest,
+    OutputKind,
+    Pooling,
+    RequestOutput,
+    RequestUpdate,
+    SamplingParams,
+    show,
+)
 from pagerunner.types.weights import (
     NO_RPC,
     FinishUpdate,
@@ -168,6 +177,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the prompts' order.
 
@@ -176,8 +186,10 @@ class LLM:
             sampling_params: one for all, or one per prompt; the checkpoint's defaults when None.
             use_tqdm: show a progress bar.
             priority: with scheduling_policy="priority", one number per prompt; lower runs first.
+            lora_request: the adapter to generate with: one for all prompts, or one or None per prompt. It is loaded at first.
 
         Raises:
+            ConfigError: an adapter can't be loaded, or the engine serves none.
             InvalidRequestError: a prompt or its parameters are bad; nothing has run.
             EngineSleepingError: call `wake_up` first.
             EngineDeadError: a step has failed; make a new LLM.
@@ -189,8 +201,30 @@ class LLM:
             "sampling_params", sampling_params or self._frontend.default_sampling_params, len(items)
         )
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
+        adapters = self._load_adapters(self._one_each("lora_request", lora_request, len(items)))
         with seldom_collected():
-            return self._run(items, params, priorities, use_tqdm, kind="final_only")
+            return self._run(items, params, priorities, use_tqdm, kind="final_only", adapters=adapters)
+
+    def _load_adapters(self, requests: Sequence[LoRARequest | None]) -> list[str]:
+        """The names of these adapters, "" for none, which are loaded unless their names are known."""
+        names: dict[str, AdapterInfo] = {}
+        for one in requests:
+            if one is None or one.lora_name in names:
+                continue
+            if not isinstance(one, LoRARequest):
+                raise InvalidRequestError(f"lora_request must be a LoRARequest, got {show(one)}.", param="lora_request")
+            known = self._core.adapters.books.names.get(one.lora_name)
+            if known is None or one.load_inplace:
+                with self._whole():
+                    known = self._core.load_adapter(one)
+            elif one.lora_path and one.lora_path != known.path:
+                raise InvalidRequestError(
+                    f"The adapter {show(one.lora_name)} was loaded from {known.path}, and lora_path is {show(one.lora_path)}; "
+                    "load_inplace=True puts the other one in its place.",
+                    param="lora_request",
+                )
+            names[one.lora_name] = known
+        return ["" if one is None else one.lora_name for one in requests]
 
     def chat(
         self,
@@ -203,12 +237,13 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the checkpoint's chat template.
 
         Args:
             messages: mappings with `role` and `content`, or a list of such conversations.
-            sampling_params, use_tqdm: see `generate`.
+            sampling_params, use_tqdm, lora_request: see `generate`.
             add_generation_prompt: end the prompt with the beginning of the assistant's turn.
             continue_final_message: the last message is the beginning of the answer; needs add_generation_prompt=False.
             tools: what may be called, as OpenAI's clients describe it. The answer's text holds the calls as the model writes
@@ -232,7 +267,7 @@ class LLM:
         if chat_template is not None:
             options["chat_template"] = chat_template
         prompts = [self._render(conversation, options, continue_final_message) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[list[float]]:
         """One vector for each prompt, as the checkpoint, or the argument `pooler_config`, says it is pooled.
@@ -253,7 +288,11 @@ class LLM:
         return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield its state whenever it has new tokens; closing the iterator early aborts it.
 
@@ -263,10 +302,11 @@ class LLM:
             InvalidRequestError: on the first `next`, if the prompt or its parameters are bad.
             EngineSleepingError: on a `next` while the engine sleeps or is paused. After `wake_up` the stream goes on.
         """
-        return _Stream(self._stream(prompt, sampling_params or self._frontend.default_sampling_params))
+        params = sampling_params or self._frontend.default_sampling_params
+        return _Stream(self._stream(prompt, params, lora_request))
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None
     ) -> Generator[RequestOutput | EngineSleepingError, None, None]:
         request_id = str(next(self._ids))
         arrived: deque[RequestOutput] = deque()
@@ -277,7 +317,8 @@ class LLM:
                     raise RequestFailedError("An interrupt has left the output of this stream halfway; ask again.")
                 try:
                     if request_id not in self._streams:
-                        self._submit([request_id], [prompt], [params], [0])
+                        adapters = self._load_adapters([lora_request])
+                        self._submit([request_id], [prompt], [params], [0], adapters=adapters)
                         self._streams[request_id] = arrived
                     if not arrived:
                         self._step()
@@ -405,14 +446,15 @@ class LLM:
         priorities: Sequence[int],
         pooling: Pooling | None = None,
         kind: OutputKind | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> None:
         """Queue every prompt or none. If it raises, the caller drops them."""
         self._core.check_awake()  # also where it is only paused: no other caller could wake the engine up
         process = self._frontend.inputs.process
         batches = [
-            (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling))
-            for request_id, prompt, one_params, one_priority in zip(
-                request_ids, prompts, params, priorities, strict=True
+            (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling, lora=lora))
+            for request_id, prompt, one_params, one_priority, lora in zip(
+                request_ids, prompts, params, priorities, adapters or [""] * len(prompts), strict=True
             )
         ]
         with self._whole():
@@ -483,12 +525,13 @@ class LLM:
         use_tqdm: bool,
         pooling: Pooling | None = None,
         kind: OutputKind | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their ends. If this call ends earlier, by an interrupt too, the requests end as well."""
         order = [str(next(self._ids)) for _ in prompts]
         with tqdm(total=len(order), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             try:
-                self._submit(order, prompts, params, priorities, pooling, kind)
+                self._submit(order, prompts, params, priorities, pooling, kind, adapters)
                 return self._outputs_of(order, bar)
             except BaseException:
                 self._drop(order)

@@ -139,7 +139,11 @@ def test_a_missing_file(parse):
             "unknown variable PAGERUNNER_MAX_MODEL_LENGTH; did you mean PAGERUNNER_MAX_MODEL_LEN?",
         ),
         ("PAGERUNNER_PORT", "x", "the environment: argument --port: 'x' is not a whole number"),
-        ("PAGERUNNER_ENABLE_LORA", "1", "the environment: --enable-lora is vLLM's flag for LoRA"),
+        (
+            "PAGERUNNER_LORA_DTYPE",
+            "float16",
+            "the environment: --lora-dtype is vLLM's flag for other forms of adapters",
+        ),
     ],
 )
 def test_bad_variables(parse, name, value, sentence):
@@ -159,7 +163,7 @@ def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
     [
         (("-dcp", "2"), "-dcp is vLLM's flag for several devices"),
         (("--master_port=2",), "--master-port is vLLM's flag for several devices"),
-        (("--enable-lora",), "for LoRA, which pagerunner doesn't have; leave it out."),
+        (("--lora-dtype=float16",), "for other forms of adapters"),
         (("--cpu-offload-gb",), "offloading"),
         (("--max-model-length", "5"), "did you mean --max-model-len?"),
     ],

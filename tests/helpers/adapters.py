@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from helpers.forward import load
+from pagerunner.lora.adapter import Targets, read_adapter
+from pagerunner.lora.region import Products
 
 PREFIX = "base_model.model."
 
@@ -52,3 +57,27 @@ def trained(model: Any, seed: int = 1) -> None:
     for name, tensor in model.named_parameters():
         if "lora_" in name:
             fill(tensor)
+
+
+def random_adapter(base: Path, path: Path, *, rank: int, seed: int, alpha: float = 2.0) -> Path:
+    """An adapter of every matrix of a checkpoint that may have one."""
+    model, _ = load(base)
+    sizes = Products.of(model).sizes
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (name, (outputs, inputs)) in enumerate(sizes.items()):
+        tensors |= pair(name, outputs, inputs, rank, seed=1000 * seed + number)
+    scaled = {name: tensor * 0.1 for name, tensor in tensors.items()}
+    return write_adapter(path, {"target_modules": list(sizes), "r": rank, "lora_alpha": alpha * rank}, scaled)
+
+
+def merged_checkpoint(base: Path, adapter: Path, path: Path) -> Path:
+    """A copy of a checkpoint, whose matrices have what the adapter adds to them."""
+    shutil.copytree(base, path, dirs_exist_ok=True)
+    model, _ = load(base)
+    read = read_adapter(adapter, Targets.of(model), torch.float32, 512)
+    file = path / "model.safetensors"
+    tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+    for name, product in read.products.items():
+        tensors[f"{name}.weight"] += product.b_OR @ product.a_RI
+    save_file(tensors, file, {"format": "pt"})
+    return path

@@ -370,7 +370,8 @@ def test_rows_that_begin_with_different_pages_have_graphs_that_do_not_look_for_s
     assert (6, False) not in found["apart again"]
     assert found["two"] <= {(2, False), (1, False)}
     states = {
-        captured.key: captured.states[0].sharing for captured in graphs._decode.graphs + graphs._no_shared_prefix.graphs
+        captured.key: captured.states[0].sharing
+        for captured in graphs._plain.decode.graphs + graphs._plain.no_shared_prefix.graphs
     }
     assert all(sharing is not key.no_shared_prefix for key, sharing in states.items())
 

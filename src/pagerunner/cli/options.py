@@ -80,6 +80,12 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "enforce_eager": "don't capture CUDA graphs",
         "cudagraph_capture_sizes": "numbers of requests to capture decode steps for, for example 1,2,4,8",
     },
+    "adapters": {
+        "enable_lora": "let requests name LoRA adapters, see --lora-modules of serve",
+        "max_loras": "adapters whose requests run at the same time",
+        "max_cpu_loras": "adapters that are kept in host memory (default: as many as --max-loras)",
+        "max_lora_rank": "highest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512",
+    },
     "logging": {
         "disable_log_stats": "log no statistics",
         "per_request_spec_decode_metrics": "what answers tell of their drafted tokens: none, summary, or detailed (each step)",
@@ -98,18 +104,24 @@ _SERVER_ONLY = frozenset(
     }
 )
 # What `generate` and `chat` have no use for.
-TEXT_EXCLUDED = _SERVER_ONLY | {"enable_sleep_mode", "weight_transfer_config"}
-BENCH_EXCLUDED = _SERVER_ONLY | {
-    "weight_transfer_config",
-    "tokenizer",
-    "tokenizer_revision",
-    "generation_config",
-    "chat_template",
-}
+_ADAPTERS = frozenset({"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"})
+TEXT_EXCLUDED = _SERVER_ONLY | _ADAPTERS | {"enable_sleep_mode", "weight_transfer_config"}
+BENCH_EXCLUDED = (
+    _SERVER_ONLY
+    | _ADAPTERS
+    | {
+        "weight_transfer_config",
+        "tokenizer",
+        "tokenizer_revision",
+        "generation_config",
+        "chat_template",
+    }
+)
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device speculative_config tensor_parallel_size pipeline_parallel_size
-    enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size kv_transfer_config""".split()
+    enable_expert_parallel data_parallel_size revision download_dir kv_offloading_size kv_transfer_config
+    enable_lora max_loras max_lora_rank""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {

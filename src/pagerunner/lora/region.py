@@ -6,16 +6,34 @@ outputs have 2 * 2 blocks of A with 1,024 elements each, and 2 * 2 of B with 1,5
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from pagerunner.batch import ForwardBatch
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.lora.adapter import Adapter, Targets
-from pagerunner.ops.lora import TILE, Blocks, Fused
+from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused
+
+MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
+"""A buffer of so many elements in host memory, and what must be kept with it."""
+
+
+class Packed(NamedTuple):
+    """An adapter as it lies in a slot: all its blocks one behind the other, and where each begins, -1 for those that it doesn't have."""
+
+    elements: torch.Tensor
+    places: torch.Tensor  # [products, blocks, 2] int64
+    holder: object
+
+
+def plain_buffer(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
+    """A buffer in ordinary memory."""
+    return torch.empty(elements, dtype=dtype), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +59,43 @@ class Products:
         """Those of one adapter of the highest rank."""
         return -(-max_rank // TILE) * TILE * sum(outputs + inputs for outputs, inputs in self.sizes.values())
 
+    def num_bytes(self, slots: int, max_rank: int, itemsize: int) -> int:
+        """Bytes of a region with so many slots, and of its table."""
+        table = 16 * len(self.sizes) * -(-max_rank // TILE)
+        return slots * (self.elements(max_rank) * itemsize + table)
+
     def adapt(self, device: torch.device | str = "cpu") -> None:
         """Tell the layers that they may have adapters from now on."""
         for layer, first in self.layers:
             layer.adapted = Fused.of(first, list(layer.parts.values()), device)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise ConfigError for an adapter of a matrix whose adapters no layer computes."""
+        if others := adapter.products.keys() - self.sizes.keys():
+            raise ConfigError(f"{min(others)} can't have an adapter: those of experts aren't computed so far.")
+
+    def pack(
+        self, adapter: Adapter, max_rank: int, dtype: torch.dtype, make_buffer: MakeBuffer = plain_buffer
+    ) -> Packed:
+        """The adapter in the order of a slot. Raises what `check` raises."""
+        self.check(adapter)
+        used = {name: -(-product.rank // TILE) for name, product in adapter.products.items()}
+        count = sum(TILE * blocks * sum(self.sizes[name]) for name, blocks in used.items())
+        elements, holder = make_buffer(count, dtype)
+        elements.zero_()
+        places = torch.full((len(self.sizes), -(-max_rank // TILE), 2), -1, dtype=torch.int64)
+        at = 0
+        for number, (name, sizes) in enumerate(self.sizes.items()):
+            product = adapter.products.get(name)
+            if product is None:
+                continue
+            for block, first in enumerate(range(0, product.rank, TILE)):
+                for side, whole in enumerate((product.b_OR.T, product.a_RI)):
+                    own = whole[first : first + TILE]
+                    elements[at : at + own.numel()].view(own.shape).copy_(own)
+                    places[number, block, 1 - side] = at
+                    at += TILE * sizes[side]
+        return Packed(elements, places, holder)
 
 
 class Region:
@@ -56,29 +107,47 @@ class Region:
         self.blocks = Blocks(pool, torch.full(shape, -1, dtype=torch.int64, device=pool.device))
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot that no step in flight uses. What was there is gone.
+        """Copy an adapter into a slot that no step in flight uses. What was there is gone. Raises what `Products.check` raises."""
+        self.fill(slot, self.products.pack(adapter, self.max_rank, self.blocks.pool.dtype))
 
-        Raises:
-            ConfigError: a matrix has an adapter that no layer computes.
-        """
-        if others := adapter.products.keys() - self.products.sizes.keys():
-            raise ConfigError(f"{min(others)} can't have an adapter: those of experts aren't computed so far.")
+    def fill(self, slot: int, packed: Packed) -> None:
+        """As `put`, on the current stream."""
         pool, places = self.blocks
-        table = torch.full(places.shape[1:], -1, dtype=torch.int64)
         at = slot * self.products.elements(self.max_rank)
-        for number, (name, sizes) in enumerate(self.products.sizes.items()):
-            product = adapter.products.get(name)
-            if product is None:
-                continue
-            for block, first in enumerate(range(0, product.rank, TILE)):
-                for side, whole in enumerate((product.b_OR.T, product.a_RI)):
-                    own = whole[first : first + TILE].to(pool.dtype)
-                    pool[at : at + TILE * sizes[side]].zero_()
-                    pool[at : at + own.numel()].copy_(own.reshape(-1))
-                    table[number, block, 1 - side] = at
-                    at += TILE * sizes[side]
-        places[slot].copy_(table)
+        pool[at : at + packed.elements.numel()].copy_(packed.elements, non_blocking=True)
+        places[slot].copy_(torch.where(packed.places < 0, packed.places, packed.places + at), non_blocking=True)
 
-    def clear(self, slot: int) -> None:
-        """Forget a slot's adapter."""
-        self.blocks.places[slot].fill_(-1)
+    def clear(self) -> None:
+        """Forget all adapters."""
+        self.blocks.places.fill_(-1)
+
+
+class RowAdapters:
+    """Which slot of adapters each request's slot has, on the device and as far as the host must know it."""
+
+    def __init__(self, region: Region, max_num_seqs: int) -> None:
+        self._region = region
+        self._own = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=region.blocks.places.device)
+        self._has: set[int] = set()
+        self._max_num_seqs = max_num_seqs
+
+    def set(self, slot: int, adapter: int) -> None:
+        """A request with this slot of adapters, or -1, takes a slot."""
+        if adapter >= 0 or slot in self._has:
+            self._own[slot : slot + 1].fill_(adapter)
+        (self._has.add if adapter >= 0 else self._has.discard)(slot)
+
+    def set_all(self, adapter: int) -> None:
+        """Have all slots' requests have this slot of adapters, or -1."""
+        self._own.fill_(adapter)
+        self._has = set(range(self._max_num_seqs)) if adapter >= 0 else set()
+
+    def any(self, slots: tuple[int, ...] | list[int]) -> bool:
+        """Whether any of these requests has an adapter."""
+        return not self._has.isdisjoint(slots)
+
+    def of(self, batch: ForwardBatch) -> Adapters:
+        """The adapters of a batch's tokens: two launches."""
+        rows, region = batch.rows, self._region
+        own_R = self._own.index_select(0, rows.slots_R)
+        return Adapters.of_rows(own_R, rows.query_start_R1, rows.row_T, region.slots, region.blocks)

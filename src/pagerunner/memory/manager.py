@@ -95,9 +95,9 @@ class KVManager:
             return Refusal(tokens, plan.groups[0].pages_needed(tokens), plan.num_pages(0), "pages")
         return Refusal(tokens, plan.slabs_needed(tokens), plan.num_slabs, "slabs")
 
-    def chain(self, cache_salt: str = "", parent_id: str = "") -> PrefixChain:
-        """The prefix chain of a new request; requests with equal arguments may share pages."""
-        seed = chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id)
+    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: str = "") -> PrefixChain:
+        """The prefix chain of a new request; requests with equal arguments may share pages. `adapter` is the digest of its adapter's content."""
+        seed = chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id, adapter)
         return PrefixChain(seed, self._recent, cache_salt)
 
     def admit(

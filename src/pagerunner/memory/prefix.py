@@ -18,9 +18,10 @@ _UNIT_BYTES = 4 * UNIT_TOKENS
 PageKey = bytes
 
 
-def chain_seed(cache_salt: str = "", parent_id: str = "") -> bytes:
-    """The hash that a chain starts from: requests share pages only if both are equal."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, parent_id)]
+def chain_seed(cache_salt: str = "", parent_id: str = "", adapter: str = "") -> bytes:
+    """The hash that a chain starts from: requests share pages only if all are equal. `adapter` is the digest of an adapter's content."""
+    given = (cache_salt, parent_id, adapter) if adapter else (cache_salt, parent_id)
+    parts = [part.encode("utf-8", "surrogatepass") for part in given]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(framed, digest_size=32, person=b"pagerunner-v1").digest()
 

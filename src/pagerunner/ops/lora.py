@@ -134,9 +134,12 @@ def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blo
 
 
 class Adapters(NamedTuple):
-    """The adapters of some tokens: each one's slot (`slots_T`, int32, -1 for none), of at most `slots`, and what is made of that once for all layers."""
+    """The adapters of some tokens, and what is made of them once for all layers: each row's slot of at most `slots` (`own_R`, int32, -1 for none),
+    and each token's row. Without `row_T` token t is row t's.
+    """
 
-    slots_T: torch.Tensor
+    own_R: torch.Tensor
+    row_T: torch.Tensor | None
     slots: int
     blocks: Blocks
     work: WorkList
@@ -146,14 +149,14 @@ class Adapters(NamedTuple):
         cls, adapters_R: torch.Tensor, query_start_R1: torch.Tensor, row_T: torch.Tensor, slots: int, blocks: Blocks
     ) -> Adapters:
         """Of a step whose rows have these adapters. Tokens whose row is negative are padding."""
-        slots_T = torch.where(row_T < 0, row_T, adapters_R.index_select(0, row_T.clamp(min=0)))
-        return cls(slots_T, slots, blocks, work_list(adapters_R, query_start_R1, len(row_T), slots))
+        return cls(adapters_R, row_T, slots, blocks, work_list(adapters_R, query_start_R1, len(row_T), slots))
 
     def of_tokens(self, tokens_S: torch.Tensor) -> Adapters:
         """Of the tokens at these places alone."""
-        slots_S = self.slots_T.index_select(0, tokens_S)
+        rows_S = tokens_S if self.row_T is None else self.row_T.index_select(0, tokens_S)
+        slots_S = self.own_R.index_select(0, rows_S.clamp(min=0)).masked_fill_(rows_S < 0, -1)
         each = torch.arange(len(slots_S) + 1, dtype=torch.int32, device=slots_S.device)
-        return Adapters(slots_S, self.slots, self.blocks, work_list(slots_S, each, len(slots_S), self.slots))
+        return Adapters(slots_S, None, self.slots, self.blocks, work_list(slots_S, each, len(slots_S), self.slots))
 
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor) -> None:
         """Add to the layer's output what each token's adapter says. Tokens without an adapter aren't touched."""

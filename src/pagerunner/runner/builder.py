@@ -10,6 +10,7 @@ import torch
 
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows
+from pagerunner.lora.region import RowAdapters
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
 from pagerunner.ops.drafting import PassTensors
@@ -22,7 +23,7 @@ class BatchBuilder:
     """Builds batches for one memory plan; reads tables and the slots' state, owns neither.
 
     Steps have at most `max_tokens` tokens. Every batch consists of the same `tensors`, in a graph or not. So a batch is valid
-    until the next step is built. `layers` are the layers' views of their pages.
+    until the next step is built. `layers` are the layers' views of their pages. `adapters`: which requests have some.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class BatchBuilder:
         layers: tuple[LayerMemory, ...],
         backends: Sequence[AttentionBackend[Any]],
         max_tokens: int,
+        adapters: RowAdapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self._groups = plan.groups
         self._reaches = [Reach.of(group.layers[0].spec) for group in plan.groups]
         self._tables = tables
@@ -143,7 +146,7 @@ class BatchBuilder:
         last_alone: bool = False,
         most_tokens: int = 0,
     ) -> ForwardBatch:
-        """The batch of a step outside graphs. The keywords are those of `ForwardBatch`."""
+        """The batch of a step outside graphs. The keywords are those of `ForwardBatch`. It has adapters if any of the rows has one."""
         self.fill(step, step.where.rows, step.where.tokens)
         if self._num_drafts and self.tensors.row_T.device.type == "cpu":  # backends that plan with what the host knows
             step.seq_lens = self.tensors.seq_lens_R[: step.where.rows].tolist()
@@ -158,7 +161,17 @@ class BatchBuilder:
             self._group(index, self._inputs(index, rows, step, state_saves), state)
             for index, state in enumerate(self._states)
         )
-        return self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
+        batch = self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
+        return self.adapted(batch) if self.has_adapters(step.slots) else batch
+
+    def has_adapters(self, slots: Sequence[int]) -> bool:
+        """Whether any of the requests in these slots has an adapter."""
+        return self.adapters is not None and self.adapters.any(slots)
+
+    def adapted(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with its rows' adapters, which is work for the device: a graph has it at its beginning."""
+        assert self.adapters is not None, "no request has an adapter"
+        return replace(batch, adapters=self.adapters.of(batch))
 
     def of_pass(
         self,
@@ -200,7 +213,7 @@ class BatchBuilder:
                 backend=backend,
                 plan=backend.plan(inputs, (states or self._states)[index]),
             )
-        return replace(batch, rows=rows, groups=tuple(groups), last_alone=False)
+        return replace(batch, rows=rows, groups=tuple(groups), last_alone=False, adapters=None)
 
     def captured(
         self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0, stride: int = 0

@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +115,7 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one, or a row has up to
-    `drafts` more; with `no_shared_prefix`, rows don't all begin with the same pages.
+    `drafts` more; with `no_shared_prefix`, rows don't all begin with the same pages. With `adapters` rows may have adapters.
     """
 
     rows: int
@@ -123,6 +123,7 @@ class GraphKey:
     decode: bool
     no_shared_prefix: bool = False
     drafts: int = 0
+    adapters: bool = False
 
     @property
     def stride(self) -> int:
@@ -192,6 +193,31 @@ class _BySize:
         return self.graphs[place] if place < len(self.graphs) else None
 
 
+class _Set:
+    """Graphs of all kinds, of which any step finds its own: `drafted` by stride. `made` begins with the smallest."""
+
+    def __init__(self, made: list[Captured]) -> None:
+        drafted = [captured for captured in made if captured.key.drafts]
+        self.drafted = {
+            stride: _BySize([captured for captured in drafted if captured.key.stride == stride])
+            for stride in sorted({captured.key.stride for captured in drafted})
+        }
+        made = [captured for captured in made if not captured.key.drafts]
+        least = min((captured.key.rows for captured in made if captured.key.no_shared_prefix), default=0)
+        self.mixed = _BySize([captured for captured in made if not captured.key.decode])
+        self.decode = _BySize(
+            [captured for captured in made if captured.key.decode and not captured.key.no_shared_prefix]
+        )
+        self.no_shared_prefix = _BySize(
+            [c for c in made if c.key.decode and (c.key.no_shared_prefix or c.key.rows < least)]
+        )
+
+
+def _for_any_rows(key: GraphKey, sharing: int) -> bool:
+    """Whether a graph serves rows that share pages as well as others."""
+    return not key.decode or key.no_shared_prefix or key.rows < sharing or not sharing
+
+
 def decode_keys(sizes: Sequence[int], min_sharing_rows: int) -> list[GraphKey]:
     """Graphs of decode steps. From `min_sharing_rows` on, each size has one for rows that don't share their first
     pages, and few sizes have one for rows that may.
@@ -243,34 +269,40 @@ class StepGraphs:
             sharing = builder.min_sharing_rows
             keys += decode_keys(settings.decode_sizes, sharing)
             if settings.teams:  # teams whose rows share pages and others would take different ones
-                keys = [key for key in keys if key.no_shared_prefix or key.rows < sharing or not sharing]
+                keys = [key for key in keys if _for_any_rows(key, sharing)]
             keys += drafted_keys(settings.decode_sizes, settings.drafts if builder.strided else ())
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
+            if (
+                builder.adapters is not None
+            ):  # how many adapters there are, the device knows; few rows of these share pages
+                keys += [replace(key, adapters=True) for key in keys if _for_any_rows(key, sharing)]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
-        self._decode = self._no_shared_prefix = self._mixed = _BySize([])
-        self._drafted: dict[int, _BySize] = {}  # by stride
+        self._plain = self._adapted = _Set([])
 
     def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
         """The smallest graph that the step fits in. With `needs_hidden` only graphs that put hidden states out."""
         where = step.where
+        own = self._adapted if self._builder.has_adapters(step.slots) else self._plain
         if where.stride:
-            return self._drafted[where.stride].find(where.rows * where.stride)
+            return own.drafted[where.stride].find(where.rows * where.stride)
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
-            return self._mixed.find(where.tokens)
-        if self._no_shared_prefix.graphs and not self._builder.may_share(step.slots):
-            return self._no_shared_prefix.find(where.rows)
-        return self._decode.find(where.rows)
+            return own.mixed.find(where.tokens)
+        if own.no_shared_prefix.graphs and (own is self._adapted or not self._builder.may_share(step.slots)):
+            return own.no_shared_prefix.find(where.rows)
+        return own.decode.find(where.rows)
 
     def stride_for(self, rows: int, width: int) -> int:
         """The least stride with a graph for so many rows of up to `width` tokens; 0 if there is none."""
-        fits = (stride for stride, graphs in self._drafted.items() if stride >= width and graphs.find(rows * stride))
+        drafted = self._plain.drafted.items()
+        fits = (stride for stride, graphs in drafted if stride >= width and graphs.find(rows * stride))
         return min(fits, default=0)
 
     def find_for_teams(self, most_tokens: int, graphs: str) -> Captured | None:
         """The graph that the ranks of all teams take; see `StepPlan`."""
+        own = self._plain
         if graphs == "decode":
-            return (self._no_shared_prefix if self._no_shared_prefix.graphs else self._decode).find(most_tokens)
-        return self._mixed.find(most_tokens) if graphs == "mixed" else None
+            return (own.no_shared_prefix if own.no_shared_prefix.graphs else own.decode).find(most_tokens)
+        return own.mixed.find(most_tokens) if graphs == "mixed" else None
 
     def replay_empty(self, captured: Captured) -> None:
         """Run a step for which other teams of ranks alone have rows."""
@@ -302,13 +334,13 @@ class StepGraphs:
         self._builder.clear()
         keys = [key for key in self.keys if not rehearsal or is_telling(key)]
         if extremes:
-            kinds: dict[tuple[bool, bool, int], list[GraphKey]] = {}
+            kinds: dict[tuple[bool, bool, int, bool], list[GraphKey]] = {}
             for key in keys:
-                kinds.setdefault((key.decode, key.no_shared_prefix, key.drafts), []).append(key)
+                kinds.setdefault((key.decode, key.no_shared_prefix, key.drafts, key.adapters), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, states = self._prepare(key)
-            work(batch, key.decode)
+            self._run(key, batch, work)
             if second is not None and key.decode:
                 second(key, batch, states)
             LIFE.moved()
@@ -332,20 +364,8 @@ class StepGraphs:
             if collects:
                 gc.enable()
         made.reverse()
-        drafted = [captured for captured in made if captured.key.drafts]
-        self._drafted = {
-            stride: _BySize([captured for captured in drafted if captured.key.stride == stride])
-            for stride in sorted({captured.key.stride for captured in drafted})
-        }
-        made = [captured for captured in made if not captured.key.drafts]
-        least = min((captured.key.rows for captured in made if captured.key.no_shared_prefix), default=0)
-        self._mixed = _BySize([captured for captured in made if not captured.key.decode])
-        self._decode = _BySize(
-            [captured for captured in made if captured.key.decode and not captured.key.no_shared_prefix]
-        )
-        self._no_shared_prefix = _BySize(
-            [c for c in made if c.key.decode and (c.key.no_shared_prefix or c.key.rows < least)]
-        )
+        self._plain = _Set([captured for captured in made if not captured.key.adapters])
+        self._adapted = _Set([captured for captured in made if captured.key.adapters])
         return CaptureReport(time.perf_counter() - started, len(self.keys))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
@@ -361,11 +381,14 @@ class StepGraphs:
         )
         return batch, states
 
+    def _run(self, key: GraphKey, batch: ForwardBatch, work: Work) -> Tensors:
+        return work(self._builder.adapted(batch) if key.adapters else batch, key.decode)
+
     def _capture(self, key: GraphKey, work: Work, second: SecondWork | None) -> Captured:
         engine = self._settings.engine
         assert engine is not None, "there are no keys without an engine"
         batch, states = self._prepare(key)
-        graph = engine.capture(lambda: work(batch, key.decode))
+        graph = engine.capture(lambda: self._run(key, batch, work))
         if second is None or not key.decode:
             return Captured(key, graph, batch, states)
 

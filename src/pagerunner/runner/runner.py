@@ -155,6 +155,8 @@ class ModelRunner:
             self._pooler.init_slot(init)
             self._sampler.init_slot(init)
             self._drafter.init_slot(init)
+            if self._builder.adapters is not None:
+                self._builder.adapters.set(init.slot, init.adapter)
         if self._stage is not None:
             self._stage.begin(plan.rows)
         pages, tables, sampler = self._pages, self._tables, self._sampler
@@ -192,7 +194,7 @@ class ModelRunner:
             sampled = self._sample_decoded(*outputs, step, plan, captured)
             self._tell(step, sampled)
             return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True, width=width)
-        if self._recorded is not None and not needs_hidden:
+        if self._recorded is not None and not (needs_hidden or self._builder.has_adapters(step.slots)):
             threads = torch.get_num_threads() if self._threads is None else self._threads.usual
             logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits, threads)
             if logits_SV is not None:
@@ -282,6 +284,11 @@ class ModelRunner:
             self._run_first(rows)
         self._run_more_kernels(*more)
         self._run_largest_steps()
+        if self._builder.adapters is not None:
+            self._builder.adapters.set_all(0)
+            for rows in self._first_steps():
+                self._run_first(rows)
+            self._builder.adapters.set_all(-1)
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
         if self._num_drafts:
@@ -290,8 +297,13 @@ class ModelRunner:
         self._graphs.warm_up(self._work, self._second, progress, rehearsal=rehearsal)
 
     def _run_largest_steps(self) -> None:
+        adapters = self._builder.adapters
         for rows in self._largest_steps():
             self._run_scored(rows)
+            if adapters is not None:
+                adapters.set_all(0)
+                self._run_scored(rows)
+                adapters.set_all(-1)
 
     def _run_scored(self, rows: list[StepRow]) -> None:
         """Run a step with a prompt to be scored in the first row."""

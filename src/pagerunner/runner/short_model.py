@@ -16,6 +16,7 @@ import torch
 
 from pagerunner.batch import LayerMemory
 from pagerunner.dist.base import Comm
+from pagerunner.ops.lora import Fused
 
 _WEIGHTS_ALIGNMENT = 256  # bytes; what libraries look at most
 _PAGES_ALIGNMENT = 16  # only our kernels read pages, and Triton asks for no more
@@ -65,6 +66,8 @@ def _kind(value: Any, alignment: int, memory: Sequence[LayerMemory], before: Cou
         return tuple(value.shape), value.stride(), value.dtype, value.data_ptr() % alignment
     if isinstance(value, FunctionType):
         return value.__module__, value.__qualname__
+    if isinstance(value, Fused):  # its kernels don't depend on which of the products come first
+        value = value[1:]
     if isinstance(value, tuple | list):
         return tuple(_kind(item, alignment, memory, before) for item in value)
     if dataclasses.is_dataclass(value):

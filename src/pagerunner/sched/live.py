@@ -21,13 +21,25 @@ if TYPE_CHECKING:
     from pagerunner.sched.state import SchedulerState
 
 Wait = Literal[
-    "", "sibling", "slot", "pages", "snapshot", "transfer", "moves", "budget", "turn", "line", "grammar", "paused"
+    "",
+    "sibling",
+    "slot",
+    "pages",
+    "snapshot",
+    "transfer",
+    "moves",
+    "budget",
+    "turn",
+    "line",
+    "grammar",
+    "adapter",
+    "paused",
 ]
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
 the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; a
 transfer brings pages that save it work; pages are
 still being moved together to make room; the step's tokens are spoken for; its own last step is under way; others are before it; what its
-grammar allows next is not known yet; the engine is paused or sleeps."""
+grammar allows next is not known yet; its adapter isn't on the device; the engine is paused or sleeps."""
 
 MAX_WAITING = 256
 """How many waiting requests are listed; the others are only counted."""
@@ -81,7 +93,9 @@ def live_requests(state: SchedulerState, *, paused: bool = False) -> list[LiveRe
     wait = why_first_waits(state)
     listed: list[tuple[Sequence, Wait]] = [(sequence, "") for sequence in state.running]
     listed += [(sequence, "grammar") for sequence in islice(held, MAX_WAITING)]
-    for sequence in islice(state.waiting, max(MAX_WAITING - len(held), 0)):
+    if state.adapters is not None:
+        listed += [(sequence, "adapter") for sequence in islice(state.adapters.held.values(), MAX_WAITING)]
+    for sequence in islice(state.waiting, max(MAX_WAITING + len(state.running) - len(listed), 0)):
         listed.append((sequence, wait))
         wait = "line"
     return [live_request(sequence, groups, "paused" if paused else wait) for sequence, wait in listed]
@@ -92,10 +106,11 @@ def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
 
     Requests that a grammar holds back come last here: they keep nobody waiting.
     """
-    if paused and (state.waiting or state.guided.held):
+    lacks_adapter = state.adapters is not None and bool(state.adapters.held)
+    if paused and (state.waiting or state.guided.held or lacks_adapter):
         return "paused"
     if not state.waiting:
-        return "grammar" if state.guided.held else ""
+        return "adapter" if lacks_adapter else "grammar" if state.guided.held else ""
     first = state.waiting.peek()
     if not state.free_slots:
         return "slot"

@@ -7,6 +7,7 @@ from pagerunner.memory.prefix import PrefixChain
 from pagerunner.sched.guide import Guide
 from pagerunner.sched.suffix import SuffixIndex
 from pagerunner.types import EngineRequest, FinishReason, StepRow, TokenLogprobs
+from pagerunner.types.lora import AdapterInfo
 
 
 class Sequence:
@@ -18,26 +19,36 @@ class Sequence:
     token that the device sampled. `in_flight` counts the plans with a row of this sequence. A `blocked` sequence can't be
     scheduled: its `guide` doesn't know the next mask, which may depend on a token of a plan in flight. While it waits, `looked_up` says that
     no other memory need be asked for its pages, and `awaits_transfer` that pages are on their way. Of its `cached_tokens` those whose pages came
-    from another memory are `external_tokens`.
+    from another memory are `external_tokens`. It has the content of its `adapter` to its end; see `sched/adapters.py`.
     """
 
     __slots__ = (
-        "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
+        "adapter", "adapter_slot", "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
         "max_total",
-        "min_total", "parent_id", "pending",
+        "min_total", "parent_id", "passed", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
         "retry_version", "sampled_in", "scheduled",
         "shares", "stop_ids", "text", "tokens", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, chain: PrefixChain, *, shares: bool, max_model_len: int, arrival: int
+        self,
+        request: EngineRequest,
+        chain: PrefixChain,
+        *,
+        shares: bool,
+        max_model_len: int,
+        arrival: int,
+        adapter: AdapterInfo | None = None,
     ) -> None:
         params = request.params
         self.request = request
         self.request_id = request.request_id
         self.chain = chain
         self.shares = shares
+        self.adapter = adapter
+        self.adapter_slot = -1
+        self.passed = 0  # how many went before it while it waited for a slot of adapters
         # of a request that has siblings
         self.parent_id = request.parent_id if shares and request.parent_id != request.request_id else ""
         self.key = (request.priority, request.arrival_time, arrival)

@@ -16,6 +16,7 @@ from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import MemoryState, memory_state
 from pagerunner.memory.stats import memory_stats
+from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import DraftLength
 from pagerunner.sched.guide import MakeGuide
@@ -29,6 +30,8 @@ from pagerunner.sched.step_planner import StepPlanner
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TransferEnd
+from pagerunner.types.checks import show
+from pagerunner.types.lora import AdapterInfo
 from pagerunner.types.steps import StepShape
 
 WAITING_WEIGHT = 4
@@ -75,16 +78,23 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         goes_on: bool = False,
         words: SuffixDrafter | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`load_failure`: what becomes of a request whose pages don't come back from another memory. `goes_on`: see StepPlanner. `draft_length` chooses how many drafts
-        rows have; without it they have none. `words` makes them, if the device doesn't.
+        rows have; without it they have none. `words` makes them, if the device doesn't. `adapters`: which there are, if requests may have some.
         """
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
         self.max_model_len = max_model_len
         self.max_in_flight, self._costs, self._draft_length = max_in_flight, costs, draft_length
         self._state = SchedulerState(
-            manager, max_num_seqs=max_num_seqs, policy=policy, make_guide=make_guide, tiers=tiers, words=words
+            manager,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            make_guide=make_guide,
+            tiers=tiers,
+            words=words,
+            adapters=adapters,
         )
         if draft_length is not None and draft_length.most:
             self._state.counts.spec = SpecCounts.of(draft_length.most)
@@ -102,6 +112,7 @@ class Scheduler:
 
     def check(self, request: EngineRequest) -> None:
         """Raise what `add` raises."""
+        self._adapter(request)
         prompt_len = len(request.prompt_token_ids)
         if prompt_len == 0:
             raise InvalidRequestError("The prompt has no tokens; at least 1 is needed.", param="prompt")
@@ -117,20 +128,33 @@ class Scheduler:
         if refusal is not None:
             raise InvalidRequestError(f"The request {refusal}", param="max_tokens")
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+    def _adapter(self, request: EngineRequest) -> AdapterInfo | None:
+        if not request.lora:
+            return None
+        if self._state.adapters is None:
+            raise InvalidRequestError(
+                f"The request asks for the adapter {show(request.lora)}, and this engine serves none; start it with enable_lora=True "
+                "(--enable-lora).",
+                "lora_request",
+            )
+        return self._state.adapters.of(request.lora)
+
+    def add(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> None:
+        """Queue a request. It has this content of its `adapter`, or that which its name stands for now.
 
         Raises:
             InvalidRequestError: it can never run (the message has the numbers), or its id is taken.
         """
         self.check(request)
-        manager = self.manager
+        manager, adapter = self.manager, adapter or self._adapter(request)
+        digest = "" if adapter is None else adapter.digest
         sequence = Sequence(
             request,
-            manager.chain(request.cache_salt, parent_id=request.parent_id),
+            manager.chain(request.cache_salt, request.parent_id, digest),
             shares=manager.enable_prefix_caching or request.parent_id != "",
             max_model_len=self.max_model_len,
             arrival=self._state.counts.arrivals,
+            adapter=adapter,
         )
         if request.grammar is not None:
             self._state.guided.start(sequence)
@@ -138,9 +162,14 @@ class Scheduler:
         self._state.sequences[request.request_id] = sequence
         self._state.waiting.push(sequence)
 
-    def resume(self, request: EngineRequest, output: list[int]) -> None:
+    def adapter_of(self, request_id: str) -> AdapterInfo | None:
+        """The content that an unfinished request's adapter has."""
+        sequence = self._state.sequences.get(request_id)
+        return None if sequence is None else sequence.adapter
+
+    def resume(self, request: EngineRequest, output: list[int], adapter: AdapterInfo | None = None) -> None:
         """Queue a request that goes on after `output`, the tokens that an earlier scheduler has reported of it."""
-        self.add(request)
+        self.add(request, adapter)
         if not output:
             return
         sequence = self._state.sequences[request.request_id]
@@ -280,6 +309,8 @@ class Scheduler:
             for sequence in self._state.sequences.values():  # those that wait too: what they had found is gone
                 sequence.looked_up = sequence.fetched = False
         self.manager.reset_prefix_cache()
+        if self._state.adapters is not None:
+            self._state.adapters.lose_all(self._state.sequences.values())
 
     # -- results
 
@@ -296,6 +327,10 @@ class Scheduler:
         after `schedule`, which computes those that wait for no pages any more.
         """
         failed, self._state.failed = self._state.failed, []
+        if self._state.adapters is not None:
+            for sequence, why in self._state.adapters.take_failed():
+                if not sequence.finished:
+                    failed.append(self._state.update(sequence, "error", error=why, param="lora_request"))
         return failed + self._without_pages() if self.tiers is not None else failed
 
     def _without_pages(self) -> list[RequestUpdate]:
@@ -330,7 +365,9 @@ class Scheduler:
         return SchedulerStats(
             **msgspec.structs.asdict(memory_stats(self.manager)),
             running=len(state.running),
-            waiting=len(state.waiting) + len(state.guided.held),
+            waiting=len(state.waiting)
+            + len(state.guided.held)
+            + (0 if state.adapters is None else len(state.adapters.held)),
             waiting_for=why_first_waits(state, paused=paused),
             preemptions_total=counts.preemptions,
             steps_total=counts.steps,
@@ -341,4 +378,5 @@ class Scheduler:
             spec=copy.deepcopy(counts.spec),
             tier=None if self.tiers is None else self.tiers.stats(),
             costs=None if self._costs is None else self._costs.stats,
+            lora=None if state.adapters is None else state.adapters.stats(state.sequences.values()),
         )

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Literal
 
 from pagerunner.memory.manager import KVManager
+from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.guided import GuidedSequences
 from pagerunner.sched.queue import FcfsQueue, PriorityQueue, WaitingQueue
@@ -17,7 +18,7 @@ from pagerunner.sched.request import Sequence
 from pagerunner.sched.stats import SchedulerCounts
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
-from pagerunner.types import FinishReason, RequestUpdate, StepPlan, TokenLogprobs
+from pagerunner.types import FinishReason, RequestUpdate, SlotInit, StepPlan, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 WARN_SECONDS = 10.0
@@ -25,7 +26,7 @@ WARN_SECONDS = 10.0
 
 
 class SchedulerState:
-    """Every unfinished sequence stands in one place: in `waiting`, in `running`, or held back by `guided`.
+    """Every unfinished sequence stands in one place: in `waiting`, in `running`, or held back by `guided` or by `adapters`.
 
     `in_flight` has the plans that are not committed, oldest first, with the sequence of each row. `failed` has the last
     updates of sequences that failed while a step was planned. `words` drafts, where the host does.
@@ -40,11 +41,16 @@ class SchedulerState:
         make_guide: MakeGuide | None,
         tiers: Tiering | None = None,
         words: SuffixDrafter | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.manager = manager
+        self.adapters = adapters
         self.words = words
         self.tiers = tiers
         self.by_priority = policy == "priority"
+        if adapters is not None:
+            adapters.restart()
+            adapters.order = (lambda one: one.key) if self.by_priority else (lambda one: one.key[2])
         self.waiting: WaitingQueue = PriorityQueue() if self.by_priority else FcfsQueue()
         self.running: list[Sequence] = []
         self.sequences: dict[str, Sequence] = {}
@@ -60,6 +66,21 @@ class SchedulerState:
         """Go on with the counts of an earlier state."""
         self.counts = earlier.counts.carried_on()
         self._warned_preemptions = self.counts.preemptions
+
+    def lacks_adapter(self, sequence: Sequence) -> bool:
+        """Whether a sequence of the line has to wait for its adapter. If so, it stands beside the line from now on."""
+        if self.adapters is None or self.adapters.take(sequence):
+            return False
+        self.waiting.remove(sequence)
+        if self.tiers is not None:
+            self.tiers.let_go(sequence)
+            sequence.looked_up = sequence.fetched = False
+        return True
+
+    @staticmethod
+    def begun(sequence: Sequence, slot: int) -> SlotInit:
+        """What the runner must know of a sequence that takes a slot."""
+        return SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :], sequence.adapter_slot)
 
     def run(self, sequence: Sequence) -> None:
         """A sequence that was admitted runs. It has what was set aside for it."""
@@ -166,6 +187,9 @@ class SchedulerState:
         del self.sequences[sequence.request_id]
         held = sequence.request_id in self.guided.held
         self.guided.drop(sequence)
+        if self.adapters is not None:
+            held = held or sequence.request_id in self.adapters.held
+            self.adapters.let_go(sequence)
         if held:
             pass
         elif sequence.grant is None:

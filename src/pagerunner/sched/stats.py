@@ -10,6 +10,7 @@ from pagerunner.memory.stats import MemoryStats
 from pagerunner.sched.costs import CostStats
 from pagerunner.sched.live import Wait
 from pagerunner.tiers.stats import ExchangeStats, TierStats
+from pagerunner.types.lora import LoraStats
 
 STEP_PLACES = 16
 
@@ -81,7 +82,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
 
     `waiting_for` says why the first waiting sequence waits. The engine fills in `busy_seconds` of the device. With several teams of ranks
     `teams` has each team's counts. `tier`: of the host's memory, if pages go there. `exchange`: with other engines. `spec`: of drafts, if there are any.
-    `costs`: of the model of costs, if there is one.
+    `costs`: of the model of costs, if there is one. `lora`: of adapters, if requests may have some.
     """
 
     running: int = 0
@@ -98,6 +99,7 @@ class SchedulerStats(MemoryStats, frozen=True, kw_only=True):
     exchange: ExchangeStats | None = None
     spec: SpecCounts | None = None
     costs: CostStats | None = None
+    lora: LoraStats | None = None
     teams: list[SchedulerStats] = []
 
 

@@ -66,6 +66,9 @@ class StepPlanner:
             self._made = self._drafts if state.words is None else 0
             self._guesses = []
         self._pace.begin(state, self._drafts)
+        if state.adapters is not None:
+            for sequence in reversed(state.adapters.settle()):  # in reverse, so that the line keeps its order
+                state.waiting.put_back(sequence)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
             state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
@@ -260,6 +263,8 @@ class StepPlanner:
             # A sequence that didn't fit can't fit before pages came back, or while the step has too few tokens left for it.
             if sequence.in_flight or budget < sequence.retry_budget:
                 break
+            if state.lacks_adapter(sequence):
+                continue
             if tiers is not None and not self._may_go(tiers, sequence, passed):
                 break
             if tiers is not None and tiers.fills(sequence):
@@ -320,7 +325,7 @@ class StepPlanner:
                 if sequence.shares and not sequence.wants_prompt_logprobs:
                     manager.count_query(grant, sequence.external_tokens)
             state.run(sequence)
-            admitted.append(SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :]))
+            admitted.append(state.begun(sequence, slot))
             if not waits:
                 budget -= end - start
                 rows.append(self._row(sequence, grant, start, end))

@@ -22,6 +22,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan, StepResult, TeamsPlan, TeamsResult, TransferEnd
+from pagerunner.types.lora import AdapterInfo
 
 _SHARES = frozenset(
     """kv_usage kv_fragmentation kv_waste usage fragmentation waste
@@ -41,9 +42,13 @@ class TeamsScheduler:
         """See Scheduler.add."""
         self._team_for(request).add(request)
 
-    def resume(self, request: EngineRequest, output: list[int]) -> None:
+    def resume(self, request: EngineRequest, output: list[int], adapter: AdapterInfo | None = None) -> None:
         """See Scheduler.resume."""
-        self._team_for(request).resume(request, output)
+        self._team_for(request).resume(request, output, adapter)
+
+    def adapter_of(self, request_id: str) -> AdapterInfo | None:
+        """See Scheduler.adapter_of."""
+        return next((found for team in self.teams if (found := team.adapter_of(request_id)) is not None), None)
 
     def _team_for(self, request: EngineRequest) -> Scheduler:
         """The team that the request asks for, that its siblings are with, or that has least to do, less what it holds of the prompt."""

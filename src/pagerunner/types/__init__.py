@@ -4,6 +4,7 @@ Everything here is torch-free. The `msgspec` structs also cross the process boun
 """
 
 from pagerunner.types.checks import show
+from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoRARequest, LoraStats
 from pagerunner.types.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculativeMetrics
 from pagerunner.types.params import OutputKind, SamplingParams, StructuredOutputsParams
 from pagerunner.types.plan import (
@@ -25,12 +26,17 @@ from pagerunner.types.request import EngineRequest, FinishReason, Grammar, Pooli
 
 __all__ = [
     "NO_TOKEN_ALLOWED",
+    "AdapterEnd",
+    "AdapterFill",
+    "AdapterInfo",
     "CompletionOutput",
     "EngineRequest",
     "FinishReason",
     "Grammar",
     "Guess",
+    "LoRARequest",
     "Logprob",
+    "LoraStats",
     "OutputKind",
     "PageCopy",
     "PageTransfer",

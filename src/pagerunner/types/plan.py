@@ -18,12 +18,14 @@ NO_TOKEN_ALLOWED = (
 class SlotInit(msgspec.Struct, frozen=True):
     """A request takes a slot: what the runner must know until the slot is released.
 
-    `output_token_ids` are the tokens a preempted request had already generated (penalties count them).
+    `output_token_ids` are the tokens a preempted request had already generated (penalties count them). `adapter` is the slot of the request's
+    adapter, -1 if it has none.
     """
 
     slot: int
     request: EngineRequest
     output_token_ids: list[int]
+    adapter: int = -1
 
 
 class StepRow(NamedTuple):

@@ -39,7 +39,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     `eos_token_ids` stop the sequence unless `params.ignore_eos`. `seed` is resolved: never None. `max_tokens` is
     resolved against the model's length. With `pooling` the request ends with its prompt: its only update has no tokens,
     but `pooled`. `grammar` is `params.structured_outputs`, checked and rewritten. `data_parallel_rank`: the team of ranks that is to run it, where
-    there are several; None leaves that to the engine. `kv_transfer`: where its prompt's pages are to come from, or that they are to be lent.
+    there are several; None leaves that to the engine. `lora` is the name of its adapter, or "". `kv_transfer`: where its prompt's pages are to come from, or that they are to be lent.
     """
 
     request_id: str
@@ -57,6 +57,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     grammar: Grammar | None = None
     data_parallel_rank: int | None = None
     kv_transfer: KVTransferParams | None = None
+    lora: str = ""
 
     def __post_init__(self) -> None:
         """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from pagerunner.config import one_of
+from pagerunner.engine.core.adapters import NO_LORA, AdapterWork
 from pagerunner.engine.core.executors.base import Executor, Pending
 from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.kv_events import Publisher
@@ -21,6 +22,7 @@ from pagerunner.errors import ConfigError, EngineDeadError, EngineSleepingError,
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.ownership import MemoryState
 from pagerunner.ops.device_errors import device_failure, never_free
+from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.live import page_books
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
@@ -28,6 +30,7 @@ from pagerunner.sched.teams import TeamsScheduler
 from pagerunner.tiers.exchange import Exchange
 from pagerunner.types import EngineRequest, RequestUpdate, StepPlan
 from pagerunner.types.checks import check_rank, in_vocabulary
+from pagerunner.types.lora import AdapterInfo, LoRARequest
 from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
 
 SleepMode = Literal["abort", "wait", "keep"]
@@ -51,11 +54,17 @@ class EngineCore:
         make_exchange: Callable[[Scheduler], Exchange] | None = None,
         startup: StartUp | None = None,
         publishers: Sequence[Publisher] = (),
+        adapters: Adapters | None = None,
     ) -> None:
+        """`adapters` are the books that schedulers are made with, if requests may have adapters."""
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._executor = executor
         self._weights = WeightUpdates(executor)
+        self._adapters: AdapterWork | None = None
+        if adapters is not None:
+            assert executor.adapters is not None, "the executor loads no adapters"
+            self._adapters = AdapterWork(adapters, executor.adapters)
         self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode
@@ -130,11 +139,12 @@ class EngineCore:
         prefix cache is empty. `running` are the requests that go on, each after the output tokens that it has reported. All
         other requests are gone. Steps that were launched run to their end on the device before any new step.
         """
+        before = self._scheduler
         scheduler = self._make_scheduler()
         try:
-            scheduler.count_on(self._scheduler)  # type: ignore[arg-type]  # one of the same kind
+            scheduler.count_on(before)  # type: ignore[arg-type]  # one of the same kind
             for request, output in running:
-                scheduler.resume(request, output)
+                scheduler.resume(request, output, before.adapter_of(request.request_id))
             self._scheduler.close_guides()
         except BaseException:  # another interrupt: the next call of this method begins again
             scheduler.close_guides()
@@ -207,10 +217,13 @@ class EngineCore:
 
     def _run_step(self) -> list[RequestUpdate]:
         self._end_transfers(0.0)
+        self.poll_adapters()
         updates = self._scheduler.take_failed()
         while len(self._in_flight) < self._max_in_flight:
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
+            if self._adapters is not None:
+                self._adapters.fill()
             if plan is None:
                 break
             launched = time.monotonic()
@@ -220,6 +233,8 @@ class EngineCore:
             return updates + self._commit_oldest()
         if self._scheduler.num_transfers:
             self._end_transfers(0.0 if updates else TRANSFER_WAIT_SECONDS)
+        elif self._adapters is not None and self._adapters.busy:
+            self.poll_adapters(0.0 if updates else TRANSFER_WAIT_SECONDS)
         elif self._scheduler.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
         return updates
@@ -235,6 +250,30 @@ class EngineCore:
         """Wait until no transfer is under way."""
         while self._scheduler.num_transfers:
             self._end_transfers(TRANSFER_WAIT_SECONDS)
+
+    @property
+    def adapters(self) -> AdapterWork:
+        """Loads adapters and knows their names. Raises ConfigError if requests may have none."""
+        if self._adapters is None:
+            raise ConfigError(NO_LORA)
+        return self._adapters
+
+    def poll_adapters(self, seconds: float = 0.0) -> bool:
+        """Take what has become of adapters, for which up to so many seconds are waited. Whether any load has ended that nobody has taken."""
+        if self._adapters is None:
+            return False
+        self._adapters.poll(seconds)
+        return bool(self._adapters.loaded)
+
+    def load_adapter(self, request: LoRARequest) -> AdapterInfo:
+        """Load an adapter and wait for it. Raises what is wrong with it."""
+        number = self.adapters.begin(request)
+        while number not in self.adapters.loaded:
+            self.adapters.poll(TRANSFER_WAIT_SECONDS)
+        found = self.adapters.loaded.pop(number)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
     def _publish_events(self) -> None:
         """Tell those who read KV events what prompts can find by now, if anybody may read them."""

@@ -182,6 +182,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
         grammar: Grammar | None = None,
+        lora: str = "",
     ) -> list[EngineRequest]:
         """The n sequences of one request, in output order.
 
@@ -191,6 +192,7 @@ class InputProcessor:
             request_id: unique among running requests; sequences are named after it.
             add_special_tokens: False for a text that a chat template made.
             pooling: asks for one vector of the prompt and no tokens.
+            lora: the name of the adapter to generate with, if any.
             grammar: what `prepare` has made of the structured outputs. Without it, structured outputs are checked here.
 
         Raises:
@@ -227,6 +229,7 @@ class InputProcessor:
             parent_id=request_id,
             pooling=pooling,
             grammar=grammar,
+            lora=lora,
         )
         return [first, *first.siblings([(f"{request_id}_{n}", _wrap(seed + n)) for n in range(1, params.n)])]
 

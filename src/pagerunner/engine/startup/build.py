@@ -37,6 +37,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.report import plan_table
 from pagerunner.memory.residency import PageSampler
 from pagerunner.ops.native.suffix import new_index
+from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows
 from pagerunner.sched.guide import MakeGuide
@@ -141,7 +142,8 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     costs = CostModel(startup.steps, key_bytes(plan)) if config.prices_steps else None
-    build = partial(build_scheduler, costs=costs) if config.teams == 1 else build_teams
+    adapters = Adapters(config.max_loras) if config.enable_lora else None
+    build = partial(build_scheduler, costs=costs, adapters=adapters) if config.teams == 1 else build_teams
     return EngineCore(
         partial(build, config, plan, _make_guides(resolved), below),
         executor,
@@ -153,6 +155,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         make_exchange=make_exchange(resolved, plan, executor),
         startup=startup,
         publishers=publishers,
+        adapters=adapters,
     )
 
 
@@ -212,6 +215,7 @@ def build_scheduler(
     below: MakeBelow | None = None,
     team: int = 0,
     costs: CostModel | None = None,
+    adapters: Adapters | None = None,
 ) -> Scheduler:
     """The scheduler and its memory manager: everything of an engine, or of a `team`, that needs no device. `below` is a store below its host memory."""
     sample = config.kv_cache_metrics_sample
@@ -242,5 +246,6 @@ def build_scheduler(
         words=_words(config),
         goes_on=config.speculative is not None and config.speculative.method in DRAFT_MODELS,
         costs=costs,
+        adapters=adapters,
         target_itl=_seconds(config.target_itl_ms),
     )

@@ -34,7 +34,13 @@ from pagerunner.engine.startup.machine import (
 )
 from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.speculation import resolve_speculation
-from pagerunner.engine.startup.weights import Weights, count_weights, too_large, weights_with_unpacked_experts
+from pagerunner.engine.startup.weights import (
+    Weights,
+    adapters_bytes,
+    count_weights,
+    too_large,
+    weights_with_unpacked_experts,
+)
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
@@ -246,6 +252,7 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         scheduling_policy="priority" if args.scheduling_policy == "priority" else "fcfs",
         load_format="dummy" if args.load_format == "dummy" else "auto",
         max_in_flight=wish.in_flight,
+        max_cpu_loras=args.max_cpu_loras or args.max_loras,
         host_bytes=wish.kv_transfer.host_bytes,
         offload_prompt_only=wish.kv_transfer.prompts_only,
         disk_tier=wish.kv_transfer.disk,
@@ -402,6 +409,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     counted = _most_weights(wish)
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
+    adapters = (("adapters", adapters_bytes(model, wish.dtype, wish.device, args)),) if args.enable_lora else ()
     num_groups = len({spec.lifetime for spec in specs})
     host_bytes = wish.kv_transfer.host_bytes
     num_drafts = wish.drafts.num_speculative_tokens if wish.drafts is not None else 0
@@ -414,6 +422,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
                 "step inputs",
                 StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups, num_drafts),
             ),
+            *adapters,
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * (1 + num_drafts) * model.vocab_size),
             *drafting_bytes(wish.drafts, max_num_seqs, length, num_groups),

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pagerunner.config import Dtype, EngineArgs
+from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, ExpertSizes, Router
 from pagerunner.layers.shares import numbers_of_ranks
+from pagerunner.lora.region import Products
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
@@ -94,6 +95,14 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
         )
     made = build_model(model, dtype, layers=layers)
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", *_divided_bytes(made))
+
+
+def adapters_bytes(model: ModelConfig, dtype: Dtype, device: str, args: EngineArgs) -> int:
+    """Bytes on the device for `max_loras` adapters of `max_lora_rank`. Raises ConfigError for a model without layers that take adapters."""
+    products = Products.of(build_model(model, dtype, keep_forms=device == "cuda"))
+    if not products.sizes:
+        raise ConfigError(f"enable_lora: no layer of {model.family} models takes adapters so far.")
+    return products.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype])
 
 
 def _divided_bytes(model: Model) -> tuple[int, int]:

@@ -22,6 +22,9 @@ from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.worker.card import Card
 from pagerunner.layers import linear, moe
 from pagerunner.layers.shares import Share
+from pagerunner.lora.adapter import Targets
+from pagerunner.lora.loader import AdapterLoader
+from pagerunner.lora.region import Products, Region, RowAdapters, plain_buffer
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
@@ -42,7 +45,7 @@ from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
-from pagerunner.runner.host_copy import CudaHostMemory, HostCopy
+from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, locked_buffers
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.runner import ModelRunner
@@ -133,8 +136,11 @@ def make_runner(
     stage: Stage | None,
     teams: Comm | None,
     transfers: Transfers | None,
+    region: Region | None = None,
 ) -> ModelRunner:
-    """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage."""
+    """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage.
+    `region` has the adapters, if requests may have some.
+    """
     config, plan = resolved.config, resolved.plan
     everybody = teams or (comm if stage is None else stage.world)
     ranks = config.num_ranks
@@ -152,7 +158,8 @@ def make_runner(
         unpacks = any(union(everybody, [unpacks]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     vocabulary = None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share))
-    builder = BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens)
+    adapters = None if region is None else RowAdapters(region, config.max_num_seqs)
+    builder = BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens, adapters)
     pieces = len(pages.layers) - len(resolved.model.spec_layers)
     drafter = make_drafter(drafts, state, plan.max_model_len, builder, model.drafter, pieces, vocabulary)
     return ModelRunner(
@@ -190,6 +197,21 @@ def make_runner(
     )
 
 
+def make_adapters(
+    config: EngineConfig, model: Model, device: torch.device, arena: Arena, card: Card | None
+) -> AdapterLoader | None:
+    """What has the adapters, in a region of the arena, and loads them. On a `card` their host memory is page-locked."""
+    if not config.enable_lora:
+        return None
+    products, dtype = Products.of(model), getattr(torch, config.dtype)
+    elements = config.max_loras * products.elements(config.max_lora_rank)
+    pool = arena.reserve("lora", elements * dtype.itemsize).view(dtype)
+    products.adapt(device)
+    region = Region(products, pool, config.max_loras, config.max_lora_rank)
+    make = plain_buffer if card is None else locked_buffers(CudaHostMemory(device))
+    return AdapterLoader(Targets.of(model), region, dtype, config.max_cpu_loras, make)
+
+
 def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None) -> Transfers | None:
     """What copies pages to host memory and back, if the engine has some. On a `card` that memory is page-locked."""
     config, plan = resolved.config, resolved.plan
@@ -222,6 +244,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
     choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
     graphs = (config.enforce_eager, config.cudagraph_capture_sizes, config.speculative)
+    adapters = (config.max_loras, config.max_lora_rank) if config.enable_lora else ()
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
     model = replace(resolved.model, path="")  # where it lies changes nothing
     held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
@@ -234,6 +257,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
             sizes,
             choices,
             graphs,
+            adapters,
             pages,
             bool(resolved.kv_scales),
         )

@@ -33,6 +33,7 @@ from pagerunner.engine.worker.build import (
     Progress,
     kernels_name,
     load_model,
+    make_adapters,
     make_runner,
     make_sleeper,
     make_transfers,
@@ -41,6 +42,7 @@ from pagerunner.engine.worker.build import (
 from pagerunner.engine.worker.card import Card
 from pagerunner.engine.worker.weights import WorkerWeights
 from pagerunner.layers.shares import Share
+from pagerunner.lora.loader import AdapterLoader
 from pagerunner.models.checkpoint.digest import weights_digest
 from pagerunner.models.checkpoint.loader import Model, stored_tensors
 from pagerunner.ops.ahead import load_libraries, rehearsing
@@ -86,8 +88,10 @@ class Worker:
         transfers: Transfers | None = None,
         *,
         times_steps: bool = False,
+        adapters: AdapterLoader | None = None,
     ) -> None:
-        """`times_steps`: results say how long steps took."""
+        """`times_steps`: results say how long steps took. `adapters` loads them, if requests may have some."""
+        self.adapters = adapters
         self._runner, self._stage, self._times = runner, stage, times_steps
         self._transfers = transfers
         self._sleeper = sleeper
@@ -149,6 +153,8 @@ class Worker:
         """See Executor.sleep."""
         if level and self._stage is not None:
             self._stage.let_go()
+        if level and self.adapters is not None:
+            self.adapters.lose()
         if level == 2:
             self._weights.lost()
         self._sleeper.sleep(level)
@@ -181,6 +187,8 @@ class Worker:
         """See Executor.close."""
         if self._transfers is not None:
             self._transfers.host.stop()
+        if self.adapters is not None:
+            self.adapters.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +207,7 @@ class LoadedWorker:
     meter: StartMeter
     stage: Stage | None
     transfers: Transfers | None
+    adapters: AdapterLoader | None
 
     @property
     def facts(self) -> tuple[MemoryFacts, ...]:
@@ -225,7 +234,9 @@ class LoadedWorker:
         if self.transfers is not None:
             self.transfers.host.begin()
         times = self.resolved.config.prices_steps
-        return Worker(self.runner, sleeper, clock, weights, self.stage, self.transfers, times_steps=times)
+        return Worker(
+            self.runner, sleeper, clock, weights, self.stage, self.transfers, times_steps=times, adapters=self.adapters
+        )
 
     def close(self) -> None:
         """See LoadedRanks.close."""
@@ -295,11 +306,14 @@ def load_worker(
             staged = ranks_share_devices()
             stage = StagedStage(stage, rehearsing) if staged else NcclStage(stage, device, rehearsing)
     model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
+    with meter.phase("adapters"):
+        adapters = make_adapters(config, model, device, arena, card)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):
         transfers = make_transfers(resolved, kv_bytes, card)
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers)
+        region = None if adapters is None else adapters.region
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, region)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels)
@@ -323,4 +337,5 @@ def load_worker(
         meter=meter,
         stage=stage,
         transfers=transfers,
+        adapters=adapters,
     )

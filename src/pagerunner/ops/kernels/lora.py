@@ -17,7 +17,7 @@ from pagerunner.ops.lora import OUTPUTS, PIECE, SPREAD_TILES, TILE, Blocks, Fuse
 STEP = 128  # input features of one `tl.dot`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _work_list(
     adapters_R, query_start_R1, tokens_WX, slots_W, rows, ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
     return WorkList(tokens_WX, slots_W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _shrink(
     x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, first, products, inputs,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
@@ -111,7 +111,7 @@ def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> 
     return inner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _expand(
     y_TO, y_stride, inner, tokens_WX, slots_W, places, pool, tiles_N5, first, products, pieces,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,

@@ -9,6 +9,7 @@ const WAITS = {
   slot: ["a slot", "for a slot: as many run as may"],
   pages: ["pages", "for pages: those of its prompt can't be had now"],
   snapshot: ["a snapshot", "for another request that is about to leave a snapshot of the same prefix"],
+  adapter: ["an adapter", "for its adapter, which is on its way to the device or waits for a slot there"],
   transfer: ["a transfer", "for pages of its prompt that are on their way from another memory"],
   moves: ["moves", "for pages: others are being moved together to make room"],
   budget: ["the next step", "for the next step: this one's tokens are spoken for"],

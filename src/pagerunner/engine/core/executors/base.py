@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from pagerunner.engine.core.adapters import Loader
 from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.messages import StartUp
 from pagerunner.engine.startup.measure import MemoryFacts
@@ -57,6 +58,11 @@ class Executor(Protocol):
     @property
     def page_stores(self) -> Sequence[RanksStore]:
         """The stores of pages that several ranks have, by team. None if there is one rank: its store is the core's."""
+        ...
+
+    @property
+    def adapters(self) -> Loader | None:
+        """What loads adapters, if requests may have some."""
         ...
 
     @property

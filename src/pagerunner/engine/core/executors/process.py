@@ -396,6 +396,9 @@ class ProcessExecutor:
         """See Executor.page_stores."""
         return self._ranks.watch.page_stores
 
+    adapters = None
+    """See Executor.adapters. Several ranks have none so far."""
+
     @property
     def busy_seconds(self) -> float:
         """See Executor.busy_seconds. Rank 0's."""

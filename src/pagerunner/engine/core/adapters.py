@@ -1,0 +1,95 @@
+"""The core's side of adapters: what is read and brought to the device, and what has come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.sched.adapters import Adapters
+from pagerunner.types.checks import show
+from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoRARequest
+
+NO_LORA = "This engine serves no adapters; start it with enable_lora=True (--enable-lora)."
+
+
+class Loader(Protocol):
+    """What reads adapters, and brings them to the device, on threads of its own."""
+
+    def read(self, number: int, path: str) -> None:
+        """Read a directory, and keep what it holds in host memory."""
+        ...
+
+    def fill(self, fill: AdapterFill) -> None:
+        """Bring an adapter to a slot that no step uses which is launched from now on."""
+        ...
+
+    def ended(self, seconds: float) -> list[AdapterEnd]:
+        """What has ended since the last call. With nothing, wait for up to so many seconds."""
+        ...
+
+
+class AdapterWork:
+    """Loads that users have asked for, and fills of slots that the scheduler wants."""
+
+    def __init__(self, books: Adapters, loader: Loader) -> None:
+        self.books, self._loader = books, loader
+        self._loads: dict[int, LoRARequest] = {}
+        self.loaded: dict[int, AdapterInfo | ConfigError] = {}
+        """By the numbers of loads, what has ended and was taken by nobody yet."""
+        self.version = 0
+        """Grows whenever a name stands for something else."""
+
+    def begin(self, request: LoRARequest) -> int:
+        """Begin to load an adapter; the number of the load. What was loaded has the name when the load has ended. Raises InvalidRequestError."""
+        name = request.lora_name
+        if not request.lora_path:
+            raise InvalidRequestError("lora_path must be the directory of an adapter, got nothing.", "lora_path")
+        if name in self.books.names and not request.load_inplace:
+            raise InvalidRequestError(
+                f"The adapter {show(name)} is loaded already; load_inplace=true puts what the directory holds now in its place.",
+                "lora_name",
+            )
+        if any(one.lora_name == name for one in self._loads.values()):
+            raise InvalidRequestError(f"The adapter {show(name)} is being loaded.", "lora_name")
+        number = self.books.number()
+        self._loads[number] = request
+        self._loader.read(number, request.lora_path)
+        return number
+
+    def remove(self, name: str) -> None:
+        """Forget a name. Requests that have its adapter go on. Raises InvalidRequestError."""
+        self.books.of(name)
+        del self.books.names[name]
+        self.version += 1
+
+    def fill(self) -> None:
+        """Begin the fills that the scheduler wants, behind the steps that were launched."""
+        for fill in self.books.take_fills():
+            self._loader.fill(fill)
+
+    def poll(self, seconds: float) -> None:
+        """Take what has ended; with nothing, wait for up to so many seconds."""
+        for end in self._loader.ended(seconds):
+            if self.books.ended(end):
+                continue
+            request = self._loads.pop(end.number, None)
+            if request is None:  # a fill of before a sleep
+                continue
+            if end.error:
+                self.loaded[end.number] = ConfigError(end.error)
+                continue
+            info = AdapterInfo(
+                request.lora_name, request.lora_path, end.digest, end.rank, request.base_model_name or end.base
+            )
+            self.books.names[info.name] = self.loaded[end.number] = info
+            self.version += 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._loads) or self.books.filling
+
+    def infos(self) -> Sequence[AdapterInfo]:
+        """All names, and what they stand for."""
+        return list(self.books.names.values())

@@ -1,0 +1,143 @@
+"""Brings adapters from their directories to host memory, and from there to the device, beside the steps.
+
+Two threads work: one reads files, the other copies. So a copy of 90 MB, which takes 2 ms, never waits for a directory. On a CUDA device copies have
+a stream of their own. It waits for the steps that were launched before the fill was asked for, as these may still read what was in the slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from pagerunner.errors import PagerunnerError, described
+from pagerunner.lora.adapter import Adapter, Targets, read_adapter
+from pagerunner.lora.region import MakeBuffer, Packed, Region, plain_buffer
+from pagerunner.types.lora import AdapterEnd, AdapterFill
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """The adapters of one worker. The last `most` that were used are kept in host memory. Results come by `ended`."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        region: Region,
+        dtype: torch.dtype,
+        most: int,
+        make_buffer: MakeBuffer = plain_buffer,
+    ) -> None:
+        self._targets, self.region, self._dtype, self._most = targets, region, dtype, most
+        self._make_buffer = make_buffer
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Packed] = OrderedDict()  # the one used last stands last
+        self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
+        self._under_way = 0
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-files")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-copies")
+        device = region.blocks.pool.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def read(self, number: int, path: str) -> None:
+        """Read a directory, and keep what it holds."""
+        self._under_way += 1
+        self._reader.submit(self._guarded, number, lambda: self._read(number, path))
+
+    def fill(self, fill: AdapterFill) -> None:
+        """Bring an adapter to a slot that no step uses which is launched from now on."""
+        self._under_way += 1
+        event: torch.cuda.Event | None = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._stream.device))
+        if (packed := self._find(fill.digest)) is not None:
+            self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
+        else:
+            self._reader.submit(self._guarded, fill.number, lambda: self._read_again(fill, event))
+
+    def ended(self, seconds: float) -> list[AdapterEnd]:
+        """What has ended since the last call. With nothing, wait for up to so many seconds."""
+        found: list[AdapterEnd] = []
+        while self._under_way:
+            try:
+                found.append(self._ends.get(timeout=0 if found else seconds) if seconds else self._ends.get_nowait())
+            except queue.Empty:
+                break
+            self._under_way -= 1
+        return found
+
+    def lose(self) -> None:
+        """Wait for what is under way, and forget what is on the device."""
+        for pool in (self._reader, self._copier):
+            pool.submit(lambda: None).result()
+        self._copier.submit(lambda: None).result()  # a read may have asked for a copy
+        self.region.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool in (self._reader, self._copier):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _guarded(self, number: int, work: Callable[[], None]) -> None:
+        try:
+            with torch.inference_mode():
+                work()
+        except PagerunnerError as error:
+            self._ends.put(AdapterEnd(number, error=str(error)))
+        except Exception as error:  # whatever it is, it ends the requests that want this adapter
+            logger.exception("An adapter can't be loaded.")
+            self._ends.put(AdapterEnd(number, error=f"The adapter can't be loaded: {described(error)}."))
+
+    def _find(self, digest: str) -> Packed | None:
+        with self._lock:
+            packed = self._kept.get(digest)
+            if packed is not None:
+                self._kept.move_to_end(digest)
+            return packed
+
+    def _keep(self, path: str) -> tuple[Adapter, Packed]:
+        region = self.region
+        adapter = read_adapter(Path(path), self._targets, self._dtype, region.max_rank)
+        packed = self._find(adapter.digest)
+        if packed is None:
+            packed = region.products.pack(adapter, region.max_rank, self._dtype, self._make_buffer)
+            with self._lock:
+                self._kept[adapter.digest] = packed
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+        return adapter, packed
+
+    def _read(self, number: int, path: str) -> None:
+        adapter, _ = self._keep(path)
+        self._ends.put(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base))
+
+    def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None) -> None:
+        adapter, packed = self._keep(fill.path)
+        if adapter.digest != fill.digest:
+            self._ends.put(
+                AdapterEnd(
+                    fill.number,
+                    error=f"The adapter in {fill.path} has changed since it was loaded; load it again (load_inplace=true). "
+                    "Of those that are on no slot of the device, host memory keeps max_cpu_loras.",
+                )
+            )
+            return
+        self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
+
+    def _copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:
+        if self._stream is None or event is None:
+            self.region.fill(fill.slot, packed)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(event)
+                self.region.fill(fill.slot, packed)
+            self._stream.synchronize()
+        self._ends.put(AdapterEnd(fill.number, fill.digest))

@@ -1,0 +1,198 @@
+"""Adapters in the scheduler's books: which content a name stands for, which is in which slot of the device, and who waits for a slot.
+
+A slot is counted by the sequences that use it, from the time when it is given to a sequence until that ends. So nothing else comes into it
+meanwhile, also while the sequence waits for pages. A slot that nobody uses keeps its adapter until another one needs the room, the one unused
+for longest first. A name may get another content while sequences run: they go on with the content that it had when they came.
+
+A sequence whose adapter isn't in a slot is *held*: it stands beside the line, and others go on. Without a limit, those whose adapters are in
+slots could pass it for ever. So the first of those that wait for a slot is passed `MOST_PASSED` times; then others with adapters are held
+too, until it has a slot. Sequences without an adapter need none and are never held. Example: 8 slots have 8 adapters with endless requests, and a
+request for a ninth comes. After 64 more requests for the eight, one of the slots runs out of requests and is the ninth's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from pagerunner.errors import InvalidRequestError
+from pagerunner.types.checks import show
+from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoraStats
+
+if TYPE_CHECKING:
+    from pagerunner.sched.request import Sequence
+
+MOST_PASSED = 64
+
+
+@dataclass(slots=True)
+class _Slot:
+    digest: str = ""
+    users: int = 0
+    filling: int = 0  # the number of the fill that is under way
+    used: int = 0  # when it was used last
+
+
+class Adapters:
+    """The books of one engine's adapters. They outlive schedulers, which may be made again (`EngineCore.recover`)."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.names: dict[str, AdapterInfo] = {}
+        self.held: dict[str, Sequence] = {}
+        self.order: Callable[[Sequence], Any] = lambda sequence: sequence.key[2]
+        self._slots = [_Slot() for _ in range(max_loras)]
+        self._place: dict[str, int] = {}  # slots by digest
+        self._fills: list[AdapterFill] = []
+        self._first: Sequence | None = None  # the first of those that wait for a slot
+        self._changed = False
+        self._numbers, self._uses, self._num_fills = count(1), count(1), 0
+        self._failed: list[tuple[Sequence, str]] = []
+
+    # -- names
+
+    def number(self) -> int:
+        """A new number for work on adapters."""
+        return next(self._numbers)
+
+    def of(self, name: str) -> AdapterInfo:
+        """What a name stands for. Raises InvalidRequestError."""
+        found = self.names.get(name)
+        if found is None:
+            raise InvalidRequestError(
+                f"There is no adapter {show(name)}; load it first (/v1/load_lora_adapter, --lora-modules, or LLM's lora_request).",
+                "lora_request",
+            )
+        return found
+
+    # -- slots
+
+    def take(self, sequence: Sequence) -> bool:
+        """Whether the sequence, whose turn it is, may be admitted now. Otherwise it is held, and its caller takes it out of the line."""
+        if sequence.adapter is None or self._gives(sequence):
+            return True
+        self.held[sequence.request_id] = sequence
+        return False
+
+    def settle(self) -> list[Sequence]:
+        """Sequences that were held and go back to the line, in their order."""
+        if not self._changed:
+            return []
+        self._changed = False
+        self._first, free = None, []
+        for sequence in sorted(self.held.values(), key=self.order):
+            if self._gives(sequence):
+                free.append(sequence)
+        for sequence in free:
+            del self.held[sequence.request_id]
+        return free
+
+    def let_go(self, sequence: Sequence) -> None:
+        """The sequence has ended, or its engine sleeps: it uses no slot."""
+        self.held.pop(sequence.request_id, None)
+        if sequence is self._first:
+            self._first, self._changed = None, True
+        if sequence.adapter_slot >= 0:
+            slot = self._slots[sequence.adapter_slot]
+            slot.users -= 1
+            slot.used = next(self._uses)
+            self._changed = self._changed or not slot.users
+            sequence.adapter_slot = -1
+
+    def take_fills(self) -> list[AdapterFill]:
+        """Fills that are to begin now, behind the steps that were planned so far."""
+        fills, self._fills = self._fills, []
+        return fills
+
+    def take_failed(self) -> list[tuple[Sequence, str]]:
+        """Sequences whose adapters can't be had, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def ended(self, end: AdapterEnd) -> bool:
+        """A fill has ended. False if the number is none of a fill."""
+        slot = next((one for one in self._slots if one.filling == end.number), None)
+        if slot is None:
+            return False
+        slot.filling, self._changed = 0, True
+        if end.error:
+            place = self._place.pop(slot.digest)
+            slot.digest = ""
+            self._failed += [(one, end.error) for one in self.held.values() if one.adapter_slot == place]
+        return True
+
+    @property
+    def filling(self) -> bool:
+        """Whether any fill is under way, or is to begin."""
+        return any(slot.filling for slot in self._slots)
+
+    def lose_all(self, sequences: Iterable[Sequence]) -> None:
+        """The device's copies are gone, and no step runs. These sequences are all there are."""
+        for sequence in sequences:
+            if sequence.adapter_slot >= 0:
+                sequence.adapter_slot = -1
+        self._slots = [_Slot() for _ in self._slots]
+        self._place.clear()
+        self._fills.clear()
+        self._first, self._changed = None, True
+
+    def restart(self) -> None:
+        """Another scheduler begins, without sequences. What is in slots stays there."""
+        self.held.clear()
+        self._failed.clear()
+        for slot in self._slots:
+            slot.users = 0
+        self._first, self._changed = None, True
+
+    def stats(self, sequences: Iterable[Sequence]) -> LoraStats:
+        """Who runs and waits."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for one in sequences:
+            if one.adapter is not None:
+                (waiting if one.grant is None else running).add(one.adapter.name)
+        counts = len(self.names), len(self._place), self._num_fills
+        return LoraStats(len(self._slots), sorted(running), sorted(waiting), *counts)
+
+    def _gives(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot, if it may have one. Whether it has one that is filled."""
+        if sequence.adapter_slot < 0 and not self._assign(sequence):
+            return False
+        return not self._slots[sequence.adapter_slot].filling
+
+    def _assign(self, sequence: Sequence) -> bool:
+        assert sequence.adapter is not None
+        first, digest = self._first, sequence.adapter.digest
+        place = self._place.get(digest)
+        if place is None:
+            if first is not None and first is not sequence:
+                return False  # it was before
+            place = self._vacant()
+            if place is None:
+                self._first = sequence
+                return False
+            self._fill(place, sequence.adapter)
+        elif first is not None and first is not sequence:
+            if first.passed >= MOST_PASSED:
+                return False
+            first.passed += 1
+        if first is sequence:
+            self._first, self._changed = None, True
+        self._slots[place].users += 1
+        sequence.adapter_slot = place
+        return True
+
+    def _vacant(self) -> int | None:
+        """The slot that nobody uses, or will be filled, and that was used longest ago."""
+        vacant = (place for place, slot in enumerate(self._slots) if not slot.users and not slot.filling)
+        return min(vacant, key=lambda place: self._slots[place].used, default=None)
+
+    def _fill(self, place: int, adapter: AdapterInfo) -> None:
+        slot = self._slots[place]
+        if slot.digest:
+            del self._place[slot.digest]
+        slot.digest, slot.filling = adapter.digest, self.number()
+        self._place[adapter.digest] = place
+        self._fills.append(AdapterFill(slot.filling, place, adapter.digest, adapter.path))
+        self._num_fills += 1

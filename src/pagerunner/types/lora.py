@@ -1,0 +1,82 @@
+"""Adapters as users name them, and as they cross between the frontend and the core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagerunner.types.checks import is_int, refuse, require, show
+
+MAX_NAME_CHARS = 256
+
+
+class LoRARequest(msgspec.Struct, frozen=True, eq=False):
+    """An adapter to generate with, under vLLM's names. Two are equal if their names are, as in vLLM.
+
+    `lora_path` is a PEFT directory on the engine's machine. `lora_int_id` is vLLM's number of it, which nothing here depends on. With `load_inplace` the
+    directory is read again, and what it holds then has the name from now on.
+
+        >>> llm.generate("Hello", lora_request=LoRARequest("sql", 1, "/adapters/sql"))
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.lora_name)
+        if not is_int(self.lora_int_id) or self.lora_int_id < 1:
+            refuse("lora_int_id", f"must be a whole number of at least 1, got {show(self.lora_int_id)}.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
+
+    def __hash__(self) -> int:
+        return hash(self.lora_name)
+
+
+def check_name(name: object) -> None:
+    """Raise InvalidRequestError for what can't be an adapter's name."""
+    good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+    require(good, "lora_name", f"must be a text of 1 to {MAX_NAME_CHARS} printable characters, got {show(name)}.")
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, and what its config calls its base."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    base_model_name: str = ""
+
+
+class AdapterEnd(msgspec.Struct, frozen=True):
+    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`."""
+
+    number: int
+    digest: str = ""
+    rank: int = 0
+    base: str = ""
+    error: str = ""
+
+
+class AdapterFill(msgspec.Struct, frozen=True):
+    """Bring the adapter of this content to a slot of the device. Its files are read again if its copy in host memory is gone."""
+
+    number: int
+    slot: int
+    digest: str
+    path: str
+
+
+class LoraStats(msgspec.Struct, frozen=True):
+    """Adapters of requests that run and that wait, by name; how many may run at once, how many are registered, and fills of slots so far."""
+
+    max_loras: int
+    running: list[str]
+    waiting: list[str]
+    registered: int
+    resident: int
+    fills_total: int

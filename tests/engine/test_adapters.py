@@ -1,0 +1,151 @@
+"""Adapters through the whole engine: mixed with others, in few slots, in the prefix cache, through preemption and sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.checkpoints import make_checkpoint
+from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
+
+OPTIONS: dict[str, Any] = {"use_tqdm": False, "dtype": "float32", "num_gpu_blocks_override": 96, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[7, 8, 9, 10 + n] * 6 for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        LoRARequest(f"a{n}", n + 1, str(random_adapter(base, folder / f"a{n}", rank=rank, seed=n)))
+        for n, rank in enumerate((4, 8, 16, 3))
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path) -> Iterator[LLM]:
+    yield LLM(str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, enable_sleep_mode=True, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, adapters: list[LoRARequest], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By adapter, what a model with merged weights generates for each prompt."""
+    found = {"": LLM(str(base), **OPTIONS).generate(PROMPTS, GREEDY, False)}
+    for one in adapters:
+        merged = merged_checkpoint(base, Path(one.lora_path), tmp_path_factory.mktemp("merged"))
+        found[one.lora_name] = LLM(str(merged), **OPTIONS).generate(PROMPTS, GREEDY, False)
+    return {name: [output.outputs[0].token_ids for output in outputs] for name, outputs in found.items()}
+
+
+def tokens(outputs: list[Any]) -> list[Any]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_mixed_requests_are_those_of_merged_weights(
+    llm: LLM, adapters: list[LoRARequest], alone: dict[str, list[Any]]
+) -> None:
+    """Six requests, four adapters and none, in two slots: some wait for a slot, and all get their own model's tokens."""
+    wanted = [adapters[0], None, adapters[1], adapters[2], adapters[0], adapters[3]]
+    outputs = llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)
+    for number, (one, got) in enumerate(zip(wanted, tokens(outputs), strict=True)):
+        assert got == alone["" if one is None else one.lora_name][number]
+    assert len({tuple(alone[name][0]) for name in alone}) == len(alone), "the adapters change what is generated"
+    stats = llm.stats().lora
+    assert stats is not None and (stats.max_loras, stats.resident, stats.registered) == (2, 2, 4)
+    assert stats.fills_total >= 4 and not stats.running and not stats.waiting
+
+
+def test_prefixes_are_found_by_those_with_the_same_content_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
+    llm.reset_prefix_cache()
+    [first] = llm.generate(PROMPTS[0], GREEDY, False, lora_request=adapters[0])
+    [same] = llm.generate(PROMPTS[0], GREEDY, False, lora_request=adapters[0])
+    [other] = llm.generate(PROMPTS[0], GREEDY, False, lora_request=adapters[1])
+    [none] = llm.generate(PROMPTS[0], GREEDY, False)
+    assert [output.num_cached_tokens for output in (first, same, other, none)] == [0, 16, 0, 0]
+    alias = LoRARequest("alias", 9, adapters[0].lora_path)
+    [again] = llm.generate(PROMPTS[0], GREEDY, False, lora_request=alias)
+    assert again.num_cached_tokens == 16, "another name for the same content"
+    assert tokens([again]) == tokens([first])
+
+
+def test_a_name_with_new_content_leaves_running_requests_as_they_are(
+    llm: LLM, base: Path, adapters: list[LoRARequest], alone: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    path = random_adapter(base, tmp_path / "v", rank=4, seed=0)  # as adapters[0]
+    one = LoRARequest("changing", 1, str(path))
+    stream = llm.stream(PROMPTS[0], GREEDY, lora_request=one)
+    text = [next(stream)]
+    random_adapter(base, path, rank=8, seed=1)  # as adapters[1]
+    [new] = llm.generate(
+        PROMPTS[0], GREEDY, False, lora_request=LoRARequest("changing", 1, str(path), load_inplace=True)
+    )
+    text += list(stream)
+    assert text[-1].outputs[0].token_ids == alone["a0"][0], "from its first token to its last"
+    assert tokens([new]) == [alone["a1"][0]] and new.num_cached_tokens in (0, 16)
+
+
+def test_sleep_forgets_what_is_on_the_device(
+    llm: LLM, adapters: list[LoRARequest], alone: dict[str, list[Any]]
+) -> None:
+    stream = llm.stream(PROMPTS[1], GREEDY, lora_request=adapters[1])
+    next(stream)
+    llm.sleep(1, mode="keep")
+    stats = llm.stats().lora
+    assert stats is not None and stats.resident == 0
+    llm.wake_up()
+    assert list(stream)[-1].outputs[0].token_ids == alone["a1"][1]
+    assert tokens(llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[2])) == [alone["a2"][0]]
+
+
+def test_a_directory_that_has_changed_in_silence_ends_the_request(
+    llm: LLM, base: Path, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    """Its copies are pushed out of the device and of host memory by others. Then the files are read again, and aren't those that were loaded."""
+    path = random_adapter(base, tmp_path / "w", rank=4, seed=5)
+    one = LoRARequest("silent", 1, str(path))
+    llm.generate(PROMPTS[:1], GREEDY, False, lora_request=one)
+    random_adapter(base, path, rank=4, seed=6)
+    for other in adapters:
+        llm.generate(PROMPTS[:1], GREEDY, False, lora_request=other)
+    [output] = llm.generate(PROMPTS[:1], GREEDY, False, lora_request=one)
+    assert output.outputs[0].finish_reason == "error" and "has changed since it was loaded" in str(output.error)
+    assert llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0]), "the engine goes on"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_lora_rank": 12}, "max_lora_rank must be one of 1, 8, 16"),
+        ({"max_loras": 0}, "max_loras must be a whole number of at least 1"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras must be at least max_loras=4"),
+        ({"tensor_parallel_size": 2}, "enable_lora is for engines of one rank"),
+    ],
+)
+def test_options_are_checked(base: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(str(base), enable_lora=True, **options)
+
+
+def test_what_cannot_be_loaded_is_refused(llm: LLM, base: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    big = random_adapter(base, tmp_path / "big", rank=20, seed=1)
+    for request, kind, said in (
+        (LoRARequest("big", 1, str(big)), ConfigError, "rank 20.*at most 16.*max_lora_rank"),
+        (LoRARequest("gone", 1, str(tmp_path / "gone")), ConfigError, "adapter_config.json"),
+        (LoRARequest("nowhere", 1), InvalidRequestError, "lora_path"),
+        (LoRARequest("a0", 1, "/elsewhere"), InvalidRequestError, "load_inplace"),
+    ):
+        llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0])
+        with pytest.raises(kind, match=said):
+            llm.generate(PROMPTS[:1], GREEDY, False, lora_request=request)
+    plain = LLM(str(base), **OPTIONS)
+    with pytest.raises(ConfigError, match="enable_lora=True"):
+        plain.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0])
