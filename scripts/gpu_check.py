@@ -39,6 +39,7 @@ KERNEL_TESTS = [
         "linear_many",
         "linear_wide",
         "linear_dense",
+        "linear_held",
     )
 ]
 ENGINE = {"max_num_seqs": 512, "gpu_memory_utilization": 0.85}  # as other engines were measured

@@ -34,6 +34,8 @@ from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of
 from pagerunner.ops.kernels.linear_dense_gluon import dense_kernel
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
+from pagerunner.ops.kernels.linear_held import held_config
+from pagerunner.ops.kernels.linear_held_gluon import held_kernel
 from pagerunner.ops.kernels.moe_gluon import many_kernel
 from pagerunner.ops.kernels.moe_lanes import TILE, _wide
 from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
@@ -75,7 +77,7 @@ def gluon(
         file.flush()
         code = disassembled(Path(file.name))
     found = {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code}
-    return found | ({"steps": STEPS.findall(compiled.asm["ptx"])} if kind is not GluonASTSource else {})
+    return found | {"steps": STEPS.findall(compiled.asm["ptx"])}
 
 
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
@@ -162,6 +164,31 @@ def dense(name: str, tokens: int, groups: int, done: bool) -> dict[str, Any]:
     }
     aligned = ["bias_ptr", "y_ptr", "y_stride", "num_features"]
     return gluon(dense_kernel, types, constants, aligned, num_warps=4, maxnreg=average, launch_pdl=True)
+
+
+def held(name: str, outputs: int, inputs: int, norm: int, gated: bool) -> dict[str, Any]:
+    """Products of `ops/kernels/linear_held.py`."""
+    config = held_config(inputs, outputs // 2 if gated else outputs, norm > 0, gated)
+    pointers = ["x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr"]
+    types = dict.fromkeys(pointers, "*" + name) | {"eps": "fp32"}
+    constants = {
+        "K": inputs,
+        "S": config.warps,
+        "BM": 8,
+        "BN": config.features,
+        "EARLY": config.early,
+        "NORM": norm,
+        "GATED": gated,
+        "ADD": not norm and not gated,
+        "BIAS": gated,
+        "PDL": True,
+    }
+    aligned = [*pointers, "x_stride", "y_stride"]
+    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
+    return gluon(held_kernel, types, constants, aligned, **options) | {
+        "early": config.early,
+        "features": config.features,
+    }
 
 
 LANES = {

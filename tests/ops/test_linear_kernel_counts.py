@@ -20,6 +20,7 @@ from pagerunner.runner.kernel_counts import more_counts
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 linear_dense = pytest.importorskip("pagerunner.ops.kernels.linear_dense")
+linear_held = pytest.importorskip("pagerunner.ops.kernels.linear_held")
 many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
 linear_tiles = pytest.importorskip("pagerunner.ops.kernels.linear_tiles")
 MOST = 8192
@@ -133,11 +134,12 @@ def test_matrices_of_one_kind_are_asked_about_once():
 
 
 def test_the_warm_up_meets_all_kernels_of_dense_products(monkeypatch):
-    """One token has a kernel of its own; Hopper's has up to 64 tokens, by tiles; cuBLAS has the rest. The smallest matrices have the one for few tokens."""
-    monkeypatch.setattr(linear_dense, "has_gluon", lambda device: True)
+    """One token has a kernel of its own, and 2 to 8 have one on Hopper; another has up to 64 tokens, by tiles; cuBLAS has the rest. The smallest have no tiles."""
+    for module in (linear_dense, linear_held):
+        monkeypatch.setattr(module, "has_gluon", lambda device: True)
     monkeypatch.setattr(linear_dense, "multiprocessors", lambda device: 132)
     asks = kernels_of([Linear(4096, 12_288, torch.bfloat16)])
     answers = [asks[0](tokens) for tokens in range(1, 129)]
     assert [len(list(run)) for _, run in itertools.groupby(answers)] == [1, 7, 8, 16, 32, 64]
     small = kernels_of([Linear(1024, 1024, torch.bfloat16)])
-    assert [len(list(run)) for _, run in itertools.groupby(map(small[0], range(1, 33)))] == [1, 15, 16]
+    assert [len(list(run)) for _, run in itertools.groupby(map(small[0], range(1, 33)))] == [1, 7, 8, 16]

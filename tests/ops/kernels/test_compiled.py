@@ -103,11 +103,13 @@ def dense_cases() -> list[tuple[Any, ...]]:
     return turns([("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes], 0)
 
 
+HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [("peers", "peer_words", 3), ("peers", "peer_units", 3), ("peers", "peer_sum_twice", 4)]
 CASES = [
     *PEERS,
     *turns(PRODUCTS, 1),
     *dense_cases(),
+    *HELD,
     *lanes_cases(),
     *streams_cases(),
     *wide_cases(),
@@ -139,7 +141,7 @@ def spilled(said: str) -> int:
 def test_kernels_stay_on_their_way(case, compiled):
     """ptxas says so (C75xx) when it runs products one by one; nothing else would show it.
 
-    Some keep bytes for want of registers, up to 64: 192 tokens with zero points, and streams with 128 pairs a tile. Of drafts, 64 queries with
+    Some keep bytes for want of registers, up to 64: products of few tokens, 192 tokens with zero points, and streams with 128 pairs a tile. Of drafts, 64 queries with
     fp8 pages keep up to 96. Few rows with more
     than 8 heads of 256 numbers keep up to 700.
     """
@@ -150,12 +152,22 @@ def test_kernels_stay_on_their_way(case, compiled):
         700
         if case[0] == "few" and case[1] > 8 and case[2] == 256
         else 64
-        if case[0] in ("wide", "streams", "drafts")
+        if case[0] in ("wide", "streams", "drafts", "held")
         else 0
     )
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
     assert case[0] != "lanes" or found["copies"], "a copy brings 16 bytes for each lane"
+
+
+@pytest.mark.parametrize("case", HELD, ids=str)
+def test_weights_are_asked_for_before_the_turn_in_full_words(case, compiled):
+    """A thread has 16 numbers of each of two rows a step: four loads of 16 bytes. If a program has 8 features, the second row is masked."""
+    found = compiled[case]
+    assert "error" not in found, found["error"]
+    before = found["steps"][: found["steps"].index("griddepcontrol.wait")]
+    loads = [step for step in before if step == "ld.global.v4.b32"]
+    assert len(loads) == found["early"] * (2 if case[-1] else 1) * 4
 
 
 @pytest.mark.parametrize("case", PEERS, ids=str)

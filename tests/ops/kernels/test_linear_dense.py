@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.as_python import as_python
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_dense
@@ -98,12 +98,6 @@ def test_sums_are_added(bias, gated, add, tokens, groups, steps):
     want = out + want if add else want
     add_sums(sums_twin(x, weight, config), product, config)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=1e-4)
-
-
-def as_python(function: Any, **known: Any) -> Callable[..., Any]:
-    """A function in Gluon as one in Python, with `known` in place of what its module knows."""
-    code: FunctionType = function.fn
-    return FunctionType(code.__code__, {**code.__globals__, **known}, None, None, code.__closure__)
 
 
 class Barrier:

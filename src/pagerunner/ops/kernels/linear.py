@@ -1,4 +1,4 @@
-"""Products with a weight matrix for a few tokens; see `ops/linear.py`. Larger ones are `linear_dense.py`'s and cuBLAS's.
+"""Products with a weight matrix for a few tokens; see `ops/linear.py`. Others are `linear_held.py`'s, `linear_dense.py`'s and cuBLAS's.
 
 `_rows_kernel` (one token): every program holds whole rows of the weights, multiplies and sums in float32 registers.
 `_few_kernel` (up to 16): the same with matrix units. Norms are applied around the sum: `sum(w * norm_weight * x) / rms(x)`,
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_dense, linear_many, linear_stored
+from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import MAX_FEW, Norm, joins_few
@@ -256,6 +256,8 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     The weights' memory is not read.
     """
     if isinstance(weight_OI, torch.Tensor):
+        if linear_held.serves(tokens, dtype, weight_OI, device):
+            return linear_held.SERVED  # products with a gate may be `linear_dense`'s, of one tile
         few = min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else MAX_FEW + 1
         return linear_dense.kernels_of(tokens, dtype, weight_OI, device) or few
     if linear_stored.serves(tokens, dtype, weight_OI):
@@ -263,9 +265,13 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)
 
 
-def _few_tokens(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored) -> Callable[[Product], torch.Tensor] | None:
+def _few_tokens(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, gated: bool = False
+) -> Callable[[Product], torch.Tensor] | None:
     """What launches the product where a kernel of few tokens serves; None where cuBLAS or `linear_many` does."""
     if isinstance(weight_OI, torch.Tensor):
+        if linear_held.fits(x_TI, weight_OI, gated):
+            return linear_held.run_held
         if linear_dense.fits(x_TI, weight_OI):
             return linear_dense.run_dense
         return _run if _fits(x_TI, weight_OI) else None
@@ -281,7 +287,7 @@ def _product(
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    run = _few_tokens(x_TI, weight_OI)
+    run = _few_tokens(x_TI, weight_OI, gated)
     if run is not None:
         out_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1))
         return run(Product(x_TI, weight_OI, bias_O, out_TO, norm, gated))
