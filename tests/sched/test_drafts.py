@@ -10,10 +10,11 @@ from pagerunner.config import SpeculativeConfig
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, WindowKV
+from pagerunner.sched import step_planner
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, LengthByRows
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.sched.suffix import SuffixDrafter
+from pagerunner.sched.suffix import SuffixDrafter, SuffixIndex
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
 
 
@@ -23,8 +24,10 @@ def scheduler_of(drafts: int | DraftLength = 3, pages: int = 40, **limits: int) 
     return Scheduler(KVManager(one_group(pages)), draft_length=length, **given)
 
 
-def add(scheduler: Scheduler, prompt: int, max_tokens: int = 100, name: str = "a") -> EngineRequest:
-    tokens = [len(name) * 1000 + at for at in range(prompt)]
+def add(
+    scheduler: Scheduler, prompt: int, max_tokens: int = 100, name: str = "a", tokens: list[int] | None = None
+) -> EngineRequest:
+    tokens = tokens or [len(name) * 1000 + at for at in range(prompt)]
     request = EngineRequest(
         request_id=name,
         prompt_token_ids=tokens,
@@ -203,6 +206,30 @@ def test_drafts_of_the_host_are_learned_and_priced_as_well() -> None:
     assert length.expected()[3] < before[3] - 0.2
     assert costs.decode_seconds(1, 0) < 1.1 * seconds[0]
     assert sum(costs.decode_seconds(1, 0, drafts) for drafts in (3, 7)) > sum(seconds[1:])
+
+
+def test_long_prompts_are_taken_up_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests wait meanwhile: 131,072 tokens would take 11 ms in one plan."""
+    monkeypatch.setattr(step_planner, "_INDEXED_TOKENS", 16)
+    taken: list[int] = []
+    extend = SuffixIndex.extend
+    monkeypatch.setattr(SuffixIndex, "extend", lambda text, tokens: taken.append(len(tokens)) or extend(text, tokens))
+    words = SuffixDrafter(SpeculativeConfig(method="suffix", num_speculative_tokens=3))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "max_model_len": 640}
+    scheduler = Scheduler(KVManager(one_group(40)), draft_length=FixedLength(3), words=words, **limits)
+    for name in ("a", "bb"):
+        add(scheduler, 40, name=name, tokens=[*range(len(name), len(name) + 8)] * 5)
+    made = []
+    for step in range(9):
+        plan, next_token = plan_of(scheduler), step % 8
+        made.append([len(guess.tokens) for guess in plan.guesses])
+        before, taken[:] = sum(taken), []
+        assert before <= 16 + 2 * 4, "what a plan takes up, and what the rows before have got"
+        commit(scheduler, plan, [1 + next_token], [2 + next_token])
+    assert made[:3] == [[], [], []] and made[3] == [3] and made[-1] == [3, 3], made
+    for sequence in scheduler._state.running:
+        text = sequence.text
+        assert text is not None and list(text._text[: text.end]) == sequence.tokens
 
 
 def test_rows_share_a_step_however_few_tokens_it_has() -> None:

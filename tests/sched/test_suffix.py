@@ -20,6 +20,12 @@ CONFIG = SpeculativeConfig(method="suffix", num_speculative_tokens=24)
 BOUNDS = Bounds(24, 1.0, 0.1)
 
 
+def begun(drafter: SuffixDrafter, tokens: Sequence[int]) -> SuffixIndex:
+    text = drafter.begin(len(tokens))
+    text.extend(tokens)
+    return text
+
+
 def model(text: Sequence[int], tail: Sequence[int], most: int, above: float, bounds: Bounds) -> tuple[float, list[int]]:
     """What an index of `text` should say, from the texts alone. `tail` may be the text itself."""
     tokens: list[int] = []
@@ -102,7 +108,7 @@ def test_answers_are_looked_up_too_and_the_oldest_are_forgotten(
     for answer in answers:
         drafter.keep(answer)
     joined = [token for answer in answers[-kept:] for token in (-1, *answer)]
-    own = drafter.begin(text)
+    own = begun(drafter, text)
     best, tokens = model(text, text, 6, 0.0, BOUNDS)
     assert drafter.draft(own, 6, alone=True) == tokens
     other, others = model(joined, text, 6, best, BOUNDS)
@@ -139,7 +145,7 @@ def test_c_says_what_python_says() -> None:
     for _ in range(30):
         answer = phrases(rng, rng.randrange(2, 300))
         text = phrases(rng, rng.randrange(100))
-        pair = ours.begin(text), theirs.begin(text)
+        pair = begun(ours, text), begun(theirs, text)
         assert isinstance(pair[1], NativeSuffixIndex)
         for _ in range(20):
             more = phrases(rng, rng.randrange(1, 9))
@@ -158,13 +164,13 @@ def test_c_says_what_python_says() -> None:
 def test_what_is_drafted() -> None:
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=24, suffix_decoding_min_token_prob=0.5)
     drafter = SuffixDrafter(config)
-    text = drafter.begin([9, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 7, 9, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4])
+    text = begun(drafter, [9, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 7, 9, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4])
     assert drafter.draft(text, 8) == [5, 6], "5 has always followed, 6 in two of three times, 8 and 9 once"
     assert drafter.draft(text, 1) == [5]
-    salted = drafter.begin([50, 51, 52])
+    salted = begun(drafter, [50, 51, 52])
     drafter.keep([50, 51, 52, 53, 54, 55])
     assert drafter.draft(salted, 8) == [53, 54, 55] and drafter.draft(salted, 8, alone=True) == []
     assert text.num_bytes == 256 * 40 and not text.is_full
-    longer = drafter.begin(range(1_000))
+    longer = begun(drafter, range(1_000))
     longer.extend(range(1_048))
     assert longer.num_bytes == 2_048 * 40 and longer.is_full

@@ -93,7 +93,7 @@ def _append(
                 logprobs = logprobs[: len(token_ids)] if logprobs is not None else None
                 break
     state.counts.generated += len(token_ids)
-    if sequence.text is not None:
+    if sequence.text is not None and sequence.text.end == known:  # else its prompt is still being taken up
         sequence.text.extend(token_ids)
     grant = sequence.grant
     if grant is not None and grant.asks_again:

@@ -215,11 +215,9 @@ class SuffixDrafter:
         self._begins: deque[int] = deque()
         self._room = tokens
 
-    def begin(self, tokens: Sequence[int]) -> SuffixIndex:
-        """The text of a request so far. When it `is_full` it has to begin again: a request may become far longer than most do."""
-        text = self._new_index(max(len(tokens) * 3 // 2, LEAST_TOKENS))
-        text.extend(tokens)
-        return text
+    def begin(self, length: int) -> SuffixIndex:
+        """Room for the text of a request that has `length` tokens. When it `is_full` it has to begin again: a request may become far longer than most do."""
+        return self._new_index(max(length * 3 // 2, LEAST_TOKENS))
 
     def keep(self, answer: Sequence[int]) -> None:
         """A finished answer."""
