@@ -36,12 +36,19 @@ class LatentPages:
 
     `indexer` are the slots' indexer keys, [num_entries, storage slots, elements], where the layer has them. `scales` are
     those of fp8 pages, [num_entries, 2, 1] float32: the vectors' and the indexer keys'.
+
+    Where fp8 slots have scales of their own, `latent` are the latents alone, [.., latent elements], `rope` the rotary parts,
+    `slot_scales` the scales of a latent's blocks, [num_entries, storage slots, blocks] float32, and `indexer_scales` those of the indexer
+    keys, [num_entries, storage slots].
     """
 
     group: int
     latent: torch.Tensor
     scales: torch.Tensor | None = None
     indexer: torch.Tensor | None = None
+    rope: torch.Tensor | None = None
+    slot_scales: torch.Tensor | None = None
+    indexer_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

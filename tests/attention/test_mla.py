@@ -94,7 +94,7 @@ def test_says_what_it_does_not_serve(backend: LatentBackend | PagedLatentBackend
     for spec, word in (
         (specs.FullKV(1, 8, "float32"), "full"),
         (specs.LatentKV(8, 4, "float32", compression=4), "compressed"),
-        (specs.LatentKV(8, 4, "float32", indexer_dim=4), "compressed"),
+        (specs.LatentKV(8, 4, "float32", indexer_dim=4), "chosen"),
         (specs.LatentKV(8, 4, "fp8_e4m3", scale_bytes=8), "scale|fp8_e4m3"),
         (specs.LatentKV(8, 4, "fp8_e4m3", rope_dtype="bfloat16"), "rotary|fp8_e4m3"),
         (specs.LatentKV(8, 4, "float32", window=64), "window"),

@@ -40,6 +40,7 @@ FORMS = {
     "chunked": specs.ChunkedKV(2, 16, "float32", chunk=9),
     "window vectors": specs.LatentKV(8, 4, "float32", window=9),
     "latent": specs.LatentKV(8, 4, "float32"),
+    "chosen": specs.LatentKV(8, 4, "float32", indexer_dim=4),
     "compressed": specs.LatentKV(8, 4, "float32", compression=4),
     "recurrent": specs.RecurrentState(((2, 3),), ("float32",)),
 }

@@ -49,6 +49,9 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen3-next": lambda path: make_hybrid_checkpoint(path, "qwen3_next_dense")[0],
     # without experts, whose choice jumps where two are about equally good
     "deepseek-v2-lite": lambda path: make_latent_checkpoint(path, "deepseek_v2", first_k_dense_replace=3)[0],
+    "deepseek-v3.2": lambda path: make_latent_checkpoint(path, "deepseek_v32", first_k_dense_replace=3, index_topk=512)[
+        0
+    ],
     # without a choice of slots or experts, for the same reason
     "deepseek-v4": lambda path: make_compressed_checkpoint(path, index_topk=512, num_experts_per_tok=6)[0],
 }
@@ -98,6 +101,8 @@ CACHES = [
     ("deepseek-v2-lite", "bfloat16"),
     ("deepseek-v2-lite", "fp8_e4m3"),
     ("deepseek-v2-lite", "fp8_e5m2"),
+    ("deepseek-v3.2", "bfloat16"),
+    ("deepseek-v3.2", "fp8_e4m3"),
     ("deepseek-v4", "bfloat16"),
     ("deepseek-v4", "fp8_e4m3"),
 ]

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints_latent import make_latent_checkpoint
-from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run
+from helpers.effort import by_days
+from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run, tokens_of
+from helpers.published import all_published
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
+from pagerunner.memory.specs import LatentKV
 from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
@@ -29,6 +32,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+BACKENDS = ("auto", "triton")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "yarn, few chosen": {"rope_parameters": YARN, "index_topk": 3},
@@ -58,10 +62,38 @@ def test_every_variant(models: Any, name: str) -> None:
     check(reference, run(engine(path, max_num_batched_tokens=100), texts))
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-def test_results_do_not_depend_on_the_memory(models: Any, condition: str) -> None:
+@pytest.mark.parametrize(("condition", "backend"), by_days(CONDITIONS, BACKENDS))
+def test_results_do_not_depend_on_the_memory(models: Any, backend: str, condition: str) -> None:
     path, reference = models("plain")
-    check(reference, run(engine(path, **CONDITIONS[condition]), [prompt(i, n) for i, n in enumerate((5, 110, 33, 20))]))
+    llm = engine(path, attention_backend=backend, **CONDITIONS[condition])
+    check(reference, run(llm, [prompt(i, n) for i, n in enumerate((5, 110, 33, 20))]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prompts_that_end_around_borders(models: Any, backend: str) -> None:
+    """Of a page, of 64 and 128 tokens, and of as many as are chosen, which are 17."""
+    path, reference = models("plain")
+    lengths = (2, 3, 4, 11, 12, 15, 16, 17, 18, 63, 64, 122, 127, 128)
+    check(reference, run(engine(path, attention_backend=backend), [prompt(i, n) for i, n in enumerate(lengths)]))
+
+
+def test_slots_in_fp8_do_not_depend_on_the_memory(models: Any) -> None:
+    """Each slot has scales of its own, so nothing depends on a slot's neighbours."""
+    path, _ = models("plain")
+    texts = [prompt(i, n) for i, n in enumerate((5, 110, 33, 20))]
+    expected = tokens_of(engine(path, kv_cache_dtype="fp8"), texts)
+    assert expected != tokens_of(engine(path), texts)
+    for condition in ("budget-7", "page-48", "two in flight"):
+        found = engine(path, kv_cache_dtype="fp8", attention_backend="triton", **CONDITIONS[condition])
+        assert tokens_of(found, texts) == expected
+
+
+def test_slots_in_fp8_are_those_that_are_published() -> None:
+    """656 bytes of a token and 132 of its indexer key."""
+    config = read_model_config(all_published()["deepseek-ai/DeepSeek-V3.2"].file, quantised=True)
+    spec = config.layer_specs("fp8_e4m3")[0]
+    assert isinstance(spec, LatentKV)
+    assert (spec.slot_bytes, spec.indexer_slot_bytes, spec.page_bytes(64)) == (656, 132, 64 * (656 + 132))
 
 
 def test_prefix_hits_and_a_pool_too_small(models: Any) -> None:

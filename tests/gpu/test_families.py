@@ -23,7 +23,7 @@ LIMITS: dict[str, Any] = {
     "poison_fresh_pages": True,
     "skip_tokenizer_init": True,
 }
-EAGER_ONLY = {"deepseek_v32", "deepseek_v4"}  # latents that an indexer chooses have the reference's attention only
+EAGER_ONLY = {"deepseek_v4"}  # compressed latents have the reference's attention only
 TIE = 1e-4  # log-probabilities of the best two tokens that are nearer have no order across devices
 MOST_TIES = 1
 LOGPROB_ERROR = 1e-3

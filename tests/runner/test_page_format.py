@@ -27,6 +27,7 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.paged_attention import HeadPrep, prepare_heads_, store_kv_
 from pagerunner.ops.rope import RopeAngles
+from pagerunner.ops.sparse_latents import Latents, store_slots_
 from pagerunner.ops.state_rows import StateRows
 from pagerunner.runner.pages import Pages
 
@@ -46,6 +47,7 @@ SPECS = (
     LatentKV(8, 4, "float32", window=8),
     DELTA,
     MAMBA,
+    LatentKV(8, 4, "fp8_e4m3", rope_dtype="bfloat16", indexer_dim=4, scale_bytes=8, indexer_scale_bytes=4),
 )
 DIGESTS: dict[int, tuple[str, ...]] = {
     1: (
@@ -61,6 +63,7 @@ DIGESTS: dict[int, tuple[str, ...]] = {
         "ecabaa5f6a14cd8b",
         "f213889af3550ac8",
         "244629b0a466bc7a",
+        "876b46c634ff88db",
     )
 }
 """Of these specs' pages, by page format."""
@@ -88,6 +91,10 @@ def fill_heads(spec: FullKV, layer: KVPages, entry: torch.Tensor, place: torch.T
 def fill_latents(spec: LatentKV, layer: Any, entry: torch.Tensor, place: torch.Tensor) -> None:
     if spec.window is not None:  # stored as one head
         store_latent_.twin(counted(TOKENS, 12), layer.k.squeeze(2), entry, place, None)
+    elif spec.scale_bytes:
+        pages = Latents(layer.latent, layer.rope, layer.slot_scales)
+        vectors = torch.cat((counted(TOKENS, 8), -counted(TOKENS, 4)), 1)
+        store_slots_.twin(vectors, -100 * counted(TOKENS, 4), pages, layer.indexer, layer.indexer_scales, entry, place)
     elif spec.compression > 1:
         slots: Any = GroupBatch(torch.zeros(1, 1), entry[:2], place[:2], 2, None, None)
         store_pages(layer.latent.unsqueeze(2), layer.scales, 0, counted(2, 1, 12), slots, _SlotWriter())

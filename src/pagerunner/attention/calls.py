@@ -108,26 +108,6 @@ class UpProjection:
         return queries * (2 * self.latent_dim - self.key_dim - self.value_dim) <= expansion
 
 
-class LatentCall(NamedTuple):
-    """Multi-head latent attention: store every token's vector (latent, then rotary part), then attend causally; [T, H, V].
-
-    A query's last elements are its rotary ones. All vectors, this step's too, take part rounded as
-    pages hold them. So a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
-
-    `prep`: queries and vectors are raw, and this makes them ready. Only for backends that declare `projection`; they may change
-    both in place.
-    """
-
-    q_THD: torch.Tensor
-    vectors_TL: torch.Tensor
-    up: UpProjection
-    pages: LatentPages
-    group: GroupBatch
-    rows: StepRows
-    scale: float
-    prep: LatentPrep | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class IndexerQueries:
     """Queries that choose slots: a slot's score is the sum over heads of `weight * relu(query . key)`.
@@ -140,8 +120,32 @@ class IndexerQueries:
     top_k: int
 
 
+class LatentCall(NamedTuple):
+    """Multi-head latent attention: store every token's vector (latent, then rotary part), then attend causally; [T, H, V].
+
+    A query's last elements are its rotary ones. All vectors, this step's too, take part rounded as
+    pages hold them. So a narrower page dtype doesn't make results depend on how a prompt is divided into steps.
+
+    `prep`: queries and vectors are raw, and this makes them ready. Only for backends that declare `projection`; they may change
+    both in place.
+
+    With a `chooser` (DeepSeek-V3.2) also store every token's indexer key, and let each query attend to what the indexer chooses alone.
+    """
+
+    q_THD: torch.Tensor
+    vectors_TL: torch.Tensor
+    up: UpProjection
+    pages: LatentPages
+    group: GroupBatch
+    rows: StepRows
+    scale: float
+    prep: LatentPrep | None = None
+    chooser: IndexerQueries | None = None
+    index_keys_TI: torch.Tensor | None = None
+
+
 class CompressedCall(NamedTuple):
-    """Attention over slots that stand for several tokens, or that an indexer chooses; [T, H, D].
+    """Attention over slots that stand for several tokens; [T, H, D].
 
     Store the slots that the step completes (`CompletedSlots.completed` of the group's plan). Let each query attend to the slots
     that are complete by its position. Merge with the result of `window`, if there is one.

@@ -32,13 +32,15 @@ def memory_form(spec: Spec) -> str:
 
     `full`, `window`, `chunked`: keys and values by head, of all tokens, of the last ones, of the current chunk. `window
     vectors`: one vector per token of a window, the key and value of every head. `latent`: one latent per token (MLA).
-    `compressed`: latents that stand for several tokens or are chosen by an indexer. `recurrent`: one state per request.
+    `chosen`: such latents of which an indexer chooses. `compressed`: latents that stand for several tokens. `recurrent`: one state per request.
     """
     if not isinstance(spec, LatentKV):
         return spec.kind
     if spec.kind == "window":
         return WINDOW_VECTORS
-    return "compressed" if spec.compression > 1 or spec.indexer_dim else "latent"
+    if spec.compression > 1:
+        return "compressed"
+    return "chosen" if spec.indexer_dim else "latent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class Capabilities:
     What it serves. `forms`: kinds of memory, see `memory_form`. `compute_dtypes`: dtypes of queries. `page_dtypes`: dtypes of
     pages by their names in a spec (None: all); with `same_dtype` they must be those of the queries. `head_dims`: sizes of
     heads, keys' and values' alike (None: any up to `max_head_dim`). `latent_dims`: elements of a latent and of its rotary
-    part (None: any). `scores`: what scores may have beside a scale. `several_queries`: rows may have more than one token in
+    part (None: any). `slot_scales`: latents may be fp8 of any kind with scales beside each slot,
+    and rotary parts in another dtype. `scores`: what scores may have beside a scale. `several_queries`: rows may have more than one token in
     a step.
 
     How it is fed. `projection`: it takes a projection's raw output, and norms, rotates and stores heads itself. `wanted`: it
@@ -70,6 +73,7 @@ class Capabilities:
     head_dims: frozenset[int] | None = None
     max_head_dim: int | None = None
     latent_dims: tuple[int, int] | None = None
+    slot_scales: bool = False
     scores: frozenset[str] = frozenset({SINKS, SOFTCAP})
     several_queries: bool = True
     projection: bool = False
@@ -113,10 +117,12 @@ class Capabilities:
         return None
 
     def _lacks_latent(self, spec: LatentKV) -> str | None:
-        """Views of the pages are of one dtype, with one scale per page; see `runner.pages.latent_view`."""
-        if any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype)):
-            return f"it needs rotary parts and indexer keys in the latents' dtype, {spec.dtype}"
-        if spec.scale_bytes or spec.indexer_scale_bytes:
+        """See `runner.pages.latent_view`."""
+        if spec.indexer_dtype not in (None, spec.dtype):
+            return f"it needs indexer keys in the latents' dtype, {spec.dtype}"
+        if spec.rope_dtype not in (None, spec.dtype) and not self.slot_scales:
+            return f"it needs rotary parts in the latents' dtype, {spec.dtype}"
+        if (spec.scale_bytes or spec.indexer_scale_bytes) and not self.slot_scales:
             return f"it needs fp8 latents to have one scale per page, not {spec.scale_bytes} bytes of them per slot"
         if spec.kind == "window" and spec.indexer_dim:
             return "it needs a window's vectors to have no indexer keys"
@@ -134,7 +140,8 @@ class Capabilities:
             return f"it does not compute in {dtype}"
         if not isinstance(spec, FullKV | LatentKV):
             return None
-        if self.page_dtypes is not None and spec.dtype not in self.page_dtypes:
+        scaled = self.slot_scales and isinstance(spec, LatentKV) and spec.scale_bytes > 0
+        if self.page_dtypes is not None and spec.dtype not in self.page_dtypes and not scaled:
             return f"it needs pages in {_listed(self.page_dtypes)}, not {spec.dtype}"
         if self.same_dtype and str(dtype) != f"torch.{spec.dtype}":
             return f"it needs pages in the model's dtype {dtype}, not {spec.dtype}"

@@ -25,13 +25,14 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.calls import CompressedCall, IndexerQueries, Result, Tensors
+from pagerunner.attention.calls import CompressedCall, IndexerQueries, LatentCall, Result, Tensors
 from pagerunner.attention.capability import Capabilities
 from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
 from pagerunner.batch import GroupBatch, StatePages
+from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
 from pagerunner.ops.state_rows import Span, StateRows, spans
 
@@ -189,7 +190,7 @@ class CompressedBackend:
     """See the module. One instance serves one group: its calls must not overlap."""
 
     name = "torch_compressed"
-    capabilities = Capabilities(forms=frozenset({"compressed"}))
+    capabilities = Capabilities(forms=frozenset({"compressed", "chosen"}))
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -205,8 +206,16 @@ class CompressedBackend:
             first += queries
         return CompressedPlan(rows, gathered_rows(inputs)[0], inputs.rows.positions_T)
 
-    def run(self, call: CompressedCall) -> torch.Tensor:
-        """See CompressedCall."""
+    def run(self, call: CompressedCall | LatentCall) -> torch.Tensor:
+        """See CompressedCall; and LatentCall, with a chooser."""
+        if isinstance(call, LatentCall):
+            q_THL, scores, vectors = (
+                call.up.absorb(call.q_THD),
+                Scores(call.scale),
+                (call.vectors_TL, call.index_keys_TI),
+            )
+            latent = CompressedCall(q_THL, None, *vectors, call.chooser, call.pages, call.group, call.rows, scores)
+            return call.up.values(self._merged(latent)[0][..., : call.up.latent_dim])
         found = self._merged(call)
         return found[0] if call.scores.sinks_H is None else take_sinks(found, call.scores.sinks_H)
 

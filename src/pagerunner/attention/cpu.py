@@ -66,7 +66,7 @@ class CpuLatentBackend:
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, rows, scale, prep = call
+        q_THD, vectors_TL, up, memory, group, rows, scale, prep, *_ = call
         if group.plan is not None:
             if prep is not None:
                 prep.apply_(q_THD, vectors_TL)

@@ -245,7 +245,7 @@ class FlashInferLatentBackend(_HostPlanned):
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, _, scale, _ = call
+        q_THD, vectors_TL, up, memory, group, _, scale, *_ = call
         pages = memory.latent
         store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
         use = Use(q_THD.shape[1], 1, pages.shape[-1], q_THD.dtype, scale, 0.0)

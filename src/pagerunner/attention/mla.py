@@ -55,7 +55,7 @@ class LatentBackend:
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, _, scale, _ = call
+        q_THD, vectors_TL, up, memory, group, _, scale, *_ = call
         plan: TorchPlan = group.plan
         pages = memory.latent.unsqueeze(2)
         vectors_TL = store_pages(pages, memory.scales, 0, vectors_TL.unsqueeze(1), group, plan).squeeze(1)

@@ -164,7 +164,7 @@ class PagedLatentBackend:
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, rows, scale, prep = call
+        q_THD, vectors_TL, up, memory, group, rows, scale, prep, *_ = call
         pages, scales_E, table = memory.latent, _vector_scales(memory), group.page_table
         plan: LatentPlan = group.plan
         write = pages, group.write_entry, group.write_offset, scales_E

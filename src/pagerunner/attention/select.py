@@ -17,6 +17,7 @@ from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.attention.paged_sparse import PagedSparseBackend
 from pagerunner.attention.paired import PairedBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
@@ -37,11 +38,11 @@ AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref"), "cpu": ("cp
 ANYWHERE = ("torch_ref",)
 # FlashInfer builds its kernels for a minute or more, so it must be asked for by name. Triton serves the groups that it can't.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
-# Groups of these kinds have backends of their own, two for each kind. Graphs can capture the first, which serves CUDA devices
-# and serves elsewhere when it is asked for by name. Graphs can't capture the second. CPU kernels serve before it (CPU_KINDS).
+# Groups of these kinds have backends of their own. Those that graphs can capture come first on CUDA devices, and elsewhere when they are
+# asked for by name; otherwise they come last. CPU kernels serve before all (CPU_KINDS).
 KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
-    "latent": (PagedLatentBackend, LatentBackend, CompressedBackend),
+    "latent": (PagedLatentBackend, PagedSparseBackend, LatentBackend, CompressedBackend),
 }
 FLASHINFER_KINDS: dict[str, tuple[Callable[[], Backend], ...]] = {"latent": (FlashInferLatentBackend,)}
 
@@ -89,7 +90,8 @@ def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
     first = FLASHINFER_KINDS.get(kind, ()) if wanted == "flashinfer" else ()
     if any(backend.capabilities.cpu_kernels for backend in made):
         first = (CPU_KINDS[kind],) if kind in CPU_KINDS else ()
-    return [make() for make in (*first, *KIND_BACKENDS[kind][0 if graphs else 1 :])]
+    own = sorted((make() for make in KIND_BACKENDS[kind]), key=lambda backend: backend.capabilities.graphs != graphs)
+    return [*(make() for make in first), *own]
 
 
 def _first_that_serves(

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 _CONFIGS = Path(__file__).parent / "configs"
-_NAMES = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite")
+_NAMES = (
+    "tiny",
+    "small",
+    "qwen3-0.6b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "gpt-oss-20b",
+    "deepseek-v2-lite",
+    "deepseek-v3.2",
+)
 SHAPES: dict[str, dict[str, Any]] = {
     name: json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")) for name in _NAMES
 }

@@ -164,9 +164,9 @@ class LatentKV(Spec):
     rotary part's dtype (None: `dtype`). `indexer_dim` elements per slot, the indexer key, select the slots that are attended to
     (0: there are none). Indexer keys follow all vectors of the page, at `indexer_offset`.
 
-    Scales of fp8 elements are either beside each slot or at the page's end. Beside a slot: `scale_bytes` right after its
-    vector, and `indexer_scale_bytes` right after its indexer key. If these are 0, the page ends with two float32 scales at
-    `scales_offset`: one for the vectors, one for the indexer keys.
+    Scales of fp8 elements are either for each slot or at the page's end. For a slot: `scale_bytes` between its latent and its rotary
+    part, and `indexer_scale_bytes`, which follow all the page's indexer keys at `indexer_scales_offset`. If these are 0, the page ends
+    with two float32 scales at `scales_offset`: one for the vectors, one for the indexer keys.
 
     Raises:
         ConfigError: a size or the compression ratio is not positive, a dtype is unknown, or a window is compressed.
@@ -249,6 +249,11 @@ class LatentKV(Spec):
         """Bytes from the layer's share of a page to its indexer keys."""
         return _round_up(self.slots(page_tokens) * self.slot_bytes, _ALIGNMENT)
 
+    def indexer_scales_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to the scales of its indexer keys, where each slot has its own."""
+        keys = self.slots(page_tokens) * (self.indexer_slot_bytes - self.indexer_scale_bytes)
+        return self.indexer_offset(page_tokens) + _round_up(keys, SCALE_BYTES)
+
     def scales_offset(self, page_tokens: int) -> int:
         """Bytes from the layer's share of a page to its two scales (vectors, indexer keys)."""
         if not self.indexer_dim:
@@ -266,6 +271,8 @@ class LatentKV(Spec):
         slots = self.slots(page_tokens)
         if not self.indexer_dim:
             return slots * self.slot_bytes
+        if self.indexer_scale_bytes:
+            return _round_up(self.indexer_scales_offset(page_tokens) + slots * self.indexer_scale_bytes, _ALIGNMENT)
         return self.indexer_offset(page_tokens) + slots * self.indexer_slot_bytes
 
 

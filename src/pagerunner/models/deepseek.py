@@ -12,7 +12,6 @@ import torch
 from pagerunner.attention.calls import IndexerQueries, UpProjection
 from pagerunner.batch import ForwardBatch
 from pagerunner.layers.attention import query_heads
-from pagerunner.layers.compressed import PagedSlots
 from pagerunner.layers.cuts import by_inputs, by_outputs
 from pagerunner.layers.latent import PagedLatentAttention
 from pagerunner.layers.linear import FusedLinear, Linear
@@ -97,7 +96,6 @@ class Attention(Mixer):
         self.sparse = config.indexer is not None
         if config.indexer is not None:
             self.indexer = Indexer(config, config.indexer, dtype)
-            self.attend_chosen = PagedSlots(layer_index, scale)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
@@ -123,13 +121,11 @@ class Attention(Mixer):
         self, x_TD: torch.Tensor, prep: LatentPrep, batch: ForwardBatch, wanted_S: torch.Tensor | None
     ) -> torch.Tensor:
         """As `mix`, over what the indexer chooses. `x` is normed."""
-        both, up = self.a_proj(x_TD), self._up
+        both = self.a_proj(x_TD)
         query_TR, vectors_TL = self.q_a_layernorm(both[:, : self.query_rank]), both[:, self.query_rank :]
         q_THd = self._heads(self.q_b_proj(query_TR))
-        prep.apply_(q_THd, vectors_TL)
-        chooser, keys_TI = self.indexer(x_TD, query_TR, prep.angles)
-        out_THL = self.attend_chosen(up.absorb(q_THd), None, vectors_TL, keys_TI, chooser, batch)
-        return up.values(only(out_THL, wanted_S)[..., : self.latent_dim]).flatten(1)
+        chooser = self.indexer(x_TD, query_TR, prep.angles)
+        return only(self.attend(q_THd, vectors_TL, prep, self._up, batch, *chooser), wanted_S).flatten(1)
 
     def _heads(self, q: torch.Tensor) -> torch.Tensor:
         return q.unflatten(-1, (self.num_heads, -1))

@@ -94,15 +94,14 @@ def recurrent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: 
 def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice) -> LatentPages:
     """One layer's vectors as a view [num_entries, slots, latent + rope elements] whose first stride is the unit.
 
-    Indexer keys are another such view.
+    Indexer keys are another such view. Slots with scales of their own are several, see LatentPages.
     """
     spec = piece.spec
-    if (
-        not isinstance(spec, LatentKV)
-        or spec.scale_bytes
-        or spec.indexer_scale_bytes
-        or any(other not in (None, spec.dtype) for other in (spec.rope_dtype, spec.indexer_dtype))
-    ):
+    if not isinstance(spec, LatentKV) or spec.indexer_dtype not in (None, spec.dtype):
+        raise TypeError(f"{spec} is not one vector per slot, with an indexer key of its dtype")
+    if spec.scale_bytes and spec.indexer_scale_bytes:
+        return _slots_with_scales(kv_bytes, group, index, piece, spec)
+    if spec.scale_bytes or spec.indexer_scale_bytes or spec.rope_dtype not in (None, spec.dtype):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
     dtype = TORCH_DTYPES[spec.dtype]
     num_entries = (kv_bytes.numel() - group.page_bytes) // group.unit + 1
@@ -117,6 +116,30 @@ def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Lay
         indexer = view(piece.offset + spec.indexer_offset(group.page_tokens), spec.indexer_dim)
     vectors = view(piece.offset, spec.latent_dim + spec.rope_dim)
     return LatentPages(index, vectors, _page_scales(kv_bytes, group, piece), indexer)
+
+
+def _slots_with_scales(
+    kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice, spec: LatentKV
+) -> LatentPages:
+    """A slot is a latent, the scales of its blocks, and a rotary part. All slots' indexer keys follow, then all their scales."""
+    num_entries, slots = (kv_bytes.numel() - group.page_bytes) // group.unit + 1, spec.slots(group.page_tokens)
+
+    def view(dtype: torch.dtype, first: int, slot_bytes: int, elements: int) -> torch.Tensor:
+        strides = (group.unit // dtype.itemsize, slot_bytes // dtype.itemsize, 1)
+        size = (num_entries, slots, elements)
+        return kv_bytes.view(dtype).as_strided(size, strides, (piece.offset + first) // dtype.itemsize)
+
+    held, rope = TORCH_DTYPES[spec.dtype], TORCH_DTYPES[spec.rope_dtype or spec.dtype]
+    latent, keys = spec.latent_dim * held.itemsize, spec.indexer_offset(group.page_tokens)
+    scales = spec.indexer_scales_offset(group.page_tokens)
+    return LatentPages(
+        index,
+        view(held, 0, spec.slot_bytes, spec.latent_dim),
+        indexer=view(held, keys, spec.indexer_dim * held.itemsize, spec.indexer_dim),
+        rope=view(rope, latent + spec.scale_bytes, spec.slot_bytes, spec.rope_dim),
+        slot_scales=view(torch.float32, latent, spec.slot_bytes, spec.scale_bytes // SCALE_BYTES),
+        indexer_scales=view(torch.float32, scales, SCALE_BYTES, 1).squeeze(-1),
+    )
 
 
 def window_view(

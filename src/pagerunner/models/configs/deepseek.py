@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pagerunner.config import KVDtype
-from pagerunner.memory.specs import LatentKV, Spec
+from pagerunner.memory.specs import SCALE_BYTES, LatentKV, Spec
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.decoder import read_rope
 from pagerunner.models.configs.fields import Fields
+
+LATENT_BLOCK = 128  # elements of a latent in fp8 that share a scale, where an indexer chooses
 
 # Training losses and expert parallelism; none changes what the model computes.
 _TRAINING_FIELDS = ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef", "output_router_logits")
@@ -80,7 +82,12 @@ class DeepseekConfig(ModelConfig):
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """One latent and rotary vector per token in every layer, and an indexer key where there is an indexer."""
         keys = 0 if self.indexer is None else self.indexer.head_dim
-        return (LatentKV(self.latent_dim, self.rope_dim, kv_dtype, indexer_dim=keys),) * self.num_layers
+        spec = LatentKV(self.latent_dim, self.rope_dim, kv_dtype, indexer_dim=keys)
+        if keys and spec.quantised and self.latent_dim % SCALE_BYTES == 0 and self.rope_dim % 2 == 0:
+            blocks = self.latent_dim // LATENT_BLOCK if self.latent_dim % LATENT_BLOCK == 0 else 1
+            size = SCALE_BYTES
+            spec = replace(spec, rope_dtype="bfloat16", scale_bytes=blocks * size, indexer_scale_bytes=size)
+        return (spec,) * self.num_layers
 
 
 def read_deepseek_v2(fields: Fields, common: dict[str, Any]) -> DeepseekConfig:

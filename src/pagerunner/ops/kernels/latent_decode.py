@@ -480,9 +480,15 @@ def run_slices(
 
 
 def run_values(
-    partial: Partial, schedule: Schedule, rows: StepRows, up_HVC: torch.Tensor, config: ValuesConfig | None = None
+    partial: Partial,
+    schedule: Schedule,
+    rows: StepRows,
+    up_HVC: torch.Tensor,
+    config: ValuesConfig | None = None,
+    *,
+    one_by_one: bool = False,
 ) -> torch.Tensor:
-    """Launch `_values_kernel`."""
+    """Launch `_values_kernel`. `one_by_one`: each token is a unit, in strided batches too."""
     tokens, heads, latent = partial.whole_THC.shape
     value_dim = up_HVC.shape[1]
     config = config or values_config(tokens, heads)
@@ -491,7 +497,7 @@ def run_values(
         *partial, schedule.part, rows.row_T, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
         up_HVC.stride(0), *out_THV.stride()[:2],
         C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values,
-        BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens, STRIDE=max(rows.stride, 1),
+        BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens, STRIDE=1 if one_by_one else max(rows.stride, 1),
         PRECISION="tf32x3" if out_THV.dtype == torch.float32 else "tf32", num_warps=config.warps,
         **dependent(out_THV.device),
     )  # fmt: skip

@@ -1,0 +1,311 @@
+"""Scores of an indexer over paged keys, and the exact best of them. Twin: `pagerunner.ops.indexer.choose_slots`.
+
+Three kernels. None needs anything of the host but bounds, so graphs capture them.
+
+1. *Scores*. A program has a block of tokens, whose queries lie in shared memory, and a part of the slots that they see. Keys are the product's
+   first operand, so that 128 of them meet all heads of the block's tokens at once. How many parts there are doesn't depend on lengths: each
+   row's own slots are divided among them.
+2. *Best of a chunk*. A program has some thousand scores of one token in registers. The order of floats is that of integers, and the
+   integer from which on k scores count is searched for by halving. Rows of one chunk are finished then.
+3. *Best of chunks*. The same among what longer rows' chunks have left.
+
+Rows that see at most `top_k` slots have no scores: all their slots are chosen.
+
+Shape letters: see the twin; BN slots of a tile, BQ tokens of a program, C slots of a chunk, H chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.indexer import width_of
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
+
+PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal lengths
+MOST_PARTS = 256
+MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
+CHUNK = 8192
+BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
+
+
+@triton.jit
+def _of_row(row_ptr, position_ptr, tokens, there, RATIO: tl.constexpr):
+    """Tokens' rows (-1: padding), and how many slots they see."""
+    row = tl.load(row_ptr + tokens, mask=there, other=-1)
+    position = tl.load(position_ptr + tokens, mask=row >= 0, other=-1)
+    return row, ((position + 1) // RATIO).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["group", "parts"])
+def _scores_kernel(
+    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts,
+    q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
+    J: tl.constexpr, D: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    BQ: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together."""
+    start_next_and_wait(PDL)
+    blocks_of_group = tl.cdiv(group, BQ)
+    inside = tl.program_id(0) % blocks_of_group * BQ
+    first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside
+    query = tl.arange(0, BQ)
+    row, seen = _of_row(row_ptr, position_ptr, first_token + query, inside + query < group, RATIO)
+    x, i, n = tl.arange(0, BQ * BJ), tl.arange(0, BI), tl.arange(0, BN)
+    token, head = first_token + x // BJ, x % BJ
+    there = (inside + x // BJ < group) & (head < J)
+    q = tl.load(
+        q_ptr + (token * q_token + head * q_head)[:, None] + i[None, :],
+        mask=there[:, None] & (i < D)[None, :], other=0.0,
+    )  # fmt: skip
+    weights = tl.load(weights_ptr + token * weights_token + head, mask=there, other=0.0).to(tl.float32)
+    if FP8 is not None:
+        q = q.to(tl.float32)
+        scale = fitting_scale(tl.max(tl.abs(q), 1), FP8_MAX)
+        q = quantise(q, scale[:, None], FP8_MAX, FP8)
+        weights *= scale
+    left = row
+    current = tl.max(left, 0)
+    while current >= 0:  # rows of a prompt's block, or the only one
+        limit = tl.where(row == current, seen, 0)
+        length = tl.max(limit, 0)
+        if length > TOP_K:
+            row_table = table_ptr + tl.load(slots_ptr + current).to(tl.int64) * table_stride
+            per = tl.cdiv(tl.cdiv(length, BN), parts) * BN
+            first = tl.program_id(1) * per
+            last = tl.minimum(first + per, length)
+            entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
+            for at in range(first, last, BN):
+                slot = at + n
+                live = slot < last
+                own = entry  # the next tile's are on their way meanwhile
+                entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
+                base = keys_ptr + own * page_stride + (slot % PAGE) * slot_stride
+                keys = tl.load(base[:, None] + i[None, :], mask=live[:, None] & (i < D)[None, :], other=0)
+                if FP8 is not None:
+                    keys = keys.to(FP8, bitcast=True)
+                else:
+                    keys = keys.to(q.dtype)
+                dots = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
+                dots = tl.maximum(dots, 0.0) * weights[None, :]
+                score = tl.sum(tl.reshape(dots, (BN, BQ, BJ)), 2)
+                if FP8 is not None:
+                    k_scale = tl.load(scales_ptr + own * scale_page + (slot % PAGE) * scale_slot, mask=live, other=0.0)
+                    score *= k_scale[:, None]
+                score = tl.where(score == 0.0, 0.0, score)  # a zero has one sign
+                target = scores_ptr + (first_token + query)[None, :] * scores_stride + slot[:, None]
+                tl.store(target, score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
+        left = tl.where(left == current, -1, left)
+        current = tl.max(left, 0)
+
+
+@triton.jit
+def _kept(score, live, k):
+    """Which of the live scores are the best k, of equal ones the first."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    low = tl.min(tl.where(live, key, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(tl.where(live, key, -0x7FFFFFFF), 0).to(tl.int64)
+    key = tl.where(live, key, -0x7FFFFFFF - 1)  # less than any float's
+    if tl.sum(live.to(tl.int32), 0) <= k:
+        high = low
+    while low < high:  # at least k are as large as low, and fewer are larger than high
+        middle = low + (high - low + 1) // 2
+        count = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
+        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
+        low = tl.where(count >= k, middle, low)
+    above = live & (key > low.to(tl.int32))
+    equal = live & (key == low.to(tl.int32))
+    need = k - tl.sum(above.to(tl.int32), 0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= need))
+
+
+@triton.jit
+def _chunk_kernel(
+    scores_ptr, chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, scores_stride, chosen_stride,
+    C: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one token. `some`, `some_scores` [T, H, KC] and `count` [T, H]: the best of each chunk where a token has several."""
+    start_next_and_wait(PDL)
+    token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    at = chunk * C + tl.arange(0, C)
+    chosen = chosen_ptr + token * chosen_stride
+    if seen <= TOP_K:
+        if chunk * C < K:
+            tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < K)
+    elif chunk * C < seen:
+        live = at < seen
+        score = tl.load(scores_ptr + token * scores_stride + at, mask=live, other=0.0)
+        kept = _kept(score, live, TOP_K)
+        place = tl.cumsum(kept.to(tl.int32), 0) - 1
+        if seen <= C:
+            tl.store(chosen + place, at, mask=kept)
+        else:
+            part = token * H + chunk
+            tl.store(some_ptr + part * KC + place, at, mask=kept)
+            tl.store(some_scores_ptr + part * KC + place, score, mask=kept)
+            tl.store(count_ptr + part, tl.sum(kept.to(tl.int32), 0))
+
+
+@triton.jit
+def _chunks_kernel(
+    chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, chosen_stride,
+    C: tl.constexpr, KC: tl.constexpr, H: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of one token's chunks."""
+    start_next_and_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    if (seen > TOP_K) & (seen > C):
+        x = tl.arange(0, B)
+        chunk, place = x // KC, x % KC
+        count = tl.load(count_ptr + token * H + chunk, mask=chunk * C < seen, other=0)
+        live = place < count
+        score = tl.load(some_scores_ptr + token * H * KC + x, mask=live, other=0.0)
+        kept = _kept(score, live, TOP_K)
+        target = tl.cumsum(kept.to(tl.int32), 0) - 1
+        at = tl.load(some_ptr + token * H * KC + x, mask=kept, other=0)
+        tl.store(chosen_ptr + token * chosen_stride + target, at, mask=kept)
+
+
+class Sizes(NamedTuple):
+    """How a step's scores are divided: tokens of a program, how many belong together, parts of their slots, slots of a tile; its warps
+    and stages."""
+
+    tokens: int
+    group: int
+    parts: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def score_sizes(rows: StepRows, tokens: int, heads: int, item: int) -> Sizes:
+    """Tokens of a row share the keys that a program reads. `item`: bytes of a key's element. Two programs of one token fit a multiprocessor."""
+    group = 1 if rows.one_token else rows.stride or tokens
+    together = min(4, padded(group)) if heads <= 64 else 1
+    units = blocks(tokens, group) * blocks(group, together)
+    parts = max(1, min(MOST_PARTS, PROGRAMS // units))
+    if together > 1:
+        return Sizes(together, group, parts, 128, 8, 3)
+    return Sizes(together, group, parts, 128 if item == 1 else 64, 4, 4)
+
+
+def chunk_size(width: int, top_k: int) -> int:
+    """Slots of a chunk, so that what all chunks leave fits a program."""
+    size = min(CHUNK, max(16, padded(width)))
+    while blocks(width, size) > 1 and padded(blocks(width, size)) * min(size, padded(top_k)) > MOST_CANDIDATES:
+        size *= 2
+    return size
+
+
+def _warps(elements: int) -> int:
+    return max(4, min(32, elements // 512))
+
+
+def run_scores(
+    q_TJI: torch.Tensor,
+    weights_TJ: torch.Tensor,
+    top_k: int,
+    pages_ESI: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    ratio: int,
+    scales_ES: torch.Tensor | None,
+    sizes: Sizes | None = None,
+) -> torch.Tensor:
+    """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees."""
+    tokens, heads, size = q_TJI.shape
+    sizes = sizes or score_sizes(rows, tokens, heads, pages_ESI.dtype.itemsize)
+    scores_TN = torch.empty(tokens, padded(width_of(rows, ratio)), dtype=torch.float32, device=q_TJI.device)
+    dtype, fp8 = pages_ESI.dtype, scales_ES is not None
+    held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
+    units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
+    _scores_kernel[(units, sizes.parts)](
+        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, sizes.group, sizes.parts,
+        *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
+        table_SW.stride(0), scores_TN.stride(0),
+        J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1],
+        BN=sizes.keys, BQ=sizes.tokens, RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0),
+        PRECISION="tf32x3" if q_TJI.dtype == torch.float32 else "tf32", num_warps=sizes.warps, num_stages=sizes.stages,
+        **dependent(q_TJI.device),
+    )  # fmt: skip
+    return scores_TN
+
+
+def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int) -> torch.Tensor:
+    """The best slots by their scores; see the twin."""
+    tokens, width, device = scores_TN.shape[0], width_of(rows, ratio), scores_TN.device
+    count, chunk = min(top_k, width), chunk_size(width, top_k)
+    chunks, each = blocks(width, chunk), min(chunk, padded(top_k))
+    chosen_TK = torch.empty(tokens, count, dtype=torch.int32, device=device)
+    several = chunks > 1 and width > top_k
+    some = torch.empty(tokens * chunks * each if several else 0, dtype=torch.int32, device=device)
+    some_scores, counts = (
+        torch.empty_like(some, dtype=torch.float32),
+        torch.empty(tokens * chunks, dtype=torch.int32, device=device),
+    )
+    common = {"C": chunk, "KC": each, "H": chunks, "TOP_K": top_k, "RATIO": ratio, **dependent(device)}
+    _chunk_kernel[(tokens, chunks)](
+        scores_TN, chosen_TK, some, some_scores, counts, rows.row_T, rows.positions_T, scores_TN.stride(0), count,
+        K=count, num_warps=_warps(chunk), **common,
+    )  # fmt: skip
+    if several:
+        size = padded(chunks) * each
+        _chunks_kernel[(tokens,)](
+            chosen_TK,
+            some,
+            some_scores,
+            counts,
+            rows.row_T,
+            rows.positions_T,
+            count,
+            B=size,
+            num_warps=_warps(size),
+            **common,
+        )
+    return chosen_TK
+
+
+def choose_slots(
+    q_TJI: torch.Tensor,
+    weights_TJ: torch.Tensor,
+    top_k: int,
+    pages_ESI: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    ratio: int,
+    scratch: dict[Any, Any],
+    scales_ES: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See the twin."""
+    tokens, width = q_TJI.shape[0], width_of(rows, ratio)
+    if width <= top_k:  # every row sees as few
+        chosen_TK: torch.Tensor | None = scratch.get("all slots")
+        if chosen_TK is None:
+            nothing = torch.empty(tokens, 0, dtype=torch.float32, device=q_TJI.device)
+            chosen_TK = scratch["all slots"] = run_choice(nothing, top_k, rows, ratio)
+        return chosen_TK
+    together = max(rows.stride, 1)
+    step = max(1, BLOCK_SCORES // padded(width) // together) * together
+    if tokens <= step:
+        return run_choice(
+            run_scores(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, scales_ES), top_k, rows, ratio
+        )
+    chosen = []
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
+        scores_TN = run_scores(q_TJI[part], weights_TJ[part], top_k, pages_ESI, table_SW, some, ratio, scales_ES)
+        chosen.append(run_choice(scores_TN, top_k, some, ratio))
+    return torch.cat(chosen)

@@ -1,0 +1,260 @@
+"""Attention over chosen latents, and slots with scales of their own. Twins: `pagerunner.ops.sparse_latents`.
+
+A program has a block of one token's heads and a part of its chosen slots. Slots are the products' long side: 64 slots' vectors meet all
+the block's heads, and the latents of 64 slots, turned, meet the heads' weights. So a block of 16 heads, which is what a rank of eight
+has, fills the tensor cores' instructions as 64 heads do. A token's parts are merged by the kernel that carries results back to values
+(`kernels/latent_decode.py`). How many parts there are doesn't depend on lengths.
+
+Latents in fp8 have a scale for each block of elements. It is a power of two, so numbers of the model's half precision are exact.
+
+Scores are in units of log2. Shape letters: see the twin; BN slots of a tile, BH heads of a program.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_values
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
+from pagerunner.ops.sparse_latents import Latents
+
+MOST_PARTS = 16
+
+
+@triton.jit
+def _tile(
+    codes_at, rope_at, scales_at, live, c, p, q_type: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Latents [BN, BC] and rotary parts [BN, BP] of slots."""
+    latent = tl.load(codes_at[:, None] + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0)
+    rope = tl.load(rope_at[:, None] + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0)
+    if FP8 is None:
+        latent = latent.to(q_type)
+    else:
+        g = tl.arange(0, G)
+        scales = tl.load(scales_at[:, None] + g[None, :], mask=live[:, None], other=0.0).to(q_type)
+        numbers = tl.reshape(_numbers(latent, q_type, FP8, COMPILED), (BN, G, BC // G)) * scales[:, :, None]
+        latent = tl.reshape(numbers, (BN, BC))
+    return latent, rope.to(q_type)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _chosen_kernel(
+    q_latent, q_rope, codes, rope, scales, chosen, whole, parts, found, row_ptr, position_ptr, slots_ptr, table, splits,
+    num_heads, scale, qc_token, qc_head, qp_token, qp_head, codes_page, codes_slot, rope_page, rope_slot, scale_page,
+    scale_slot, table_stride, whole_token, whole_head, chosen_stride,
+    K: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BH heads of a token, and one of `splits` parts of its slots.
+
+    SPLIT: the results go to `parts` [T * splits, 2, H, C] and `found` [T * splits, 2, H], as `_values_kernel` reads them; a part without
+    slots is zeros that count nothing. Otherwise they go to `whole`.
+    """
+    start_next_and_wait(PDL)
+    token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    h, n, c, p = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, BC), tl.arange(0, BP)
+    in_h = h < num_heads
+    row = tl.load(row_ptr + token)
+    row_table = table + tl.load(slots_ptr + row, mask=row >= 0, other=0).to(tl.int64) * table_stride
+    own = chosen + token * chosen_stride
+    count = tl.minimum(tl.load(position_ptr + token, mask=row >= 0, other=-1).to(tl.int32) + 1, K)
+    per = tl.cdiv(tl.cdiv(count, BN), splits) * BN
+    first = split * per
+    last = tl.minimum(first + per, count)
+    q_low = tl.load(
+        q_latent + token * qc_token + (h.to(tl.int64) * qc_head)[:, None] + c[None, :],
+        mask=in_h[:, None] & (c < C)[None, :], other=0.0,
+    )  # fmt: skip
+    q_turned = tl.load(
+        q_rope + token * qp_token + (h * qp_head)[:, None] + p[None, :],
+        mask=in_h[:, None] & (p < P)[None, :],
+        other=0.0,
+    )
+    most = tl.full((BH,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((BH,), dtype=tl.float32)
+    sums = tl.zeros((BC, BH), dtype=tl.float32)
+    # a tile's slots and their pages are looked up while the tile before is computed
+    slot = tl.load(own + first + n, mask=first + n < last, other=0)
+    entry = tl.load(row_table + slot // PAGE, mask=first + n < last, other=0)
+    for at in range(first, last, BN):
+        live = at + n < last
+        inside = slot % PAGE
+        latent, turned = _tile(
+            codes + entry * codes_page + inside * codes_slot, rope + entry * rope_page + inside * rope_slot,
+            scales + entry * scale_page + inside * scale_slot, live, c, p, q_low.dtype, C, P, G, BC, BN, FP8, COMPILED,
+        )  # fmt: skip
+        slot = tl.load(own + at + BN + n, mask=at + BN + n < last, other=0)
+        entry = tl.load(row_table + slot // PAGE, mask=at + BN + n < last, other=0)
+        scores = tl.dot(latent, tl.trans(q_low), input_precision=PRECISION)
+        scores = tl.dot(turned, tl.trans(q_turned), scores, input_precision=PRECISION) * scale
+        scores = tl.where(live[:, None], scores, LOWEST)
+        larger = tl.maximum(most, tl.max(scores, 0))
+        shrink = tl.exp2(most - larger)
+        weights = tl.where(live[:, None], tl.exp2(scores - larger[None, :]), 0.0)
+        total = total * shrink + tl.sum(weights, 0)
+        sums = tl.dot(tl.trans(latent), weights.to(latent.dtype), sums * shrink[None, :], input_precision=PRECISION)
+        most = larger
+    some = tl.where(total > 0, total, 1.0)
+    result = sums / some[None, :]
+    there = (c < C)[:, None] & in_h[None, :]
+    if SPLIT:
+        place = ((token * splits + split) * 2 + (split == 0)) * num_heads + h
+        tl.store(parts + place[None, :] * C + c[:, None], result, mask=there)
+        tl.store(found + place, tl.where(total > 0, most + tl.log2(some), LOWEST), mask=in_h)
+    else:
+        target = whole + token * whole_token + h.to(tl.int64)[None, :] * whole_head + c[:, None]
+        tl.store(target, result.to(whole.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _store_kernel(
+    vectors, keys, codes, rope, scales, index, index_scales, entries, offsets, vector_stride, key_stride, codes_page, codes_slot,
+    rope_page, rope_slot, scale_page, scale_slot, index_page, index_slot, index_scale_page, index_scale_slot,
+    C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, X: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    FP8: tl.constexpr, FP8_MAX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's vector and indexer key. A latent is G blocks of C // G elements, padded to X."""
+    start_next_and_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.load(entries + token)
+    if entry >= 0:
+        offset = tl.load(offsets + token)
+        g, x, p, d = tl.arange(0, G), tl.arange(0, X), tl.arange(0, BP), tl.arange(0, BD)
+        at, inside = g[:, None] * (C // G) + x[None, :], (x < C // G)[None, :]
+        vector = vectors + token * vector_stride
+        latent = tl.load(vector + at, mask=inside, other=0.0).to(tl.float32)
+        scale = fitting_scale(tl.max(tl.abs(latent), 1), FP8_MAX)
+        latent = quantise(latent, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+        tl.store(codes + entry * codes_page + offset * codes_slot + at, latent, mask=inside)
+        tl.store(scales + entry * scale_page + offset * scale_slot + g, scale)
+        turned = tl.load(vector + C + p, mask=p < P, other=0.0)
+        tl.store(rope + entry * rope_page + offset * rope_slot + p, turned.to(rope.dtype.element_ty), mask=p < P)
+        key = tl.load(keys + token * key_stride + d, mask=d < D, other=0.0).to(tl.float32)
+        key_scale = fitting_scale(tl.max(tl.abs(key), 0), FP8_MAX)
+        key = quantise(key, key_scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+        tl.store(index + entry * index_page + offset * index_slot + d, key, mask=d < D)
+        tl.store(index_scales + entry * index_scale_page + offset * index_scale_slot, key_scale)
+
+
+def store_slots_(
+    vectors_TL: torch.Tensor,
+    keys_TI: torch.Tensor,
+    pages: Latents,
+    keys_ESI: torch.Tensor,
+    key_scales_ES: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """See the twin."""
+    latent, scales = pages.latent_ESC, pages.scales_ESG
+    assert scales is not None
+    codes, index, size, groups = (
+        latent.view(torch.uint8),
+        keys_ESI.view(torch.uint8),
+        latent.shape[-1],
+        scales.shape[-1],
+    )
+    rope, keys = pages.rope_ESP.shape[-1], keys_TI.shape[-1]
+    _store_kernel[(vectors_TL.shape[0],)](
+        vectors_TL, keys_TI, codes, pages.rope_ESP, scales, index, key_scales_ES, write_entry_T, write_offset_T,
+        vectors_TL.stride(0), keys_TI.stride(0), *codes.stride()[:2], *pages.rope_ESP.stride()[:2], *scales.stride()[:2],
+        *index.stride()[:2], *key_scales_ES.stride(),
+        C=size, P=rope, G=groups, D=keys, X=padded(size // groups), BP=padded(rope), BD=padded(keys),
+        FP8=fp8_type(latent.dtype), FP8_MAX=FP8_MAX[latent.dtype], num_warps=4, **dependent(vectors_TL.device),
+    )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """Heads of a program, slots of a tile, warps, stages, and programs of a multiprocessor."""
+
+    heads: int
+    slots: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def chosen_tiles(heads: int, item: int) -> Tiles:
+    """`item`: bytes of a query's element. Latents of 512 elements are what these are made for."""
+    if item == 4:
+        return Tiles(16, 16, 8, 1, 1)
+    block = min(64, max(16, padded(heads)))
+    return Tiles(block, 64, 8, 2, 1)
+
+
+def split_count(tokens: int, heads: int, slots: int, device: torch.device, tiles: Tiles) -> int:
+    """Parts of a token's slots: about as many programs as the device has room for."""
+    programs = multiprocessors(device) * tiles.programs // (tokens * blocks(heads, tiles.heads))
+    return max(1, min(programs, MOST_PARTS, blocks(slots, 2 * tiles.slots)))
+
+
+def run_chosen(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages: Latents,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    chosen_TK: torch.Tensor,
+    scale: float,
+    splits: int,
+    tiles: Tiles,
+) -> Partial:
+    """Launch `_chosen_kernel`."""
+    (tokens, heads, latent), rope, device = q_THC.shape, q_THP.shape[-1], q_THC.device
+    whole_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
+    several = tokens * splits if splits > 1 else 0
+    parts = torch.empty(several, 2, heads, latent, dtype=torch.float32, device=device)
+    found = torch.empty(several, 2, heads, dtype=torch.float32, device=device)
+    codes, turned, scales = pages
+    fp8, groups = fp8_type(codes.dtype), 1
+    if scales is None:
+        scales = codes
+    else:
+        codes, groups = codes.view(torch.uint8), scales.shape[-1]
+    _chosen_kernel[(tokens, blocks(heads, tiles.heads), splits)](
+        q_THC, q_THP, codes, turned, scales, chosen_TK, whole_THC, parts, found, rows.row_T, rows.positions_T, rows.slots_R, table_SW, splits,
+        heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *codes.stride()[:2], *turned.stride()[:2],
+        *scales.stride()[:2], table_SW.stride(0), *whole_THC.stride()[:2], chosen_TK.stride(0),
+        K=chosen_TK.shape[1], PAGE=codes.shape[1], C=latent, P=rope, G=groups, BC=max(16, padded(latent)),
+        BP=max(16, padded(rope)), BH=tiles.heads, BN=tiles.slots, FP8=fp8, SPLIT=splits > 1,
+        PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
+        COMPILED=os.environ.get("TRITON_INTERPRET") != "1", num_warps=tiles.warps, num_stages=tiles.stages,
+        **dependent(device),
+    )  # fmt: skip
+    return Partial(whole_THC, parts, found)
+
+
+def chosen_values(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages: Latents,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    chosen_TK: torch.Tensor,
+    scale: float,
+    up_HVC: torch.Tensor,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
+    """See the twin."""
+    tokens, heads, _ = q_THC.shape
+    tiles = chosen_tiles(heads, q_THC.dtype.itemsize)
+    splits = split_count(tokens, heads, chosen_TK.shape[1], q_THC.device, tiles)
+    partial = run_chosen(q_THC, q_THP, pages, table_SW, rows, chosen_TK, scale, splits, tiles)
+    schedule = scratch.get(("parts", tokens, splits))
+    if schedule is None:
+        first_T = torch.arange(tokens, dtype=torch.int32, device=q_THC.device) * splits
+        part_T2 = torch.stack((first_T, torch.full_like(first_T, splits)), 1)
+        schedule = scratch["parts", tokens, splits] = Schedule(first_T, part_T2, first_T)
+    return run_values(partial, schedule, rows, up_HVC, one_by_one=True)

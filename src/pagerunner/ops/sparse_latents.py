@@ -1,0 +1,98 @@
+"""Attention over latents that an indexer has chosen (DeepSeek-V3.2), from pages, for any number of tokens a row.
+
+Pages hold a slot's latent and its rotary part in one of two forms, see `Latents`.
+
+Shape letters: T tokens, H heads, C latent size, P rotary elements, V value head size, E page table entries, S slots of a page, G blocks
+of a latent that have one scale, K chosen slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.fp8 import fitting_scale, to_fp8
+
+BLOCK_TOKENS = 64  # of the twin, which bounds what it gathers
+
+
+class Latents(NamedTuple):
+    """Views of one layer's pages: latents [E, S, C], rotary parts [E, S, P], and the scales [E, S, G] float32 of latents in fp8."""
+
+    latent_ESC: torch.Tensor
+    rope_ESP: torch.Tensor
+    scales_ESG: torch.Tensor | None = None
+
+    def read(self, entries_N: torch.Tensor, offsets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents and rotary parts of slots in float32."""
+        rope_NP = self.rope_ESP[entries_N, offsets_N].float()
+        if self.scales_ESG is None:
+            return self.latent_ESC[entries_N, offsets_N].float(), rope_NP
+        codes_NC = self.latent_ESC.view(torch.uint8)[entries_N, offsets_N].view(self.latent_ESC.dtype)
+        scales_NG1 = self.scales_ESG[entries_N, offsets_N].unsqueeze(-1)
+        return (codes_NC.float().unflatten(-1, (scales_NG1.shape[-2], -1)) * scales_NG1).flatten(-2), rope_NP
+
+
+@gpu_kernel("sparse_latents")
+def store_slots_(
+    vectors_TL: torch.Tensor,
+    keys_TI: torch.Tensor,
+    pages: Latents,
+    keys_ESI: torch.Tensor,
+    key_scales_ES: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """Write vectors and indexer keys in fp8 of all tokens that have a page (entry of at least 0), each with scales of its own.
+
+    A scale is the smallest power of two that serves its block of a latent, or its key.
+    """
+    assert pages.scales_ESG is not None
+    tokens = (write_entry_T >= 0).nonzero().squeeze(-1)
+    where, dtype = (write_entry_T[tokens], write_offset_T[tokens]), pages.latent_ESC.dtype
+    size, groups = pages.latent_ESC.shape[-1], pages.scales_ESG.shape[-1]
+    pages.rope_ESP[where] = vectors_TL[tokens, size:].to(pages.rope_ESP.dtype)
+    blocks_NGX = vectors_TL[tokens, :size].unflatten(-1, (groups, -1))
+    for x, held, scales in (
+        (blocks_NGX, pages.latent_ESC, pages.scales_ESG),
+        (keys_TI[tokens].unsqueeze(1), keys_ESI, key_scales_ES.unsqueeze(-1)),
+    ):
+        scale_NG = fitting_scale(x.abs().amax(-1), dtype)
+        held.view(torch.uint8)[where] = to_fp8(x, scale_NG.unsqueeze(-1), dtype).flatten(1).view(torch.uint8)
+        scales[where] = scale_NG
+
+
+@gpu_kernel("sparse_latents")
+def chosen_values(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages: Latents,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    chosen_TK: torch.Tensor,
+    scale: float,
+    up_HVC: torch.Tensor,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
+    """Attention of queries carried into the latent space over the slots `chosen` for each token, carried back to values, [T, H, V].
+
+    `q_THP` are the rotary parts, `table_SW` the group's page table of all slots, `up_HVC` makes values of latents. `chosen` is ascending,
+    with -1 behind what a token sees; padding gets zeros. `scratch` holds what the layers of one step share; it is empty at first.
+    """
+    out_THC, size = torch.zeros_like(q_THC), pages.latent_ESC.shape[1]
+    q_THL = torch.cat((q_THC, q_THP), -1).float()
+    there = (rows.row_T >= 0).nonzero().squeeze(-1)
+    for tokens in there.split(BLOCK_TOKENS) if there.numel() else ():
+        at_TK = chosen_TK[tokens].long()
+        at_TK = at_TK[:, : int((at_TK >= 0).sum(1).max())]
+        gone_TK = at_TK < 0
+        at_TK = torch.where(gone_TK, at_TK[:, :1], at_TK)  # a slot that the token sees
+        entries_TK = table_SW[rows.slots_R[rows.row_T[tokens].long()].long()].gather(1, at_TK // size)
+        latent_TKC, rope_TKP = pages.read(entries_TK, at_TK % size)
+        scores_THK = torch.einsum("thl,tkl->thk", q_THL[tokens], torch.cat((latent_TKC, rope_TKP), -1)) * scale
+        weights_THK = scores_THK.masked_fill_(gone_TK.unsqueeze(1), float("-inf")).softmax(-1)
+        out_THC[tokens] = torch.bmm(weights_THK, latent_TKC).to(out_THC.dtype)
+    return torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1).contiguous()

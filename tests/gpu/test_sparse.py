@@ -1,0 +1,71 @@
+"""Slots that an indexer chooses, and attention to them, at DeepSeek-V3.2's sizes: kernels against their twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import indexer_cases, sparse_cases
+from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.kernels import indexer
+from pagerunner.ops.sparse_latents import chosen_values
+
+CHOICE = indexer_cases.Case((), top_k=2048, heads=64, size=128, slots=64)
+LONG = ((2046, 1), (2047, 1), (2048, 1), (5000, 1), (127, 1), (20_000, 1), (8191, 1), (8192, 1))
+CHOSEN = sparse_cases.Case((), top_k=2048, heads=16, latent=512, rope=64, value=128, slots=64)
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
+
+
+def check_choice(case: indexer_cases.Case) -> None:
+    args, named = indexer_cases.made(case, "cuda")
+    assert torch.equal(choose_slots(*args, **named), choose_slots.twin(*args, **named))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_choice_of_rows_of_one_token(dtype: torch.dtype, heads: int) -> None:
+    for most in (1, 3):
+        check_choice(replace(CHOICE, rows=LONG, dtype=dtype, heads=heads, most=most, padding=3, longest=163_840))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stride", [2, 3, 4, 6])
+def test_choice_of_rows_with_drafts(dtype: torch.dtype, stride: int) -> None:
+    rows = tuple((past, 1 + past % stride) for past in (2045, 2047, 3000, 0, 9001, 16_383))
+    check_choice(replace(CHOICE, rows=rows, stride=stride, padding=2, dtype=dtype, longest=40_000))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_choice_of_prompts(dtype: torch.dtype, ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ((3000, 61), (0, 3), (2040, 20), (700, 1), (9000, 130))
+    check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=2048 // ratio))
+    monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**20)
+    check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=512))
+
+
+def check_attention(case: sparse_cases.Case) -> None:
+    given = sparse_cases.made(case, "cuda")
+    want = chosen_values.twin(*given)
+    for _ in range(2):
+        found = chosen_values(*given)
+        torch.testing.assert_close(found, want, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [5, 16, 32, 128])
+@pytest.mark.parametrize("groups", [0, 4])
+def test_attention(dtype: torch.dtype, heads: int, groups: int) -> None:
+    case = replace(CHOSEN, heads=heads, groups=groups, dtype=dtype)
+    check_attention(replace(case, rows=LONG[:6], padding=3, longest=20_001))
+    check_attention(replace(case, rows=((2047, 1),)))
+    check_attention(replace(case, rows=tuple((3000 + i, 1) for i in range(40))))
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_attention_of_several_tokens(groups: int) -> None:
+    case = replace(CHOSEN, groups=groups, dtype=torch.bfloat16)
+    check_attention(replace(case, rows=((2045, 3), (100, 1), (2500, 4)), stride=4, padding=1))
+    check_attention(replace(case, rows=((2000, 90), (0, 3), (2500, 40))))

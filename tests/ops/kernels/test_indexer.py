@@ -1,0 +1,91 @@
+"""Slots chosen by an indexer: the kernels in Triton's interpreter against their twin, to the slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.effort import effort
+from helpers.indexer_cases import Case, made
+from helpers.interpreter_floats import install
+from pagerunner.ops.indexer import choose_slots
+
+pytest.importorskip("triton")
+install()
+from pagerunner.ops.kernels import indexer  # noqa: E402
+
+
+def check(case: Case) -> torch.Tensor:
+    args, named = made(case)
+    want = choose_slots.twin(*args, **named)
+    found = choose_slots.kernel(*args, **named)
+    assert found.dtype == torch.int32 and torch.equal(found, want)
+    return want
+
+
+ROWS = ((150, 1), (0, 1), (18, 1), (19, 1), (20, 1), (43, 1))  # around top_k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_of_one_token(dtype: torch.dtype) -> None:
+    chosen = check(Case(ROWS, dtype=dtype, padding=2, size=32, heads=20))
+    assert (chosen >= 0).sum(1).tolist() == [20, 1, 19, 20, 20, 20, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_rows_of_several_tokens(dtype: torch.dtype, ratio: int) -> None:
+    """Blocks of tokens in which one row ends and others begin."""
+    check(Case(((30, 9), (0, 3), (61, 2), (200, 1), (7, 90)), top_k=9, ratio=ratio, dtype=dtype))
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 7])
+def test_rows_with_drafts(stride: int) -> None:
+    rows = tuple((start, 1 + start % stride) for start in (7, 31, 62, 0, 95))
+    check(Case(rows, top_k=13, stride=stride, padding=1, dtype=torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_several_chunks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Equal scores, everywhere or now and then, in chunks whose best are chosen from again; a graph's bound is far away."""
+    monkeypatch.setattr(indexer, "CHUNK", 32)
+    rows = ((150, 1), (0, 1), (18, 2), (31, 1), (32, 1), (33, 1), (299, 3))
+    check(Case(rows, top_k=20, most=most, longest=500))
+    check(Case(rows, top_k=40, most=most, longest=500, ratio=2))
+
+
+def test_scores_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "BLOCK_SCORES", 512)
+    check(Case(((30, 9), (0, 3), (61, 2), (7, 20)), top_k=9))
+    check(Case(((30, 3), (0, 2), (61, 1)), top_k=9, stride=3))
+
+
+def test_no_row_may_see_more_than_are_chosen() -> None:
+    args, named = made(Case(ROWS, top_k=200))
+    assert torch.equal(choose_slots.kernel(*args, **named), choose_slots.twin(*args, **named))
+    assert choose_slots.kernel(*args, **named) is args[-1]["all slots"], "layers share them"
+
+
+def test_chunks_grow_with_what_they_leave() -> None:
+    assert indexer.chunk_size(4_096, 2_048) == 4_096
+    assert indexer.chunk_size(131_072, 2_048) == 8_192
+    assert indexer.chunk_size(163_840, 2_048) == 16_384
+    assert indexer.chunk_size(1_000_000, 512) == 16_384
+
+
+@settings(max_examples=effort(5, 100), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 6)), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 5),
+)
+def test_any_step(rows: list[tuple[int, int]], top_k: int, ratio: int, heads: int) -> None:
+    case = Case(tuple(rows), top_k=top_k, ratio=ratio, heads=heads)
+    check(case)
+    if all(new <= 4 for _, new in rows):
+        check(replace(case, stride=4))
