@@ -46,6 +46,16 @@ def test_a_graphs_saves_stay_in_place_and_do_not_outlive_their_step():
     assert captured.start_R1.tolist() == [0] * 5
 
 
+def test_a_graph_has_room_for_all_saves_that_a_plan_asks_for():
+    """A row of one token may have two: with 32 drafts in a plan in flight, its state may be before 64 tokens or behind 128."""
+    backend = PagedRecurrentBackend()
+    state = backend.new_state(GraphShape(2, 2, 512))
+    saves = [StateSave(row, position, 0, 100 * position) for row in (0, 1) for position in (64, 128)]
+    found = backend.plan(inputs([1, 1], [130, 131], saves), state)
+    assert found.start_R1.tolist() == [0, 2, 4]
+    assert found.position_N.tolist() == [64, 128] * 2 and found.target_N.tolist() == [6400, 12800] * 2
+
+
 def test_says_what_it_does_not_serve():
     backend = PagedRecurrentBackend()
     assert backend.capabilities.refusal(specs.RecurrentState(((2, 3),), ("float32",)), "cpu", torch.float32) is None

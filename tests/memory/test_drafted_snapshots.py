@@ -188,3 +188,18 @@ def test_of_two_snapshots_that_are_unsure_at_once_one_stays_in_the_end() -> None
     found = [position for position in (64, 128, 192) if manager._snapshots.find(chain, position) != NO_PAGE]
     assert found == [192]
     manager.check_integrity()
+
+
+def test_a_plan_asks_for_two_snapshots_of_a_row_at_most() -> None:
+    """As many as graphs have room for. Bounds this far apart need several plans in flight."""
+    manager = KVManager(mixed(HYBRID, 1 << 20, batched=4000, model_max_len=600))
+    grant = manager.admit(0, manager.chain(), tokens(40), 39)
+    assert grant is not None and manager.grow(grant, 0, 40) == 40
+    manager.end_plan([(grant, 0, 40)])
+    asked = []
+    for high in (70, 135, 200, 260):
+        manager.grow(grant, high, high + 4)
+        asked.append([save.position for save in manager.end_plan([(grant, 50, high + 1)])])
+    assert asked == [[64], [64, 128], [64, 128], [64, 128]]
+    manager.release(grant)
+    manager.check_integrity()

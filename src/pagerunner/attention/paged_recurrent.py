@@ -21,7 +21,10 @@ SHARED_MEMORY = (66_560, 147_456)
 
 
 class SaveState:
-    """A graph's saves, at most one for each of its tokens; or an eager step's saves, which are made for each step."""
+    """A graph's saves, or an eager step's saves, which are made for each step.
+
+    A graph has room for one save of each token, and for one more of each row: of a row that generates, a plan asks for two at most.
+    """
 
     def __init__(self, shape: GraphShape | None) -> None:
         self._shape = shape
@@ -38,7 +41,7 @@ class SaveState:
             found = zip(saves_by_row(inputs, len(inputs.slots)), dtypes, strict=True)
             return StateSaves(*(to_device(part, dtype, device) for part, dtype in found))
         if self._saves is None:
-            self._saves = _room(self._shape.rows, self._shape.tokens, device)
+            self._saves = _room(self._shape.rows, self._shape.tokens + self._shape.rows, device)
         if inputs.state_saves or not self._empty:
             for mine, given in zip(self._saves, saves_by_row(inputs, self._shape.rows), strict=True):
                 put(torch.from_numpy(given), mine[: len(given)])

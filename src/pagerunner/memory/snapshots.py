@@ -22,6 +22,7 @@ from pagerunner.memory.rules import FOREVER
 from pagerunner.types import StateSave
 
 LATEST_EVERY = 64  # tokens: a request's latest snapshot of generated text is at most about this old
+MOST_ASKED = 2  # snapshots of generated text that a plan asks a row for, because graphs have room for so many
 
 
 class Snapshots:
@@ -119,8 +120,9 @@ class Snapshots:
         """
         positions = [position for position in grant.snapshot_positions if start < position <= end]
         latest = end // self._latest_every * self._latest_every
-        is_latest = not positions and latest >= grant.next_save > grant.target
-        saves += [self._asked(row, *save) for save in grant.saves if save[0] > grant.passed]
+        again = [self._asked(row, *save) for save in grant.saves if save[0] > grant.passed]
+        is_latest = not positions and latest >= grant.next_save > grant.target and len(again) < MOST_ASKED
+        saves += again
         if current:
             for position in [latest] if is_latest else positions:
                 if self._save(grant, position, is_latest, sure=position <= passed):
