@@ -3,7 +3,9 @@
     python scripts/bench_rank_faults.py --shape qwen3-8b
     python scripts/bench_rank_faults.py --shape qwen3-0.6b --faults stopped,raises --rank-seconds 5
     python scripts/bench_rank_faults.py --shape tiny --args '{"device": "cpu", "num_gpu_blocks_override": 640}'
+    python scripts/bench_rank_faults.py --faults killed,actor --args '{"distributed_executor_backend": "ray"}'
 
+With Ray, whose cluster must run on this machine (`ray start --head`), "actor" kills the process of Ray's that holds a rank.
 Seconds are counted from the fault. A stopped rank is given --rank-seconds to move again before it counts as failed (`PAGERUNNER_LIMIT_RANK_SECONDS`).
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import importlib
 import json
@@ -30,7 +33,7 @@ import msgspec
 from pagerunner.config import EngineArgs
 from served_shape import write_served
 
-FAULTS = ("killed", "stopped", "raises")
+FAULTS = ("killed", "stopped", "raises", "actor")
 FAULTY = "helpers.faulty_ranks:build"  # of tests/
 RAISE = 501  # the prompt's token at which a rank of FAULTY raises
 EXITING = 4  # a flag in /proc/PID/stat: the process ends, but what it holds isn't free yet
@@ -79,6 +82,20 @@ def below(pid: int) -> list[int]:
     except (FileNotFoundError, ProcessLookupError):
         return []
     return found + [other for one in found for other in below(one)]
+
+
+def rank_processes() -> set[int]:
+    """Those of all ranks on this machine, whoever has started them."""
+    found = set()
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"pagerunner.engine.rank" in one.read_bytes().split(b"\0"):
+                found.add(int(one.parent.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def used_bytes() -> list[int]:
@@ -184,7 +201,7 @@ def measure(options: argparse.Namespace, directory: Path, fault: str) -> None:
         **options.args,
     }
     EngineArgs(**args)  # whose sentence says what is wrong
-    before, began = used_bytes(), time.perf_counter()
+    before, began, others = used_bytes(), time.perf_counter(), rank_processes()
     tests = str(Path(__file__).parents[1] / "tests")
     environment = os.environ | {"PAGERUNNER_LIMIT_RANK_SECONDS": f"{options.rank_seconds:g}"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, tests]))
@@ -197,16 +214,21 @@ def measure(options: argparse.Namespace, directory: Path, fault: str) -> None:
             if not line:
                 raise SystemExit(f"{fault}: the server hasn't started")
             print(f"{fault}: ready after {time.perf_counter() - began:.1f} s", flush=True)
-            report(fault, server, int(line.rsplit(":", 1)[1]), before, options)
+            ranks = sorted(rank_processes() - others)
+            report(fault, server, ranks, int(line.rsplit(":", 1)[1]), before, options)
         finally:
             server.kill()
 
 
 def report(
-    fault: str, server: subprocess.Popen[str], port: int, before: list[int], options: argparse.Namespace
+    fault: str,
+    server: subprocess.Popen[str],
+    ranks: list[int],
+    port: int,
+    before: list[int],
+    options: argparse.Namespace,
 ) -> None:
-    others = below(server.pid)
-    ranks = sorted(one for one in others if b"engine.rank" in Path(f"/proc/{one}/cmdline").read_bytes())
+    others = [*below(server.pid), *ranks]
     assert len(ranks) == options.ranks, ranks
     load = Load(port, options.streams)
     load.start()
@@ -238,6 +260,8 @@ def report(
     match fault:
         case "killed":
             os.kill(ranks[-1], signal.SIGKILL)
+        case "actor":
+            os.kill(parent(ranks[-1]), signal.SIGKILL)
         case "stopped":
             os.kill(ranks[-1], signal.SIGSTOP)
         case "raises":

@@ -1,6 +1,6 @@
 """pagerunner behind Ray Serve: a deployment whose engine has its ranks on the machines of the cluster.
 
-    serve run ray_serve:deployment model=Qwen/Qwen3-0.6B device=cpu tensor_parallel_size=2
+    serve run ray_serve:deployment model=Qwen/Qwen3-0.6B tensor_parallel_size=2
 
     curl 127.0.0.1:8000 -d '{"prompt": "Once upon a time", "max_tokens": 12}'
 
@@ -20,7 +20,9 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.errors import EngineDeadError, InvalidRequestError
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=64)  # the ranks have CPUs of their own
+@serve.deployment(
+    ray_actor_options={"num_cpus": 0}, max_ongoing_requests=64
+)  # the ranks have GPUs or CPUs of their own
 class Completions:
     """Answers prompts."""
 

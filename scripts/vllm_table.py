@@ -40,7 +40,7 @@ DIFFERS = {
     "--tensor-parallel-size": "of GPUs those of one machine, see [Several ranks](models-and-formats.md#several-ranks)",
     "--disable-custom-all-reduce": "NCCL makes all sums. It does so anyway where devices can't write into each other's memory over NVLink, and a line of the log says so",
     "--pipeline-parallel-size": "of GPUs those of one machine; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
-    "--distributed-executor-backend": "`mp`, `ray` for several ranks on CPUs, or `uni` for one; see [Ray](ray.md)",
+    "--distributed-executor-backend": "`mp`, `ray` for several ranks on machines of a Ray cluster, or `uni` for one; see [Ray](ray.md)",
     "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`; with one rank it changes nothing and a line of the log says so. With `--data-parallel-size` among the ranks of all "
     "[teams](architecture.md#teams), not with stages; a model without experts is refused",
     "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "

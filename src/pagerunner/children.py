@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -55,6 +58,7 @@ _TRAVELS = ("PAGERUNNER_", "NCCL_", "NVSHMEM_", "TORCH_", "PYTORCH_", "GLOO_", "
 _PATHS = ("RAY_TLS_SERVER_KEY",)  # the file of a key, and not the key
 SECRETS = tuple("_KEY _KEYS _APIKEY _TOKEN _SECRET _SECRETS _PASSWORD _PASSWD _PASS _CREDENTIALS _AUTH".split())
 """Ends of the names of variables that no child gets, and no report shows."""
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _STARTED: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
@@ -87,6 +91,17 @@ def settings_of_engine(environ: Mapping[str, str] = os.environ) -> dict[str, str
 def host_ip(environ: Mapping[str, str] = os.environ) -> str:
     """The address at which processes of an engine listen: loopback unless the user has named another one."""
     return environ.get(HOST_IP) or LOOPBACK
+
+
+def interface(address: str) -> str | None:
+    """The name of this machine's network interface that has this IPv4 address, if one has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def private_directory() -> Path:

@@ -38,6 +38,17 @@ def test_generate_shows_the_demo_models_tasks(capsys):
     assert "tokens/s" in err and "prefix cache" in err and "pages" in err
 
 
+def test_generate_tells_what_became_of_drafts(capsys):
+    table = '{"num_speculative_tokens_per_batch_size": [[1, 256, 3]]}'
+    words = ["--spec-method", "eagle3", "--spec-model", "demo-eagle3", "--spec-tokens", "3", "-sc", table]
+    assert main(["generate", "Once upon a time", *words]) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said.startswith(("Drafts: 2.", "Drafts: 3."))
+        and "tokens a step with drafts. Per-position acceptance rate: 0." in said
+    )
+
+
 def test_chat_takes_turns_from_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\nSort: 40, 31, 22, 67\n"))
     assert main(["chat", "--quiet"]) == 0

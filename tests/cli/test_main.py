@@ -11,6 +11,7 @@ import torch
 from pagerunner import limits
 from pagerunner.cli import collect_env
 from pagerunner.cli import main as cli
+from pagerunner.engine.startup import cluster
 from pagerunner.errors import ConfigError
 
 
@@ -158,6 +159,17 @@ def test_collect_env_tells_of_several_devices_whether_they_reach_each_other(monk
         report = collect_env.collect()
         assert report["torch"]["gpu 2"] == "NVIDIA X, 80.0 GiB, sm_90" and report["torch"]["peer access"] == said
     assert "PAGERUNNER_RANKS_SHARE_DEVICES" in report["environment"] and "secret" not in report["environment"].values()
+
+
+def test_collect_env_lists_the_machines_of_a_ray_cluster_that_is_named(monkeypatch):
+    monkeypatch.setattr(cluster, "machines", lambda: ["10.0.0.1: 8 CPUs, 1 GPUs; pagerunner 0.1.0", "10.0.0.2: none"])
+    assert "ray cluster" not in collect_env.collect()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert collect_env.collect()["ray cluster"]["machine 1"] == "10.0.0.2: none"
+    monkeypatch.undo()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    assert "needs the package ray" in collect_env.collect()["ray cluster"]["status"]
 
 
 def test_collect_env_without_torch(monkeypatch, capsys):

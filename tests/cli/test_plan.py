@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from helpers.published import all_published
 from pagerunner.cli import plan
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_path
+from pagerunner.engine.startup import cluster
 from pagerunner.engine.startup import resolve as resolving
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.errors import ConfigError
@@ -131,6 +133,19 @@ def test_a_plan_for_this_machine_says_how_many_devices_it_lacks(tmp_path, capsys
         assert "Divided among 2 ranks, each with a device of its own. The numbers" in said
         sentence = "wouldn't start on this machine: tensor_parallel_size=2 takes 2 CUDA devices, and 1 can be seen"
         assert (sentence in said) == missing
+
+
+def test_a_plan_for_a_ray_cluster_says_how_many_gpus_it_lacks(tmp_path, capsys, monkeypatch) -> None:
+    """It needs no device on this machine."""
+    nodes = [{"Alive": True, "NodeManagerAddress": f"10.0.0.{n}", "Resources": {"GPU": 2 - n}} for n in (1, 2)]
+    counted = types.SimpleNamespace(
+        nodes=lambda: nodes, available_resources=dict, cluster_resources=lambda: {"GPU": 1.0}
+    )
+    monkeypatch.setattr(cluster, "connected", lambda: counted)
+    monkeypatch.setattr(resolving, "cluster_device", lambda asked: ("cuda", DeviceMemory(80 * 2**30, 79 * 2**30)))
+    assert main(["plan", place(tmp_path, "Qwen/Qwen3-8B"), "-tp", "2", "--distributed-executor-backend", "ray"]) == 0
+    sentence = "in this cluster: 2 ranks take a GPU each, and free are 0 of the cluster's 1 GPUs (10.0.0.1 has 1, 10.0.0.2 has 0)."
+    assert f"It wouldn't start {sentence}" in capsys.readouterr().out
 
 
 def test_stages_have_pages_and_weights_of_the_largest_one(tmp_path, capsys) -> None:

@@ -335,16 +335,18 @@ def test_ranks_have_all_rooms_or_all_have_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_kernel", "opens", "ways", "said"),
-    [(True, True, PeerComm, 0), (True, False, SimpleNamespace, 1), (False, True, SimpleNamespace, 0)],
+    ("by_kernel", "opens", "machines", "ways", "said"),
+    [(True, True, 1, PeerComm, 0), (True, False, 1, SimpleNamespace, 1), (False, True, 1, SimpleNamespace, 0), (True, True, 2, SimpleNamespace, 0)],
 )
 def test_all_ranks_add_up_in_the_same_way(
-    by_kernel: bool, opens: bool, ways: type, said: int,
+    by_kernel: bool, opens: bool, machines: int, ways: type, said: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     ranks = iter([1, 2])
     monkeypatch.setattr(worker, "NcclComm", lambda host, *_: SimpleNamespace(rank=host.rank, size=host.size))
     monkeypatch.setattr(worker, "CudaDriver", lambda _: Shared(next(ranks), opens=opens))
+    sees = iter(["GPU-a GPU-b", "GPU-a GPU-b" if machines == 1 else "GPU-c"])
+    monkeypatch.setattr(worker, "visible_devices", lambda: next(sees))
     found = in_ranks(2, tmp_path / "meeting", lambda host: worker._joined(host, torch.device("cpu"), by_kernel=by_kernel))
     assert [type(comm) for comm in found] == [ways] * 2
     told = [record.getMessage() for record in caplog.records if record.name == worker.__name__]

@@ -14,7 +14,8 @@ import torch
 
 from helpers.patience import patient
 from helpers.scripts import script
-from pagerunner.dist import transfer
+from pagerunner import children
+from pagerunner.dist import settings, transfer
 from pagerunner.dist.transfer import TransferGroup
 from pagerunner.errors import CapacityError, InvalidRequestError
 
@@ -96,6 +97,15 @@ def test_a_trainer_does_not_wait_for_ever() -> None:
     with pytest.raises(RuntimeError, match=r"the server hasn't taken 4 bytes in 0\.2 seconds"):
         sender.send([("model.norm.weight", torch.ones(1))])
     assert sender._group is None
+
+
+def test_nccls_sockets_are_where_the_engines_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"10.0.0.1": "eth3", "127.0.0.1": "lo"}
+    monkeypatch.setattr(settings, "interface", found.get)
+    for address, name in ((None, "lo"), ("127.0.0.1", "lo"), ("10.0.0.1", "=eth3"), ("10.0.0.7", None)):
+        said = settings.nccl_settings({} if address is None else {"PAGERUNNER_HOST_IP": address})
+        assert (said.get("NCCL_SOCKET_IFNAME"), said["NCCL_NVLS_ENABLE"]) == (name, "0")
+    assert children.interface("127.0.0.1") == "lo" and children.interface("203.0.113.7") is None
 
 
 def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors import process, watch
+from pagerunner.engine.core.executors.places import LocalPlaces
 from pagerunner.engine.core.executors.process import ProcessExecutor, RanksStep
 from pagerunner.engine.rank import what_it_runs
 from pagerunner.engine.startup import resolve as resolving
@@ -540,14 +541,14 @@ def test_a_rank_that_can_not_come_up_is_named(
 
 
 def test_ranks_that_would_run_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        process, "what_it_runs", lambda resolved: what_it_runs(resolved) | {"memory plan": "another one"}
-    )
-    with pytest.raises(
-        ConfigError, match=r"^Rank 0 of 2 has another memory plan than the engine's core\. All ranks must run the same"
-    ):
-        faulty()
-    assert rank_pids() == []
+    monkeypatch.setattr(LocalPlaces, "machines", ["10.0.0.1", "10.0.0.2"])
+    for thing, said in (("memory plan", ""), ("version of pagerunner", r" \(\d.*, and not another\)")):
+        another = {thing: "another"}
+        monkeypatch.setattr(process, "what_it_runs", lambda resolved, other=another: what_it_runs(resolved) | other)
+        with pytest.raises(
+            ConfigError, match=rf"^Rank 0 of 2 on 10\.0\.0\.1 has another {thing} than .* core{said}\. All"
+        ):
+            faulty()
 
 
 def test_a_rank_that_refuses_to_sleep_keeps_all_awake_and_one_that_can_not_wake_keeps_all_asleep(

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 import zmq
 
 from helpers.patience import patient, until
@@ -26,6 +28,11 @@ from pagerunner.engine import rank_host
 from pagerunner.engine.core.executors import process
 from pagerunner.engine.core.executors import ray as places
 from pagerunner.engine.core.executors.doors import Doors
+from pagerunner.engine.rank import what_it_runs
+from pagerunner.engine.startup import cluster
+from pagerunner.engine.startup import resolve as resolving
+from pagerunner.engine.startup.machine import CudaFacts, DeviceMemory, device_of_rank
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker.ways import Ways
 from pagerunner.errors import CapacityError, ConfigError, EngineDeadError
 
@@ -114,7 +121,8 @@ def test_stages_are_placed_and_a_killed_rank_is_named(ray: Any) -> None:
 def test_what_can_not_be_placed_is_a_sentence(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RANK_SECONDS", 0.3)
     with pytest.raises(
-        CapacityError, match=r"Ray hasn't placed 4 ranks .* in 3 seconds .*: free are 2 of the cluster's 2 CPUs\."
+        CapacityError,
+        match=r"Ray hasn't placed 4 ranks .* in 3 seconds .*: free are 2 of the cluster's 2 CPUs \(127\.0\.0\.1 has 1, 127\.0\.0\.1 has 1\)\.",
     ):
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2, pipeline_parallel_size=2)
     monkeypatch.undo()
@@ -123,6 +131,36 @@ def test_what_can_not_be_placed_is_a_sentence(ray: Any, monkeypatch: pytest.Monk
         ConfigError, match=r"rank 0 of 2 on another machine, .* 127\.0\.0\.1 only; PAGERUNNER_HOST_IP in"
     ):
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
+
+
+def test_gpus_that_ray_counts_and_torch_does_not_see_are_refused_with_the_machine(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of the tests count a GPU each, and there is none."""
+    here = r"^127\.0\.0\.1, a machine of the Ray cluster: device=\"cuda\" can't be used: torch sees no CUDA device"
+    with pytest.raises(ConfigError, match=here):
+        LLM(**SETTINGS | RAY | {"device": "cuda"}, tensor_parallel_size=2)
+    llm = LLM(**SETTINGS | RAY | {"device": "auto"}, tensor_parallel_size=2)
+    assert llm.device == "cpu" and tokens(llm) == tokens(LLM(**SETTINGS))
+    args = EngineArgs(model="x", tensor_parallel_size=3, **RAY)
+    with pytest.raises(ConfigError, match=r"^3 ranks take a GPU each, and free are 2 of the cluster's 2 GPUs \(127"):
+        cluster.check_cluster(args)
+    assert [line.split(";")[0] for line in cluster.machines()] == ["127.0.0.1: 1 CPUs, 1 GPUs"] * 2
+    assert all("; pagerunner 0" in line and "torch 2" in line for line in cluster.machines())
+
+
+def test_ranks_on_gpus_are_placed_where_ray_counts_some(ray: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = SimpleNamespace(tensor_parallel_size=2, num_ranks=2, device="cuda")
+    held = places.RayPlaces(config, 60.0)
+    try:
+        assert "No machine of the cluster has 2 GPUs: tensor_parallel_size goes across machines." in caplog.text
+        assert [place.gpus for place in held._places] == [["0"], ["0"]]
+        assert len({place.node for place in held._places}) == 2
+        until(lambda: not ray.available_resources().get("GPU"), 10)
+        with pytest.raises(CapacityError, match=r"in 0\.5 seconds .*: free are 0 of the cluster's 2 GPUs"):
+            places.RayPlaces(config, 0.5)
+    finally:
+        held.close()
 
 
 def test_an_interrupt_right_after_a_placement_group_was_made_gives_its_cpus_back(
@@ -136,7 +174,7 @@ def test_an_interrupt_right_after_a_placement_group_was_made_gives_its_cpus_back
     util = SimpleNamespace(placement_group=lambda bundles, strategy: "group", remove_placement_group=removed.append)
     fake = SimpleNamespace(nodes=list, util=util, available_resources=interrupted, is_initialized=lambda: True)
     monkeypatch.setattr(places, "connected", lambda: fake)
-    config: Any = SimpleNamespace(tensor_parallel_size=2, num_ranks=2)
+    config: Any = SimpleNamespace(tensor_parallel_size=2, num_ranks=2, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         places.RayPlaces(config, 1.0)
     assert removed == ["group"]
@@ -165,7 +203,7 @@ def test_ray_serve_answers_from_two_machines(ray: Any) -> None:
 
 
 def test_without_ray_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'backend="ray" needs the package ray: pip install "pagerunner\[ray\]"\.$'):
         LLM(**SETTINGS, **RAY, tensor_parallel_size=2)
 
@@ -237,8 +275,10 @@ def test_a_rank_listens_on_loopback_where_the_core_does(core: str, rank: str, mo
     monkeypatch.setenv("PAGERUNNER_HOST_IP", "10.0.0.2")
     ended = SimpleNamespace(wait=lambda: 0)
     monkeypatch.setattr(rank_host, "start", lambda module, environment, **how: seen.update(environment) or ended)
-    assert rank_host.RankHost().run(b'{"ways": {}}', {}, core) == 0
+    assert rank_host.RankHost().run(b'{"ways": {}}', {"NCCL_DEBUG": "INFO"}, core, "3,1") == 0
     assert host_ip(seen) == rank
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["NCCL_DEBUG"], seen["NCCL_NVLS_ENABLE"]) == ("3,1", "INFO", "0")
+    assert seen.get("NCCL_SOCKET_IFNAME") == ("lo" if rank == "127.0.0.1" else None), "no interface has 10.0.0.2 here"
 
 
 def test_what_fails_at_the_end_of_actors_leaves_no_socket() -> None:
@@ -257,3 +297,124 @@ def test_waiting_for_a_rank_leaves_its_actor() -> None:
     ended = object()
     ray: Any = SimpleNamespace(is_initialized=lambda: True, get=lambda found, timeout: 3 if found is ended else None)
     assert places.RayRank(ray, None, 1, ended).wait(1.0) == 3
+
+
+class FakeRay:
+    """What RayPlaces and cluster_device ask of Ray; `gpus` are those of the machines."""
+
+    exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError)
+
+    def __init__(self, gpus: list[int], answer: Any = None) -> None:
+        self._gpus, self._answer = gpus, answer
+        self.cancelled: list[Any] = []
+        self.options: dict[str, Any] = {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"Alive": True, "NodeManagerAddress": f"10.0.0.{at}", "Resources": {"GPU": count}}
+            for at, count in enumerate(self._gpus, 1)
+        ]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": sum(self._gpus)}
+
+    available_resources = cluster_resources
+
+    def remote(self, **options: Any) -> Any:
+        self.options = options
+        return lambda function: SimpleNamespace(remote=lambda: function)
+
+    def get(self, asked: Any, timeout: float) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def cancel(self, asked: Any) -> None:
+        self.cancelled.append(asked)
+
+
+CARD = CudaFacts("NVIDIA H100", (9, 0), triton=True, bindings=True)
+ROOM = DeviceMemory(80 * 2**30, 79 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "answer", "found"),
+    [
+        ([1, 1], "auto", ("10.0.0.2", CARD, ROOM), ("cuda", ROOM)),
+        ([1, 1], "cuda", ("10.0.0.2", CARD, ROOM), ("cuda", ROOM)),
+        ([0, 0], "auto", None, ("cpu", None)),
+        ([1], "auto", ("10.0.0.1", CudaFacts("Old", (7, 5)), None), ("cpu", None)),
+        (
+            [1],
+            "cuda",
+            ("10.0.0.1", CudaFacts("X", (9, 0)), None),
+            r"^10\.0\.0\.1, a machine of the Ray cluster: device=\"cuda\" can't be used: the package triton",
+        ),
+        (
+            [2, 0],
+            "cuda",
+            TimeoutError(),
+            r"^Ray has had no GPU for a rank in 300 seconds .*: free are 2 of the cluster's 2 GPUs \(10\.0\.0\.1 has 2, 10\.0\.0\.2 has 0\)\.",
+        ),
+        (
+            [2],
+            "cuda",
+            OSError("No module named 'pagerunner'"),
+            r"pagerunner must be installed on all of them\. No module",
+        ),
+    ],
+)
+def test_the_device_is_that_of_a_machine_of_the_cluster(
+    gpus: list[int], asked: str, answer: Any, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRay(gpus, answer)
+    monkeypatch.setattr(cluster, "connected", lambda: fake)
+    if isinstance(found, str):
+        with pytest.raises((ConfigError, CapacityError), match=found):
+            cluster.cluster_device(asked)
+    else:
+        assert cluster.cluster_device(asked) == found
+    assert len(fake.cancelled) == isinstance(answer, TimeoutError)
+    assert fake.options.get("num_gpus") == (None if answer is None else 1)
+
+
+def test_a_core_without_a_device_plans_for_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "connected", lambda: FakeRay([2], ("10.0.0.1", CARD, ROOM)))
+    args = EngineArgs(model=str(demo_path()), tensor_parallel_size=2, **RAY)
+    resolved = resolve(args)
+    assert (resolved.config.device, resolved.card, resolved.config.dtype) == ("cuda", ROOM, "bfloat16")
+    # a rank looks at its own machine's, and plans for the same memory
+    monkeypatch.setattr(resolving, "resolve_device", lambda asked: asked)
+    ranks = resolve(msgspec.structs.replace(args, device="cuda"), available=ROOM)
+    assert ranks.plan == resolved.plan and what_it_runs(ranks) == what_it_runs(resolved)
+    monkeypatch.setenv("PAGERUNNER_RANKS_SHARE_DEVICES", "1")
+    with pytest.raises(ConfigError, match=r'DEVICES is 1, and distributed_executor_backend="ray" gives each rank a'):
+        resolve(args)
+
+
+@pytest.mark.parametrize("nodes", ["abab", "abcb", "aabb", "bcabca", "abbbab"])
+def test_ranks_of_a_machine_follow_each_other_and_have_a_device_each(
+    nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each machine ranks see the devices of all its ranks, in the same order, and take different ones."""
+    given = [rank_host.Place("m", f"10.0.0.{node}", "key", 1, node, [str(at)]) for at, node in enumerate(nodes)]
+    held = places.RayPlaces.__new__(places.RayPlaces)
+    started: list[tuple[int, str]] = []
+
+    def actor(at: int) -> Any:
+        return SimpleNamespace(run=SimpleNamespace(remote=lambda *asked: started.append((at, asked[3]))))
+
+    held._ray, held.host = None, "10.0.0.9"
+    held._actors, held._places = places.neighbours([actor(at) for at in range(len(nodes))], given)
+    monkeypatch.setattr(places.msgspec.json, "encode", lambda launch: b"")
+    taken = []
+    for rank in range(len(nodes)):
+        held.start(SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+        (at, gpus) = started[-1]
+        visible = gpus.split(",")
+        assert visible == [str(own) for own, node in enumerate(nodes) if node == nodes[at]], "Ray's own, and no others"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: len(visible))
+        taken.append(visible[device_of_rank(rank)])
+    assert sorted(taken) == sorted(str(at) for at in range(len(nodes)))
+    order = [nodes[at] for at, _ in started]
+    assert all(order[at] not in order[at + 2 :] or order[at] == order[at + 1] for at in range(len(order) - 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagerunner.config import EngineArgs
@@ -53,6 +54,8 @@ def test_an_engine_sees_the_devices_of_its_ranks(devices: Path) -> None:
     named = {"CUDA_VISIBLE_DEVICES": "GPU-b, 3,1,0"}
     assert visible(shares(args(2, "cuda", 2), named)) == ["GPU-b,3", "1,0"]
     assert visible(shares(args(2), {"CUDA_VISIBLE_DEVICES": "3,1,-1,0"})) == ["3", "1"], "the list ends at -1"
+    of_ray = msgspec.structs.replace(args(9, "cuda", 2), distributed_executor_backend="ray")
+    assert visible(shares(of_ray, named)) == [""] * 9, "Ray gives ranks theirs, and cores take none"
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,13 @@ from helpers.patience import patient, until
 from pagerunner import children
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
+from pagerunner.dist.base import CommError
 from pagerunner.engine import rank as of_rank
 from pagerunner.engine.core import client
 from pagerunner.engine.core.executors import places, process, watch
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.watch import RankWatch
+from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import orders
 from pagerunner.engine.worker.ways import Ways
@@ -41,6 +43,16 @@ def sleeper() -> subprocess.Popen[bytes]:
 def watched(directory: Path, seconds: float) -> RankWatch:
     """A watch of two ranks."""
     return RankWatch(zmq.Context.instance(), directory, 2, seconds, Doors(directory))
+
+
+def test_a_rank_is_named_with_its_machine_where_there_are_several(tmp_path: Path) -> None:
+    one = watched(tmp_path, 1.0)
+    lost = WireError.of(CommError("Rank 1 of 2 has lost another rank in all_gather."))
+    assert str(one.named(1, lost)) == "Rank 1 of 2 has lost another rank in all_gather."
+    one.machines = ["10.0.0.1", "10.0.0.2"]
+    assert str(one.named(1, lost)) == "Rank 1 of 2 on 10.0.0.2 has lost another rank in all_gather."
+    assert str(one.named(0, WireError.of(ValueError("no")))).startswith("Rank 0 of 2 on 10.0.0.1: ")
+    one.close()
 
 
 def test_a_watch_that_has_never_begun_can_be_closed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextlib.contextmanager
 def two_machines(cpus: int = 1) -> Iterator[Any]:
-    """Connected to a cluster of two nodes with so many CPUs each. The module `ray` is imported only here."""
+    """Connected to a cluster of two nodes with so many CPUs each, and a GPU that isn't there. The module `ray` is imported only here."""
     source = str(Path(__file__).resolve().parents[2] / "src")
     scripts = str(Path(__file__).resolve().parents[2] / "scripts")
     kept = dict(os.environ)
@@ -35,10 +35,10 @@ def two_machines(cpus: int = 1) -> Iterator[Any]:
             module.resolve_ip_for_localhost = lambda host: LOOPBACK if host == "localhost" else host
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": cpus, "node_ip_address": LOOPBACK, "include_dashboard": False},
+        head_node_args={"num_cpus": cpus, "num_gpus": 1, "node_ip_address": LOOPBACK, "include_dashboard": False},
     )
     try:
-        cluster.add_node(num_cpus=cpus, node_ip_address=LOOPBACK)
+        cluster.add_node(num_cpus=cpus, num_gpus=1, node_ip_address=LOOPBACK)
         ray.init(address=cluster.address, _node_ip_address=LOOPBACK, logging_level="ERROR")
         yield ray
     finally:

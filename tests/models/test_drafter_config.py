@@ -112,6 +112,10 @@ MODEL_OPTIMIZER = {
         (QWEN_WORDS | {"architectures": ["Eagle3LlamaForCausalLM"]}, (2, 4, 5)),  # AngelSlim's for Qwen3
         (QWEN_WORDS | {"eagle_config": {IDS: [1, 3, 5], "use_aux_hidden_state": True}}, (2, 4, 6)),  # SpecForge's
         (QWEN_WORDS | {"fc_norm": True, "norm_output": True}, (2, 4, 5)),
+        (
+            QWEN_WORDS | {"model_type": "kimi_k2", "eagle_config": {IDS: [2, 3, 5]}},
+            (3, 4, 6),
+        ),  # of SpecForge's for Kimi-K2
         ({"eagle_config": MODEL_OPTIMIZER, "pretraining_tp": 1, "mlp_bias": False}, (2, 4, 5)),  # Model Optimizer's
     ],
 )
@@ -150,7 +154,10 @@ def test_model_optimizers_first_version(target: ModelConfig, tmp_path: Path) -> 
         ({"hidden_size": 96}, "hidden_size is 96, but the target "),
         ({"vocab_size": 600}, "vocab_size is 600, but the target "),
         ({"draft_vocab_size": 513}, "draft_vocab_size is 513, more than vocab_size=512"),
-        ({"model_type": "mamba"}, "model_type is 'mamba'; drafters have layers of llama or qwen3"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "model_type is 'mamba'; drafters have layers of llama or qwen3",
+        ),
         (
             {"mask_token_id": 7},
             "mask_token_id is 7, a field that pagerunner does not know. It may change what the drafter computes",

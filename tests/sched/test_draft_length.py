@@ -122,6 +122,16 @@ def test_the_first_hundred_steps_bring_most_of_it(rows: int, least: float, rate:
     assert engine.run(80, rate) > least * best
 
 
+def test_a_place_that_is_never_right_counts_nothing_soon() -> None:
+    length = AdaptiveLength(CostModel(), (1, 2, 3))
+    for step in range(30):
+        length.choose(1, 1000)
+        plan = StepPlan(step_id=step, rows=[StepRow(0, 1000, 4, [], True)], num_drafts=3)
+        length.learn(plan, StepResult(step_id=step, token_ids=[[7, 7, 7]]))
+    expected = length.expected()
+    assert expected[3] < expected[2] + 0.03
+
+
 def test_a_dear_number_is_not_chosen_before_the_one_below_it_has_run() -> None:
     engine = Decoding(256)
     engine.run(300, BY_PLACE)

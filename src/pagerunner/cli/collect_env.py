@@ -14,6 +14,7 @@ from typing import Any
 
 from pagerunner.children import SECRETS
 from pagerunner.cli.options import Parser, add_common_options
+from pagerunner.errors import ConfigError
 
 PACKAGES = (
     "pagerunner",
@@ -26,6 +27,7 @@ PACKAGES = (
     "jinja2",
     "msgspec",
     "pyzmq",
+    "ray",
     "fastapi",
     "uvicorn",
     "prometheus-client",
@@ -62,12 +64,22 @@ def run(namespace: argparse.Namespace) -> int:
 
 def collect() -> dict[str, dict[str, Any]]:
     """The report as sections of name and value; nothing in it identifies the user."""
-    return {
+    report = {
         "system": _system(),
         "packages": {name: _version(name) for name in PACKAGES},
         "torch": _torch(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
     }
+    return report | ({"ray cluster": _cluster()} if os.environ.get("RAY_ADDRESS") else {})
+
+
+def _cluster() -> dict[str, Any]:
+    try:
+        from pagerunner.engine.startup.cluster import machines
+
+        return {f"machine {number}": said for number, said in enumerate(machines())}
+    except (ImportError, OSError, ConfigError) as error:
+        return {"status": str(error)}
 
 
 def _tells(name: str) -> bool:

@@ -63,6 +63,8 @@ def run(namespace: argparse.Namespace) -> int:
     for output in outputs:
         print(json.dumps(_as_json(output), ensure_ascii=False) if namespace.json else _as_text(output, builtin))
     note(namespace, summary(outputs, seconds, llm.memory_plan))
+    if (spec := llm.stats().spec) is not None:
+        note(namespace, f"Drafts: {spec.mean_acceptance_length:.2f} tokens a step with drafts. {spec.text()}.")
     return 0
 
 

@@ -130,12 +130,14 @@ def _heading(namespace: argparse.Namespace, resolved: Resolved, refusal: str) ->
 
 def _missing_devices(resolved: Resolved) -> list[str]:
     """What the engine would say here, if this machine hasn't the devices."""
+    from pagerunner.engine.startup.cluster import check_cluster
     from pagerunner.engine.startup.machine import check_devices
 
+    of_ray = resolved.args.distributed_executor_backend == "ray"
     try:
-        check_devices(resolved.args)
+        (check_cluster if of_ray else check_devices)(resolved.args)
     except ConfigError as error:
-        return [f"It wouldn't start on this machine: {error}"]
+        return [f"It wouldn't start {'in this cluster' if of_ray else 'on this machine'}: {error}"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""NcclComm and NcclStage: ranks on CUDA devices of one machine, each on the device of its own number.
+"""NcclComm and NcclStage: ranks on CUDA devices, of one machine or several, each on the device of its own number.
 
 torch's process group of NCCL makes the calls. They run on the stream that is current, so CUDA graphs record them as they record kernels.
 Nothing is taken down at the end: the end of a communicator waits for the other ranks, and for graphs. A rank leaves by `os._exit`.

@@ -38,6 +38,7 @@ from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.core.faults import step_fault
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.core.messages import WireError
+from pagerunner.engine.startup.cluster import version
 from pagerunner.engine.startup.disk_tier import open_store
 from pagerunner.engine.startup.machine import DeviceMemory, device_kind, device_memory, device_of_rank
 from pagerunner.engine.startup.resolve import Resolved, resolve
@@ -58,16 +59,23 @@ _LAST_WORDS_SECONDS = 2.0  # for a report on its way; the core kills this proces
 _OrderT = TypeVar("_OrderT")
 
 
+SHOWN = ("version of pagerunner", "version of torch", "kind of device")
+
+
 def what_it_runs(resolved: Resolved) -> dict[str, str]:
-    """A digest of each thing that must be the same on all ranks, by its name."""
+    """What must be the same on all ranks and in the core, by its name; a digest of what is long."""
     things = {
         "engine configuration": resolved.config,
         "model configuration": resolved.model,
         "memory plan": resolved.plan,
-        "version of torch": torch.__version__,
-        "kind of device": device_kind(resolved.config.device),
     }
-    return {name: hashlib.sha256(repr(thing).encode()).hexdigest() for name, thing in things.items()}
+    digests = {name: hashlib.sha256(repr(thing).encode()).hexdigest() for name, thing in things.items()}
+    return {"version of pagerunner": version(), **digests}
+
+
+def what_runs_it(device: str) -> dict[str, str]:
+    """What must be the same on all ranks. The core may have none of it."""
+    return {"version of torch": str(torch.__version__), "kind of device": device_kind(device)}
 
 
 class Reports:
@@ -179,7 +187,8 @@ class Rank:
         address = ""
         if where is None and launch.rank == 0:
             address, where = listen(host_ip(), launch.seconds)
-        send(orders.Here(launch.rank, what_it_runs(resolved), address))
+        runs = what_it_runs(resolved) | what_runs_it(resolved.config.device)
+        send(orders.Here(launch.rank, runs, address))
         join = self._next(orders.Join)
         comm, stage, teams = self._meet(resolved.config, where or joined(join.meeting, launch.seconds))
         for group in self._reports.comms:

@@ -12,12 +12,14 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
 from pagerunner.children import HOST_IP, LOOPBACK, engine_environment, start
+from pagerunner.dist.settings import nccl_settings
+from pagerunner.engine.startup.shares import VISIBLE
 from pagerunner.threads import thread_settings
 
 
@@ -27,12 +29,21 @@ def machine() -> str:
 
 
 class Place(NamedTuple):
-    """Where a rank will run: see `machine`; the machine's address in the cluster; the public key of the rank; the actor's process."""
+    """Where a rank will run: see `machine`; the machine's address in the cluster; the public key of the rank; the actor's process; Ray's node, and the
+    GPUs there that Ray has given to the actor.
+    """
 
     machine: str
     address: str
     key: str
     pid: int
+    node: str
+    gpus: list[str]
+
+
+def gpus_of(context: Any) -> list[str]:
+    """The GPUs that Ray has given to the actor or task with this runtime context, as CUDA_VISIBLE_DEVICES names them on its machine."""
+    return list(map(str, context.get_accelerator_ids().get("GPU", ())))
 
 
 class RankHost:
@@ -45,20 +56,24 @@ class RankHost:
 
     def place(self) -> Place:
         """Where this is."""
-        address: str = importlib.import_module("ray").util.get_node_ip_address()
-        return Place(machine(), address, self._public.decode(), os.getpid())
+        ray = importlib.import_module("ray")
+        here = ray.get_runtime_context()
+        address = str(ray.util.get_node_ip_address())
+        return Place(machine(), address, self._public.decode(), os.getpid(), str(here.get_node_id()), gpus_of(here))
 
-    def run(self, launch: bytes, settings: Mapping[str, str], address: str) -> int:
+    def run(self, launch: bytes, settings: Mapping[str, str], address: str, gpus: str) -> int:
         """Run a rank, a RankLaunch in JSON, to its end. Returns its exit status.
 
         `settings` are the core's, over this machine's own environment. The rank listens at `address` unless that is of another machine
-        than loopback, and this machine's environment names another one. The rank's secret key never leaves this machine.
+        than loopback, and this machine's environment names another one. The rank's secret key never leaves this machine. It sees `gpus`, those of
+        all ranks of this machine in their order, as devices under the same numbers can write into each other's memory.
         """
         line = msgspec.json.decode(launch)
         line["ways"] |= {"public_key": self._public.decode(), "secret_key": self._secret.decode()}
         environment = {HOST_IP: address, **thread_settings(os.environ, reserved=0), **engine_environment(), **settings}
         if address == LOOPBACK:  # the core can't be reached from elsewhere, and nothing is to leave the machine
             environment[HOST_IP] = LOOPBACK
+        environment = {**nccl_settings(environment), **environment, VISIBLE: gpus}
         self._process = start(
             "pagerunner.engine.rank", environment, first_line=msgspec.json.encode(line) + b"\n", own_session=True
         )

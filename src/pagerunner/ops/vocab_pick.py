@@ -51,6 +51,12 @@ def tokens_of_keys(keys_RSP: torch.Tensor, vocab_size: int) -> tuple[torch.Tenso
     return (_LOW - (key_S & _LOW)).clamp_(max=vocab_size - 1), best_S
 
 
+def best_tokens(logits_SV: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row, int64 [S], of whole rows. A row's parts are read by several programs, where torch has one."""
+    vocab_size = logits_SV.shape[1]
+    return tokens_of_keys(best_keys(logits_SV, 0, vocab_size)[None], vocab_size)[0]
+
+
 @gpu_kernel("vocab_pick")
 def own_mass(logits_NO: torch.Tensor, rows: DrawnRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The weight of this rank's tokens, float64 [N], and what `own_draw` takes of it."""

@@ -12,6 +12,7 @@ from pagerunner.types import StepPlan, StepResult
 
 _FIRST_RATE = 0.7  # of drafts that are right, before any was tried
 _LIKE_BEFORE = 4.0  # so many trials say that a place's drafts are as often right as those of the place before
+_OWN = 4.0  # trials of the place itself that take the place of one of those
 _KEPT = 0.9  # of what was seen before, what still counts a plan later
 _LEAST_KEPT = 16.0  # trials that count however old they are
 _BETTER = 1.02  # times as many tokens a second as the present number brings, to take another one
@@ -80,7 +81,7 @@ class AdaptiveLength:
     """The number that brings most tokens a second: those that a row can expect, over what the step costs.
 
     How often the draft in each place is right, if all before it were, is averaged over the latest steps of all requests. A place that wasn't tried
-    counts as the one before it. Example with rates of 0.7, 0.6, 0.5: with 3 drafts a row can expect 1 + 0.7 + 0.42 + 0.21 = 2.33 tokens. At one
+    counts as the one before it; with 16 trials of its own it no longer does. Example with rates of 0.7, 0.6, 0.5: with 3 drafts a row can expect 1 + 0.7 + 0.42 + 0.21 = 2.33 tokens. At one
     row such a step takes 1.2 times one without drafts. So it brings 1.9 times as many tokens. At 256 rows it takes 3 times as long, and drafts are left out.
 
     What isn't tried isn't learned. So now and then the next larger number is tried, and then the next smaller one, so seldom that it costs 1 % of
@@ -145,7 +146,8 @@ class AdaptiveLength:
         """Tokens that a row can expect of a step, by its number of drafts."""
         found, rate, chance, like_before = [1.0], _FIRST_RATE, 1.0, 1.0
         for right, tried in zip(self._right, self._tried, strict=True):
-            rate = (right + like_before * rate) / (tried + like_before)
+            others = max(like_before - tried / _OWN, 0.1)
+            rate = (right + others * rate) / (tried + others)
             chance *= rate
             found.append(found[-1] + chance)
             like_before = _LIKE_BEFORE

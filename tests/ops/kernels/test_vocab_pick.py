@@ -79,6 +79,7 @@ def test_the_largest_key_is_the_most_likely_token(way, dtype):
         found, found_best = picked(logits, bounds, way)
         assert found.tolist() == tokens.tolist(), bounds
         torch.testing.assert_close(found_best, best, equal_nan=True, atol=0, rtol=0)
+    assert vocab_pick.best_tokens(logits).tolist() == tokens.tolist()
     wide = torch.stack([logits, logits], 2)[:, :, 0]  # columns that aren't neighbours
     assert picked(wide, [0, 50, 101], way)[0].tolist() == tokens.tolist()
     assert picked(logits[:0], [0, 50, 101], way)[0].shape == (0,)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from pagerunner.attention.capability import OLDEST_DEVICE
-from pagerunner.config import EngineArgs
+from pagerunner.config import EngineArgs, SharedArgs
 from pagerunner.errors import ConfigError
 from pagerunner.memory.units import human_bytes
 from pagerunner.ops.device_errors import full_device_said
@@ -104,6 +104,11 @@ def device_kind(device: str) -> str:
     return repr((properties.name, properties.major, properties.minor, properties.multi_processor_count, version))
 
 
+def visible_devices() -> str:
+    """The devices that this process sees, in their order. Ranks for which it is the same are on one machine, and have the same numbers for devices."""
+    return " ".join(str(torch.cuda.get_device_properties(one).uuid) for one in range(torch.cuda.device_count()))
+
+
 def ranks_share_devices(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether several ranks may take one CUDA device. Raises ConfigError."""
     said = environ.get(SHARE_DEVICES, "")
@@ -114,8 +119,12 @@ def ranks_share_devices(environ: Mapping[str, str] = os.environ) -> bool:
 
 def check_devices(args: EngineArgs) -> None:
     """Raise ConfigError if this machine hasn't a CUDA device for each rank, or ranks on devices can't be where they are asked for."""
-    if args.distributed_executor_backend == "ray":
-        raise ConfigError('distributed_executor_backend="ray" has ranks on CPUs only so far: take device="cpu".')
+    if args.distributed_executor_backend == "ray":  # which gives each rank a device, and knows how many there are
+        if ranks_share_devices():
+            raise ConfigError(
+                f'{SHARE_DEVICES} is 1, and distributed_executor_backend="ray" gives each rank a device. Leave one of them out.'
+            )
+        return
     if ranks_share_devices():
         if args.disable_custom_all_reduce:
             raise ConfigError(
@@ -136,8 +145,18 @@ def check_devices(args: EngineArgs) -> None:
 
 
 def device_of_rank(rank: int) -> int:
-    """The number of a rank's CUDA device. All ranks see all devices, under the same numbers."""
+    """The number of a rank's CUDA device. All ranks see all devices, under the same numbers.
+
+    Of several machines each has consecutive ranks, which see as many devices. Example: ranks 2 to 4 are together, and take devices 2, 0 and 1.
+    """
     return rank % max(int(torch.cuda.device_count()), 1)
+
+
+def ranks_here(config: SharedArgs, device: str) -> int:
+    """How many ranks share this machine's memory and cores: those of all engines, or with Ray one for each device that a rank sees."""
+    if config.distributed_executor_backend == "ray" and device == "cuda":
+        return int(torch.cuda.device_count())
+    return config.num_ranks * config.engines
 
 
 def device_memory(*, of_ranks: bool = False) -> DeviceMemory:

@@ -24,12 +24,14 @@ from pagerunner.config import (
     kv_events,
     transfer_backend,
 )
+from pagerunner.engine.startup.cluster import cluster_device
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.kv_transfer import KVTransfer, check_host_memory, read_kv_transfer
 from pagerunner.engine.startup.machine import (
     DeviceMemory,
     check_devices,
     device_memory,
+    ranks_here,
     resolve_device,
 )
 from pagerunner.engine.startup.shares import available_memory
@@ -132,7 +134,7 @@ def resolve(
     model = read_model_config(args.model, asked, args.hf_overrides, quantised=plan_only, quantization=args.quantization)
     args = _without_idle_expert_parallel(args)
     model = _as_asked(model, args)
-    device = resolve_device(args.device) if memory_bytes is None or not plan_only else _other_device(args.device)
+    device, card = _device(args, plan_only and memory_bytes is not None, available)
     transfer_backend(args, device)  # it may refuse
     drafts = resolve_speculation(args, model)
     model = with_draft_model(model, drafts)
@@ -154,7 +156,6 @@ def resolve(
         memory_bytes //= args.num_ranks * args.engines  # ranks and engines on CPUs share it
     stages = _stages(args, model)
     of_ranks = _of_ranks(args, model, dtype, device, plan_only)
-    card = available if isinstance(available, DeviceMemory) else None
     if device == "cuda" and memory_bytes is None and card is None:
         card = device_memory(of_ranks=args.num_ranks > 1)
     room = DeviceMemory(memory_bytes, memory_bytes) if device == "cuda" and memory_bytes is not None else card
@@ -188,12 +189,34 @@ def resolve(
     )
 
 
+def _device(
+    args: EngineArgs, is_other: bool, available: int | DeviceMemory | None
+) -> tuple[Literal["cpu", "cuda"], DeviceMemory | None]:
+    """What the engine runs on, and its memory where that is known. `is_other`: another machine's, as it is asked for."""
+    if is_other:
+        return "cpu" if args.device == "cpu" else "cuda", None
+    if _of_cluster(args, available):
+        return cluster_device(args.device)
+    return resolve_device(args.device), available if isinstance(available, DeviceMemory) else None
+
+
+def _of_cluster(args: EngineArgs, available: int | DeviceMemory | None) -> bool:
+    """Whether this is the core of an engine whose devices are those of a Ray cluster. Its ranks know their device."""
+    of_ray = args.distributed_executor_backend == "ray" and args.device != "cpu"
+    return of_ray and not isinstance(available, DeviceMemory)
+
+
 def _check_host_memory(args: EngineArgs, available: int | DeviceMemory | None) -> None:
-    """Raise CapacityError if the machine hasn't the host memory for pages. Of several ranks on cards the core has looked."""
+    """Raise CapacityError if the machine hasn't the host memory for pages. Of several ranks on cards the core has looked, but for Ray's."""
     asked = read_kv_transfer(args)
-    if asked.host_bytes and not isinstance(available, DeviceMemory):
-        each = available_memory() // (args.num_ranks * args.engines) if available is None else available
-        check_host_memory(asked, args, each)
+    on_card = isinstance(available, DeviceMemory)
+    if not asked.host_bytes or _of_cluster(args, available) or (on_card and args.distributed_executor_backend != "ray"):
+        return
+    if isinstance(available, int):
+        each = available
+    else:
+        each = available_memory() // ranks_here(args, "cuda" if on_card else "cpu")
+    check_host_memory(asked, args, each)
 
 
 def _as_asked(model: ModelConfig, args: EngineArgs) -> ModelConfig:
@@ -261,10 +284,6 @@ def _engine_config(wish: _Wish, plan: MemoryPlan, kv_dtype: KVDtype) -> EngineCo
         exchange=wish.kv_transfer.exchange,
         speculative=wish.drafts,
     )
-
-
-def _other_device(asked: str) -> Literal["cpu", "cuda"]:
-    return "cpu" if asked == "cpu" else "cuda"
 
 
 def _specs(

@@ -17,7 +17,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 _DEVICE_FILES = Path("/dev")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +45,29 @@ def shares(args: EngineArgs, environ: Mapping[str, str] = os.environ) -> list[En
     each = args.num_ranks
     # Without devices an engine is to see none: each would take the same one, if CUDA knew of one all the same.
     return [
-        EngineShare(index, count, memory, {**threads, _VISIBLE: ",".join(devices[index * each : (index + 1) * each])})
+        EngineShare(index, count, memory, {**threads, VISIBLE: ",".join(devices[index * each : (index + 1) * each])})
         for index in range(count)
     ]
 
 
 def _devices(args: EngineArgs, environ: Mapping[str, str]) -> list[str]:
-    """The CUDA devices that the engines divide, as CUDA_VISIBLE_DEVICES names them; none where they run on the CPU."""
-    if args.device == "cpu":
+    """The CUDA devices that the engines divide, as CUDA_VISIBLE_DEVICES names them; none where they run on the CPU, or where Ray places them."""
+    if args.device == "cpu" or args.distributed_executor_backend == "ray":
         return []
-    if _VISIBLE in environ:
-        names = [name.strip() for name in environ[_VISIBLE].split(",") if name.strip()]
+    if VISIBLE in environ:
+        names = [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
         found = list(takewhile(lambda name: not name.startswith("-"), names))  # CUDA's list ends there
     else:
         files = [path for path in _DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         found = [str(number) for number in range(len(files))]
     wanted = args.engines * args.num_ranks
-    unknown = _VISIBLE not in environ and (_DEVICE_FILES / "dxg").exists()  # WSL2 has CUDA devices without such files
+    unknown = VISIBLE not in environ and (_DEVICE_FILES / "dxg").exists()  # WSL2 has CUDA devices without such files
     if len(found) >= wanted or (not found and args.device == "auto" and not unknown):
         return found
     ranks = f", each of {args.num_ranks} ranks," if args.num_ranks > 1 else ""
     raise ConfigError(
         f"data_parallel_size={args.data_parallel_size}{ranks} takes {wanted} CUDA devices, and {len(found)} can be seen "
-        f'({_VISIBLE} says which ones). Lower it, or take device="cpu".'
+        f'({VISIBLE} says which ones). Lower it, or take device="cpu".'
     )
 
 

@@ -251,7 +251,8 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     return repr(
         (
             model,
-            (config.tensor_parallel_size, config.teams, config.disable_custom_all_reduce, ranks_share_devices()),
+            (config.tensor_parallel_size, config.teams, config.distributed_executor_backend),
+            (config.disable_custom_all_reduce, ranks_share_devices()),
             resolved.stages[stage],
             sorted(held),
             sizes,

@@ -19,14 +19,14 @@ from functools import partial
 import msgspec
 import torch
 
-from pagerunner.dist.base import Comm, Stage
+from pagerunner.dist.base import Comm, Stage, gathered_bytes
 from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
 from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import NoRoomsError, PeerComm
 from pagerunner.dist.staged import StagedComm, StagedStage
 from pagerunner.engine.core.executors.base import Pending, Started
-from pagerunner.engine.startup.machine import device_of_rank, ranks_share_devices
+from pagerunner.engine.startup.machine import device_of_rank, ranks_here, ranks_share_devices, visible_devices
 from pagerunner.engine.startup.measure import MemoryFacts, StartMeter
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker.build import (
@@ -227,7 +227,7 @@ class LoadedWorker:
         with self.meter.phase("pages"):
             self.arena.grow("kv", num_bytes)
         kept_on = self.card if self.resolved.config.enable_sleep_mode else None
-        ranks = self.resolved.config.num_ranks * self.resolved.config.engines
+        ranks = ranks_here(self.resolved.config, self.resolved.config.device)
         sleeper = make_sleeper(self.arena, kept_on, self.weights, self.reload, ranks)
         clock = DeviceClock.of(torch.device(self.resolved.config.device))
         weights = WorkerWeights(self.model, self.share, self.rank, self.resolved)
@@ -252,6 +252,10 @@ def _joined(host: GlooComm, device: torch.device, *, by_kernel: bool) -> Comm:
     if ranks_share_devices():  # graphs can't record what goes through the host, so the kernels make all sums
         limits = limits._replace(most=2**31)
         return PeerComm(host, StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums)
+    if by_kernel and len(set(gathered_bytes(host, visible_devices().encode()))) > 1:
+        by_kernel = False
+        if host.rank == 0:
+            logger.info("NCCL makes all sums of ranks, as these are on several machines.")
     needs_nccl = host.size > 2 or not by_kernel  # of two ranks the kernel makes sums of any size, and large ones sooner
     nccl = NcclComm(host, device, rehearsing) if needs_nccl else None
     if nccl is not None and not by_kernel:
@@ -292,7 +296,7 @@ def load_worker(
     meter = StartMeter(card.driver if card is not None else None, memory.free if memory is not None else None)
     meter.add_seconds("config", resolved.seconds)
     kernels = kernels_name(resolved, stage.number if stage is not None else 0)
-    loading = load_libraries(device, kernels, config.num_ranks * config.engines)
+    loading = load_libraries(device, kernels, ranks_here(config, config.device))
     arena: Arena = CudaArena(card.driver) if card is not None else CpuArena()
     by_kernel = not config.disable_custom_all_reduce
     if device.type == "cuda" and isinstance(comm, GlooComm):

@@ -21,6 +21,7 @@ from pagerunner.models.drafting import Drafted, DraftModel
 from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.drafting import PassTensors, build_pass, next_tokens, store_drafts
+from pagerunner.ops.vocab_pick import best_tokens
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.runner.spec.base import Computed, Verified
@@ -115,5 +116,5 @@ class HiddenDrafter:
     def _best(self, drafted: Drafted) -> torch.Tensor:
         """The most likely token of each row."""
         logits_SV = self._model.compute_logits(drafted.logit_input)
-        best_S = logits_SV.argmax(-1) if self._vocabulary is None else self._vocabulary.best(logits_SV)[0]
+        best_S = best_tokens(logits_SV) if self._vocabulary is None else self._vocabulary.best(logits_SV)[0]
         return self._model.to_target(best_S)

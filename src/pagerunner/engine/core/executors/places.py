@@ -56,6 +56,8 @@ class LocalPlaces:
     """Processes of this machine."""
 
     here = True
+    machines = ()
+    """Where each rank is, if they are on several machines."""
 
     def __init__(self, early: EarlyRanks | None = None) -> None:
         """Those that have been started early are taken first."""

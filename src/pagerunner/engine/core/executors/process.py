@@ -30,7 +30,8 @@ from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.executors.places import EarlyRanks, LocalPlaces
 from pagerunner.engine.core.executors.ray import RayPlaces
 from pagerunner.engine.core.executors.watch import RankWatch
-from pagerunner.engine.rank import what_it_runs
+from pagerunner.engine.rank import SHOWN, what_it_runs
+from pagerunner.engine.startup.cluster import START_FACTOR
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.startup.resolve import Resolved
 from pagerunner.engine.worker import orders
@@ -45,7 +46,6 @@ from pagerunner.types.weights import AbortUpdate, RankChange
 LOADER = "pagerunner.engine.worker.worker:load_worker"
 COMPARE_STEPS = 4_096
 """After so many steps tokens and page tables of all ranks are compared."""
-_START_FACTOR = 10  # a process may take so many times as long for its start as a rank for a move
 _NOBODY_ASKS = -1  # the id of calls whose answers aren't waited for
 _CLOSES = -2  # the id of the last call
 _LOOK_SECONDS = 1.0
@@ -136,7 +136,7 @@ class Ranks:
             self.of_team = ranks // resolved.config.teams
             self.watch = RankWatch(doors.context, self.directory, ranks, self.seconds, doors)
             undo.callback(self.watch.close)
-            self.watch.team_ranks = self.of_team
+            self.watch.team_ranks, self.watch.machines = self.of_team, self._places.machines
             self._sockets = RankSockets(doors, ranks, resolved.config.teams)
             if resolved.config.disk_tier is not None:  # the stores outlive this object: they must not hold it
                 ways, teams = partial(_send, self._sockets, self.watch), range(resolved.config.teams)
@@ -150,7 +150,8 @@ class Ranks:
         """See `orders.TakePages`, after `load`."""
         self._end = weakref.finalize(self, _end, os.getpid(), self.watch, self._sockets, self._places, doors)
         # what depends on who asked is settled already
-        args = msgspec.structs.replace(resolved.args, max_num_batched_tokens=resolved.config.max_num_batched_tokens)
+        settled = resolved.config.device, resolved.config.max_num_batched_tokens
+        args = msgspec.structs.replace(resolved.args, device=settled[0], max_num_batched_tokens=settled[1])
         processes: list[Process] = []
         try:
             for rank in range(ranks):
@@ -178,7 +179,7 @@ class Ranks:
     ) -> tuple[LocalPlaces | RayPlaces, Doors]:
         if config.distributed_executor_backend == "mp":
             return LocalPlaces(early), Doors(self.directory)
-        places = RayPlaces(config, _START_FACTOR * self.seconds)
+        places = RayPlaces(config, START_FACTOR * self.seconds)
         undo.callback(places.close)
         return places, Doors(self.directory, places.host, places.keys)
 
@@ -188,17 +189,18 @@ class Ranks:
         watch.wait(
             lambda: len(watch.here) == self.size or None,
             lambda: (
-                f"{self._first(watch.here)} hasn't started in {_START_FACTOR * self.seconds:g} seconds {limits.knob('RANK_SECONDS')}."
+                f"{self._first(watch.here)} hasn't started in {START_FACTOR * self.seconds:g} seconds {limits.knob('RANK_SECONDS')}."
             ),
-            _START_FACTOR * self.seconds,
+            START_FACTOR * self.seconds,
         )
         self.start_seconds = time.monotonic() - self._began
         for rank in range(self.size):
-            for name, digest in own.items():
-                if watch.here[rank].get(name) != digest:
+            for name, thing in (watch.here[0] | own).items():
+                if (found := watch.here[rank].get(name)) != thing:
+                    other, shown = "the engine's core" if name in own else "rank 0", f" ({found}, and not {thing})"
                     raise ConfigError(
-                        f"Rank {rank} of {self.size} has another {name} than the engine's core. All ranks must run the same: files of the model "
-                        "or of the package have been changed during the start, or the devices differ."
+                        f"{watch.who(rank)} has another {name} than {other}{shown if name in SHOWN else ''}. All ranks must run the same: files of "
+                        "the model or of the package have been changed during the start, or machines or devices differ."
                     )
         if not self._sockets.connected(self.seconds):  # a rank's report may come before the way to it is there
             raise watch.fail(
@@ -226,7 +228,7 @@ class Ranks:
 
     def _first(self, there: Container[int]) -> str:
         rank = next(rank for rank in range(self.size) if rank not in there)
-        return f"Rank {rank} of {self.size}"
+        return self.watch.who(rank)
 
     def ask(self, make: Callable[[int], orders.Order], seconds: float = 0.0) -> Mapping[int, orders.Done]:
         """Make a call on all ranks, and wait for their answers. At least so many seconds may pass without a move of any of them.

@@ -7,11 +7,8 @@ and results have sockets of their own (`doors.py`).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
-import os
 import signal
-import threading
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -21,14 +18,15 @@ from pagerunner.children import HOST_IP, LOOPBACK, host_ip, settings_of_engine
 from pagerunner.config import EngineConfig
 from pagerunner.engine.core.executors.watch import LOST
 from pagerunner.engine.rank_host import Place, RankHost, machine
+from pagerunner.engine.startup.cluster import connected, counts
 from pagerunner.engine.worker import orders
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.limits import knob
 
 logger = logging.getLogger(__name__)
 
-ADDRESS = "RAY_ADDRESS"
-_ACTOR: dict[str, Any] = {"num_cpus": 1, "max_concurrency": 4}
+_ACTORS: dict[str, dict[str, Any]] = {"CPU": {"num_cpus": 1}, "GPU": {"num_cpus": 0, "num_gpus": 1}}
+_THREADS = 4
 
 
 class RayRank:
@@ -92,31 +90,31 @@ class RayPlaces:
         """
         self._ray = ray = connected()
         self.host = host_ip()
-        together = config.tensor_parallel_size
-        fits = any(node["Alive"] and node["Resources"].get("CPU", 0) >= together for node in ray.nodes())
+        together, kind = config.tensor_parallel_size, "GPU" if config.device == "cuda" else "CPU"
+        fits = any(node["Alive"] and node["Resources"].get(kind, 0) >= together for node in ray.nodes())
         # what a bundle holds is on one machine
-        bundles = [{"CPU": together}] * (config.num_ranks // together) if fits else [{"CPU": 1}] * config.num_ranks
+        bundles = [{kind: together}] * (config.num_ranks // together) if fits else [{kind: 1}] * config.num_ranks
         if not fits:
             logger.warning(
-                "No machine of the cluster has %d CPUs: tensor_parallel_size goes across machines.", together
+                "No machine of the cluster has %d %ss: tensor_parallel_size goes across machines.", together, kind
             )
         self._group = ray.util.placement_group(bundles, strategy="PACK")
         self._actors: list[Any] = []
         try:
-            free = ray.available_resources().get("CPU", 0)
-            if free < config.num_ranks:
-                logger.warning(
-                    "Waiting up to %g seconds for %d CPUs of Ray's count: %g are free.", seconds, config.num_ranks, free
-                )
+            if ray.available_resources().get(kind, 0) < config.num_ranks:
+                wanted = config.num_ranks, kind, counts(ray, kind)
+                logger.warning("Waiting up to %g seconds for %d %ss of Ray's count: %s.", seconds, *wanted)
             if not self._group.wait(seconds):
                 raise CapacityError(
-                    f"Ray hasn't placed {config.num_ranks} ranks with a CPU each in {seconds:g} seconds {knob('RANK_SECONDS')}: free are "
-                    f"{ray.available_resources().get('CPU', 0):g} of the cluster's {ray.cluster_resources().get('CPU', 0):g} CPUs."
+                    f"Ray hasn't placed {config.num_ranks} ranks with a {kind} each in {seconds:g} seconds {knob('RANK_SECONDS')}: "
+                    f"{counts(ray, kind)}."
                 )
             strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
             for rank in range(config.num_ranks):
                 place = strategy(self._group, placement_group_bundle_index=rank // together if fits else rank)
-                actor = ray.remote(RankHost).options(scheduling_strategy=place, **_ACTOR)
+                actor = ray.remote(RankHost).options(
+                    scheduling_strategy=place, max_concurrency=_THREADS, **_ACTORS[kind]
+                )
                 self._actors.append(actor.remote())
             self._check(seconds)
         except BaseException:
@@ -130,8 +128,11 @@ class RayPlaces:
             raise ConfigError(
                 f"The ranks' Ray actors don't start; pagerunner must be installed on all machines of the cluster. {error}"
             ) from error
-        self._places: list[Place] = places
+        self._actors, self._places = neighbours(self._actors, places)
+        places = self._places
         self.keys = [place.key for place in places]
+        addresses = [place.address for place in places]
+        self.machines = addresses if len(set(addresses)) > 1 else []
         for rank, place in enumerate(places):
             if self.host == LOOPBACK and place.machine != machine():
                 raise ConfigError(
@@ -143,7 +144,8 @@ class RayPlaces:
         """Start a rank in its actor."""
         actor, place = self._actors[launch.rank], self._places[launch.rank]
         address = LOOPBACK if self.host == LOOPBACK else place.address
-        ended = actor.run.remote(msgspec.json.encode(launch), settings_of_engine(), address)
+        gpus = ",".join(gpu for other in self._places if other.node == place.node for gpu in other.gpus)
+        ended = actor.run.remote(msgspec.json.encode(launch), settings_of_engine(), address, gpus)
         return RayRank(self._ray, actor, place.pid, ended)
 
     def close(self) -> None:
@@ -154,25 +156,8 @@ class RayPlaces:
             self._ray.util.remove_placement_group(self._group)
 
 
-def connected() -> Any:
-    """The module `ray`, connected to a cluster: the one in use, or the one at RAY_ADDRESS, or the one of this machine. None is started.
-
-    Raises ConfigError.
-    """
-    asked = 'distributed_executor_backend="ray"'
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f'{asked} needs the package ray: pip install "pagerunner[ray]".')
-    ray = importlib.import_module("ray")
-    if ray.is_initialized():
-        return ray
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=os.environ.get(ADDRESS) or "auto", configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        how = f"`ray start --head` starts one; {ADDRESS} names one elsewhere"
-        raise ConfigError(f"{asked}: no Ray cluster can be reached ({str(error).splitlines()[0]}). {how}.") from error
-    finally:
-        if main and handler is not None:
-            signal.signal(signal.SIGTERM, handler)  # Ray takes it, and the engine's own end would be lost
-    return ray
+def neighbours(actors: list[Any], places: list[Place]) -> tuple[list[Any], list[Place]]:
+    """Actors and their places, those of a machine one behind the other. So the ranks of a machine have consecutive numbers; see `device_of_rank`."""
+    nodes = [place.node for place in places]
+    order = sorted(range(len(nodes)), key=lambda rank: nodes.index(nodes[rank]))
+    return [actors[rank] for rank in order], [places[rank] for rank in order]

@@ -76,6 +76,8 @@ class RankWatch:
         """`seconds` is how long a rank may be silent, and how long a step may be without a move. Binds the socket for reports by `doors`."""
         self.team_ranks = ranks
         """Ranks that carry out the same transfers: those of a team."""
+        self.machines: Sequence[str] = ()
+        """Where each rank is, if they are on several machines."""
         self._ranks, self._directory, self._seconds = ranks, directory, seconds
         self._process = os.getpid()
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -292,8 +294,9 @@ class RankWatch:
 
     def named(self, rank: int, error: WireError) -> PagerunnerError:
         """An error of a rank, with the rank's number."""
-        found, who = error.exception(), self._who(rank)
-        return type(found)(str(found) if str(found).startswith(who) else f"{who}: {found}")
+        found, who = error.exception(), f"Rank {rank} of {self._ranks}"
+        said = str(found).removeprefix(who)
+        return type(found)(f"{self.who(rank)}{said if said != str(found) else f': {found}'}")
 
     def _why_ended(self, ended: Sequence[int]) -> PagerunnerError | None:
         for rank in ended:
@@ -303,7 +306,7 @@ class RankWatch:
                 self._reports.poll(int(1000 * left) + 1)
                 self._read_reports()
             if rank not in self._said | self._lost:
-                who = self._who(rank)
+                who = self.who(rank)
                 gone = f"{who} is gone with its Ray actor, which was killed or has lost its machine."
                 return EngineDeadError(gone if status == LOST else exit_reason(who, status))
         return None
@@ -319,9 +322,7 @@ class RankWatch:
         """Whether a rank is silent, or nothing has moved, for too long."""
         for rank, known in self._known.items():
             if known.heard_at is not None and now - known.heard_at > self._seconds:
-                return self._hung(
-                    rank, f"{self._who(rank)} has given no sign of life for {self._limit(self._seconds)}."
-                )
+                return self._hung(rank, f"{self.who(rank)} has given no sign of life for {self._limit(self._seconds)}.")
         asked = self._asked
         if asked is None:
             behind = [rank for rank, known in self._known.items() if known.alive.done < self.given]
@@ -334,7 +335,7 @@ class RankWatch:
             return None
         # the one that waits for none of the others, or has begun least
         rank = min(behind, key=lambda rank: self._known[rank].alive.place)
-        who, alive, limit = self._who(rank), self._known[rank].alive, self._limit(most)
+        who, alive, limit = self.who(rank), self._known[rank].alive, self._limit(most)
         if asked is not None:
             return self._hung(rank, f"{who} hangs: no rank has come further for {limit}, and it hasn't {asked.done}.")
         step = f"step {alive.done + 1:,} of {self.given:,} that it was given"
@@ -342,8 +343,9 @@ class RankWatch:
             return self._hung(rank, f"{who}: its device has worked for {limit} on {step}, and hangs.")
         return self._hung(rank, f"{who} hangs: no rank has come further for {limit}, and it is at {step}.")
 
-    def _who(self, rank: int) -> str:
-        return f"Rank {rank} of {self._ranks}"
+    def who(self, rank: int) -> str:
+        """The rank in a sentence, with its machine if there are several."""
+        return f"Rank {rank} of {self._ranks}{f' on {self.machines[rank]}' if self.machines else ''}"
 
     def _limit(self, seconds: float) -> str:
         return f"{seconds:g} seconds {knob('RANK_SECONDS')}"

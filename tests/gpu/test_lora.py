@@ -1,0 +1,124 @@
+"""Adapters on the device: kernels, graphs whose adapters change, and tokens of merged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.device import DEVICE, counted_graphs, device_llm
+from pagerunner import LoRARequest, SamplingParams
+from pagerunner.ops import lora
+from pagerunner.ops.lora import Adapters, Blocks, Fused
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "max_model_len": 256}
+PROMPTS = [[7, 8, 9, 10 + n] * 6 for n in range(12)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 2000])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, [4096, 1024, 1024]), (12288, [4096]), (72, [136, 24])])
+def test_the_kernels_add_what_the_twins_do(dtype: torch.dtype, tokens: int, inputs: int, outputs: list[int]) -> None:
+    """Ranks 16, 40 and 3 mixed with rows that have no adapter, whose bits stay."""
+    torch.manual_seed(tokens)
+    slots, most = 4, 3
+    size = 16 * (inputs + max(outputs))
+    pool = torch.randn(slots * len(outputs) * most * size, dtype=torch.float32).mul_(0.05).to(dtype).to(DEVICE)
+    places = torch.full((slots, len(outputs), most, 2), -1, dtype=torch.int64)
+    for slot, blocks in ((0, 1), (1, 3), (3, 1)):
+        for part in range(len(outputs)):
+            for block in range(blocks):
+                at = ((slot * len(outputs) + part) * most + block) * size
+                places[slot, part, block] = torch.tensor([at, at + 16 * inputs])
+    own = torch.randint(-1, 4, (tokens,), dtype=torch.int32)
+    own[own == 2] = 1
+    x, y = torch.randn(tokens, inputs).to(dtype).to(DEVICE), torch.randn(tokens, sum(outputs)).to(dtype).to(DEVICE)
+    start = torch.arange(tokens + 1, dtype=torch.int32)
+
+    def add(device: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        blocks = Blocks(pool.to(device), places.to(device))
+        adapters = Adapters.of_rows(own.to(device), start.to(device), start[:-1].to(device), slots, blocks)
+        adapters.add_(x, Fused.of(0, outputs, device), y)
+        return y
+
+    got = add(DEVICE, x, y.clone()).cpu()
+    want = add("cpu", x.cpu().float(), y.cpu().float()) if dtype is torch.float32 else add("cpu", x.cpu(), y.cpu())
+    torch.testing.assert_close(
+        got.float(),
+        want.float(),
+        rtol=2e-2 if dtype is torch.bfloat16 else 1e-3,
+        atol=2e-2 if dtype is torch.bfloat16 else 1e-3,
+    )
+    assert torch.equal(got[own < 0], y.cpu()[own < 0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
+    """Four adapters and none in two slots, so graphs are replayed with adapters that change."""
+    base = make_checkpoint(tmp_path, family)
+    adapters = [
+        LoRARequest(f"a{n}", 1, str(random_adapter(base, tmp_path / f"a{n}", rank=(4, 16, 3, 9)[n], seed=n)))
+        for n in range(4)
+    ]
+    wanted = [None, *adapters, adapters[0]] * 2
+    with counted_graphs() as graphs:
+        llm = device_llm(base, enable_lora=True, max_loras=2, **OPTIONS)
+        mixed = llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)
+        assert any(key.adapters for key in graphs.replays)
+        graphs.replays.clear()
+        none = llm.generate(PROMPTS, GREEDY, False)
+        assert graphs.replays and not any(key.adapters for key in graphs.replays)
+    plain = device_llm(base, **OPTIONS).generate(PROMPTS, GREEDY, False)
+    assert [one.outputs[0].token_ids for one in none] == [one.outputs[0].token_ids for one in plain]
+    for adapter in adapters:
+        merged = merged_checkpoint(base, Path(adapter.lora_path), tmp_path / f"m{adapter.lora_name}")
+        alone = device_llm(merged, **OPTIONS).generate(PROMPTS, GREEDY, False)
+        for one, got, want in zip(wanted, mixed, alone, strict=True):
+            if one is adapter:
+                assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    for one, got, want in zip(wanted, mixed, plain, strict=True):
+        if one is None:
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids
+
+
+def test_sleep_and_loading_beside_steps(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, "qwen3")
+    adapters = [
+        LoRARequest(f"a{n}", 1, str(random_adapter(base, tmp_path / f"a{n}", rank=8, seed=n))) for n in range(6)
+    ]
+    llm = device_llm(base, enable_lora=True, max_loras=2, max_cpu_loras=2, enable_sleep_mode=True, **OPTIONS)
+    wanted = adapters * 2
+    first = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)]
+    llm.sleep(1)
+    llm.wake_up()
+    assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)] == first
+
+
+def test_sums_have_one_order() -> None:
+    """A row's bits don't depend on the rows beside it, up to the spread of pieces over programs and beyond."""
+    torch.manual_seed(0)
+    inputs, outputs, slots = 4096, [1024], 2
+    pool = torch.randn(2 * 16 * (inputs + 1024), device=DEVICE).bfloat16()
+    places = torch.tensor(
+        [[[[0, 16 * inputs]]], [[[16 * (inputs + 1024), 16 * (inputs + 1024) + 16 * inputs]]]], device=DEVICE
+    )
+    blocks, layer = Blocks(pool, places), Fused.of(0, outputs, DEVICE)
+    x = torch.randn(2048, inputs, device=DEVICE).bfloat16()
+
+    def add(count: int) -> torch.Tensor:
+        own = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+        own[1::2] = 1
+        start = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+        y = torch.zeros(count, 1024, device=DEVICE).bfloat16()
+        Adapters.of_rows(own, start, start[:-1], slots, blocks).add_(x[:count], layer, y)
+        return y
+
+    alone = add(1)
+    for count in (2, 16, 64, 600, 2048):
+        assert torch.equal(add(count)[:1], alone)
+    assert lora.most_tiles(2048, slots) > lora.SPREAD_TILES
