@@ -203,10 +203,12 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 f'times pipeline_parallel_size{" times data_parallel_size" if self.teams > 1 else ""} is {self.num_ranks}; "mp" is for any number.'
             )
         if self.teams > 1 and self.pipeline_parallel_size > 1:
+            teams, stages, ranks = self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size
             raise ConfigError(
-                f"data_parallel_size={self.data_parallel_size} with enable_expert_parallel divides experts among the ranks of all of "
-                f"data_parallel_size, which can't be stages so far: pipeline_parallel_size={self.pipeline_parallel_size} must be 1. Without "
-                f"enable_expert_parallel there are {self.data_parallel_size} whole engines, which may have stages."
+                f"data_parallel_size={teams} with enable_expert_parallel divides experts among the ranks of all of data_parallel_size, which can't "
+                f"be stages: pipeline_parallel_size={stages} must be 1. As many ranks, {self.num_ranks}, are tensor_parallel_size={ranks * stages} or "
+                f"data_parallel_size={teams * stages} without stages, or tensor_parallel_size={ranks * teams} with data_parallel_size=1. Without "
+                f"enable_expert_parallel there are {teams} whole engines, which may have stages."
             )
 
     def _check_lora(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import zmq
 
+from helpers.families import MAKERS
 from helpers.patience import patient, until
 from helpers.ray_cluster import two_machines
 from pagerunner import LLM, SamplingParams, limits
@@ -112,6 +113,18 @@ def test_tokens_of_two_machines_are_those_of_one_rank_and_a_killed_actor_ends_th
 def test_stages_are_placed_and_a_killed_rank_is_named(ray: Any) -> None:
     llm = LLM(**SETTINGS, **RAY, pipeline_parallel_size=2)
     assert tokens(llm) == tokens(LLM(**SETTINGS))
+    os.kill(rank_pids()[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"^Rank [01] of 2 was ended by SIGKILL"):
+        for _ in range(100):
+            tokens(llm)
+
+
+@pytest.mark.days(2)
+def test_teams_are_placed_and_a_killed_rank_ends_both(ray: Any, tmp_path: Path) -> None:
+    settings = SETTINGS | {"model": str(MAKERS["qwen3_moe"](tmp_path)), "skip_tokenizer_init": True}
+    llm = LLM(**settings, **RAY, data_parallel_size=2, enable_expert_parallel=True)
+    assert tokens(llm) == tokens(LLM(**settings))
+    assert [one.prompt_tokens_total > 0 for one in llm.stats().teams] == [True, True]
     os.kill(rank_pids()[0], signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=r"^Rank [01] of 2 was ended by SIGKILL"):
         for _ in range(100):

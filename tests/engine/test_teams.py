@@ -326,8 +326,9 @@ def test_all_ranks_take_the_same_graphs(model: Path, monkeypatch: pytest.MonkeyP
         ),
         (
             "qwen3_moe",
-            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
-            r"pipeline_parallel_size=2 must be 1\. Without enable_expert_parallel there are 2 whole engines",
+            {"data_parallel_size": 2, "pipeline_parallel_size": 3, "tensor_parallel_size": 4},
+            r"pipeline_parallel_size=3 must be 1\. As many ranks, 24, are tensor_parallel_size=12 or data_parallel_size=6 without stages, or "
+            r"tensor_parallel_size=8 with data_parallel_size=1\. Without enable_expert_parallel there are 2 whole engines",
         ),
     ],
 )
