@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -224,6 +225,13 @@ class FakeCore:
 
     def change_weights(self, change: WeightChange) -> None:
         raise ConfigError("The fake core has no weights.")
+
+    @property
+    def adapters(self) -> NoReturn:
+        raise ConfigError("The fake core serves no adapters.")
+
+    def poll_adapters(self) -> bool:
+        return False
 
     def end_late_update(self) -> None:
         """No update has begun."""

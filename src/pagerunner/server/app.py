@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from pagerunner import __version__
 from pagerunner.errors import PagerunnerError
 from pagerunner.logs import SparingLog
+from pagerunner.server.endpoints.adapters import AdapterControl, LoadAdapterRequest, UnloadAdapterRequest
 from pagerunner.server.endpoints.chat import ChatEndpoint
 from pagerunner.server.endpoints.completions import CompletionsEndpoint
 from pagerunner.server.endpoints.control import QUERIES, Control
@@ -164,6 +165,9 @@ def _add_routes(routes: _Routes, service: Service, metrics: Metrics, load: Calla
     add("POST", "/start_weight_update", control.start_weight_update, admin)
     add("POST", "/update_weights", control.update_weights, admin, WeightTransferUpdateRequest)
     add("POST", "/finish_weight_update", control.finish_weight_update, admin)
+    adapters = AdapterControl(service)
+    add("POST", "/v1/load_lora_adapter", adapters.load, admin, LoadAdapterRequest)
+    add("POST", "/v1/unload_lora_adapter", adapters.unload, admin, UnloadAdapterRequest)
     add("GET", "/get_world_size", control.get_world_size, admin)
     add("POST", "/collective_rpc", control.collective_rpc, admin)
     info = Information(service, metrics, load)

@@ -19,7 +19,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, Loaded
 from pagerunner.engine.core.garbage import set_apart
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.engine.frontend.replicas import Replica
-from pagerunner.errors import ConfigError, EngineDeadError
+from pagerunner.errors import ConfigError, EngineDeadError, InvalidRequestError
 from pagerunner.server.app import create_app
 from pagerunner.server.chat.options import ChatOptions
 from pagerunner.server.connection import Connection, on_loop_error
@@ -44,11 +44,13 @@ from pagerunner.server.service import Service
 from pagerunner.server.standard_metrics import NO_PROCESS, add_process_metrics
 from pagerunner.server.stats_log import logged_stats
 from pagerunner.server.tracing import TraceHeaders, sent_spans
+from pagerunner.types.lora import LoRARequest
 
 logger = logging.getLogger(__name__)
 
 _START_CHECK_SECONDS = 0.005
 _PARKED_CHECK_SECONDS = 0.1
+_MODULE_SECONDS = 0.05
 DEATH_SECONDS = 3.0
 """How long a server whose core has died answers 503, with the reason, before it ends."""
 
@@ -67,6 +69,7 @@ class ServerOptions(TypedDict, total=False):
     otlp_traces_endpoint: str | None
     core_factory: str
     chat: ChatOptions | None
+    lora_modules: Sequence[LoRARequest]
 
 
 def run_server(
@@ -100,6 +103,7 @@ def run_server(
         raise ConfigError(
             f"api_server_count must be in [1, {limits.MAX_API_SERVERS}], got {api_server_count} {limits.knob('MAX_API_SERVERS')}."
         )
+    check_modules(args, options)
     allow_many_connections()
     listener = bind(host, port)
     try:
@@ -128,6 +132,30 @@ def run_server(
         claimed.close()
 
 
+def check_modules(args: EngineArgs, options: ServerOptions) -> None:
+    """Raise ConfigError for adapters to be loaded at the start that can't be."""
+    modules = [one.lora_name for one in options.get("lora_modules", ())]
+    if modules and not args.enable_lora:
+        raise ConfigError("--lora-modules names adapters, which an engine serves with --enable-lora; add it.")
+    given = options.get("served_model_name") or args.served_model_name or args.model
+    taken = [given] if isinstance(given, str) else list(given)
+    for place, name in enumerate(modules):
+        if name in (*taken, *modules[:place]):
+            raise ConfigError(
+                f"--lora-modules: the name {name!r} is there twice; each adapter needs a name of its own."
+            )
+
+
+async def load_modules(engine: AsyncEngine, modules: Sequence[LoRARequest]) -> None:
+    """Load adapters unless another process of the server does. Raises ConfigError."""
+    for module in modules:
+        while module.lora_name not in engine.adapters.infos:
+            try:
+                await engine.adapters.load(module)
+            except InvalidRequestError:  # another process loads it, or just has
+                await asyncio.sleep(_MODULE_SECONDS)
+
+
 async def serve(
     args: EngineArgs,
     listener: socket.socket,
@@ -142,6 +170,7 @@ async def serve(
     otlp_traces_endpoint: str | None = None,
     core_factory: str = DEFAULT_FACTORY,
     chat: ChatOptions | None = None,
+    lora_modules: Sequence[LoRARequest] = (),
     stall_seconds: float = STALL_SECONDS,
     death_seconds: float = DEATH_SECONDS,
     cores: Sequence[LoadedCore] | None = None,
@@ -169,6 +198,7 @@ async def serve(
             return 0
         engine = loading.result()
         try:
+            await load_modules(engine, lora_modules)
             engines = [metrics.of_engine(index) for index in range(len(engine.places))]
             for own, (replica, _) in zip(engines, engine.places, strict=True):
                 describe_cache(own, args, replica.memory_plan, engine.max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pagerunner.engine.core.messages import STEP_PLACES, WAIT_REASONS, Scheduler
 from pagerunner.engine.frontend.observer import EngineObserver, FinishedSequence
 from pagerunner.memory.residency import BOUNDS, Residency, SecondsCount
 from pagerunner.tiers.stats import TierStats
-from pagerunner.types import EngineRequest
+from pagerunner.types import EngineRequest, LoraStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
@@ -81,6 +82,11 @@ _COSTS = {
     "measured_seconds_total": ("pagerunner:step_seconds_measured", "What these steps took by the device's clock."),
     "error_seconds_total": ("pagerunner:step_seconds_error", "By how much each prediction was wrong, added up."),
 }
+_LORA_MOMENTS = {
+    "registered": ("pagerunner:lora_adapters", "Adapters that requests may name."),
+    "resident": ("pagerunner:lora_adapters_on_device", "Adapters that are in slots of the device's memory."),
+}
+_LORA_FILLS = "Adapters that were brought to slots of the device's memory."
 _TIER_MOMENTS = {
     "usage": (
         "vllm:kv_offload_cpu_cache_usage_perc",
@@ -207,6 +213,10 @@ class Figures(Collector):
         values, key = self._of(name, text, CounterMetricFamily), tuple(labels.items())
         values[key] = max(values.get(key, 0.0), value)
 
+    def forget(self, name: str, labels: dict[str, str]) -> None:
+        """Show a value no more."""
+        self._values[name].pop(tuple(labels.items()), None)
+
     def collect(self) -> Iterator[Metric]:
         """The families."""
         for name, (kind, text) in self._kinds.items():
@@ -319,6 +329,7 @@ class Metrics(EngineObserver):
     ) -> None:
         self.engine = engine
         self.last = SchedulerStats()
+        self._shown_adapters: dict[str, str] | None = None
         self.tokens = (0, 0)
         self.latencies = Latencies()
         self._others: dict[int, Metrics] = {}
@@ -400,6 +411,23 @@ class Metrics(EngineObserver):
         for own, of_team in zip(self._of_teams(), stats.teams or [stats], strict=True):
             own._show(of_team)
 
+    def _show_adapters(self, lora: LoraStats) -> None:
+        figures, text = self._shared.figures, "Adapters of requests that run and that wait. The value is the time."
+        name, before = "vllm:lora_requests_info", self._shown_adapters
+        labels = {
+            **self._values,
+            "max_lora": str(lora.max_loras),
+            "waiting_lora_adapters": ",".join(lora.waiting),
+            "running_lora_adapters": ",".join(lora.running),
+        }
+        figures.set(name, text, labels, time.time())
+        if before is not None and before != labels:
+            figures.forget(name, before)
+        self._shown_adapters = labels
+        for field, (name, text) in _LORA_MOMENTS.items():
+            figures.set(name, text, self._values, getattr(lora, field))
+        figures.raise_to("pagerunner:lora_fills", _LORA_FILLS, self._values, lora.fills_total)
+
     def _of_teams(self) -> list[Metrics]:
         return [self.of_engine(self.engine + team) for team in range(max(len(self.last.teams), 1))]
 
@@ -427,6 +455,8 @@ class Metrics(EngineObserver):
         if stats.costs is not None:
             for field, (name, text) in _COSTS.items():
                 figures.raise_to(name, text, self._values, getattr(stats.costs, field))
+        if stats.lora is not None:
+            self._show_adapters(stats.lora)
         if stats.tier is not None:
             self._show_tier(stats.tier)
         if stats.exchange is not None:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ from pagerunner.server.protocol.answers import Usage
 from pagerunner.server.protocol.requests import StreamOptions
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
 from pagerunner.types.kv_transfer import KVTransferParams
+from pagerunner.types.lora import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ LABEL_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 _MAX_ID_CHARS = 256
 _FORMAT = "structured_outputs"
+_SHOWN_ADAPTERS = 8
 _encode = msgspec.json.Encoder().encode
 
 
@@ -110,10 +113,9 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise HttpError 404 for a model that isn't served here."""
-        if model and model not in self.model_names:
-            raise HttpError(
-                404, f"The model {short(model)!r} does not exist; there is {', '.join(self.model_names)}.", "model"
-            )
+        if model and model not in self.model_names and model not in self.engine.adapters.infos:
+            there = [*self.model_names, *islice(self.engine.adapters.infos, _SHOWN_ADAPTERS)]
+            raise HttpError(404, f"The model {short(model)!r} does not exist; there is {', '.join(there)}.", "model")
 
     async def prompt(
         self, given: str | list[int], add_special_tokens: bool | None, kept: Truncation | None
@@ -161,6 +163,7 @@ class Service:
                     pooling=pooling,
                     data_parallel_rank=call.rank,
                     kv_transfer=kv_transfer,
+                    lora_request=None if call.model in self.model_names else LoRARequest(call.model),
                 )
                 for index, prompt in enumerate(prompts)
             ]

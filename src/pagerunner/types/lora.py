@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pagerunner.errors import ConfigError
 from pagerunner.types.checks import is_int, refuse, require, show
 
 MAX_NAME_CHARS = 256
@@ -40,6 +41,29 @@ def check_name(name: object) -> None:
     """Raise InvalidRequestError for what can't be an adapter's name."""
     good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
     require(good, "lora_name", f"must be a text of 1 to {MAX_NAME_CHARS} printable characters, got {show(name)}.")
+
+
+class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def parse_module(text: str) -> LoRARequest:
+    """An adapter as --lora-modules has it: `name=path`, or JSON such as {"name": "sql", "path": "/adapters/sql"}. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        try:
+            module = msgspec.json.decode(text, type=_Module)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f'--lora-modules: JSON such as {{"name": "sql", "path": "/adapters/sql"}} is wanted: {error}.'
+            ) from None
+    else:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--lora-modules must be name=path or JSON with name and path, got {show(text)}.")
+        module = _Module(name, path)
+    return LoRARequest(module.name, 1, module.path, module.base_model_name)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from pagerunner.sched.stats import SchedulerStats as SchedulerStats
 from pagerunner.sched.stats import SpecCounts as SpecCounts
 from pagerunner.sched.stats import StepSizes as StepSizes
 from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types.lora import AdapterInfo, LoRARequest
 from pagerunner.types.steps import MeasuredSteps
 from pagerunner.types.weights import WeightChange
 
@@ -150,6 +151,20 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
     change: WeightChange
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Call `core.adapters.begin(request)`. The answer comes when the adapter has been read."""
+
+    call_id: int
+    request: LoRARequest
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Call `core.adapters.remove(name)`."""
+
+    call_id: int
+    name: str
+
+
 class ReadSleepLevel(msgspec.Struct, frozen=True, tag="read_sleep_level"):
     """Read `core.sleep_level`, which is None while the engine is awake."""
 
@@ -194,7 +209,18 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and exit with status 0."""
 
 
-Call = Sleep | PrepareSleep | WakeUp | ChangeWeights | ReadSleepLevel | ResetPrefixCache | ReadMemory | Watch
+Call = (
+    Sleep
+    | PrepareSleep
+    | WakeUp
+    | ChangeWeights
+    | LoadAdapter
+    | UnloadAdapter
+    | ReadSleepLevel
+    | ResetPrefixCache
+    | ReadMemory
+    | Watch
+)
 ToCore = Add | Abort | Hello | Gone | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
@@ -257,6 +283,12 @@ class Updates(msgspec.Struct, frozen=True, tag="updates", omit_defaults=True):
     weights_fault: str = ""
 
 
+class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
+    """All adapters that requests may name. Comes to all frontends whenever that changes."""
+
+    infos: list[AdapterInfo]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The sequences of one `Add` were not accepted; none of them runs."""
 
@@ -278,4 +310,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead"):
     error: WireError
 
 
-FromCore = Ready | StartFailed | Updates | Refused | Reply | Dead
+FromCore = Ready | StartFailed | Updates | Adapters | Refused | Reply | Dead

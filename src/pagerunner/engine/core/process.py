@@ -38,7 +38,7 @@ from pagerunner.errors import (
 )
 from pagerunner.logs import set_up_logging
 from pagerunner.memory.report import plan_json
-from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types import AdapterInfo, EngineRequest, RequestUpdate
 
 if TYPE_CHECKING:
     from pagerunner.engine.core.core import EngineCore
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.1
 """Least time between two SchedulerStats, and most time between two signs of life while the core steps."""
 _LINGER_MS = 2_000
+_LOAD_MS = 10  # how often an engine that has nothing else to do asks what has become of adapters
 
 
 class CoreLoop:
@@ -65,6 +66,8 @@ class CoreLoop:
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
+        self._loads: dict[int, tuple[int, int]] = {}  # by number: the frontend, and its call
+        self._adapters: list[AdapterInfo] = []
         self._stats_at = 0.0
         # A sleep that waits for the running requests, and the messages that came after it.
         self._after_work: list[tuple[int, wire.Call | wire.Add]] = []
@@ -79,6 +82,8 @@ class CoreLoop:
         while self._running:
             if not core.has_work:
                 self._wait(poller)
+            if self._loads:
+                self._end_loads()
             for client, message in self._receive():
                 self._client = client
                 if self._is_there(client) or isinstance(message, wire.Hello):  # not of a process that has ended
@@ -99,6 +104,10 @@ class CoreLoop:
     def _wait(self, poller: zmq.Poller) -> None:
         """Wait for a message. Where a trainer's next call is waited for, that has its end."""
         seconds = self._core.update_seconds
+        if self._loads:
+            poller.poll(_LOAD_MS)
+            self._core.check_alive()
+            return
         came = poller.poll(None if seconds is None else int(1000 * seconds) + 1)
         self._core.check_alive()
         if not came:
@@ -126,6 +135,26 @@ class CoreLoop:
             if self._is_there(client) and (some or stats is not None):
                 told = wire.Updates(some, stats, -1 if level is None else level, fault)
                 self._sockets[client].send(self._encoder.encode(told))
+
+    def _end_loads(self) -> None:
+        """Answer calls whose adapters have been read."""
+        if not self._core.poll_adapters():
+            return
+        work = self._core.adapters
+        ended = {number: work.loaded.pop(number) for number in list(work.loaded)}
+        self._tell_adapters()
+        for number, found in ended.items():
+            client, call_id = self._loads.pop(number)
+            error = wire.WireError.of(found) if isinstance(found, ConfigError) else None
+            if self._is_there(client):
+                self._sockets[client].send(self._encoder.encode(wire.Reply(call_id, error=error)))
+
+    def _tell_adapters(self) -> None:
+        self._adapters = list(self._core.adapters.infos())
+        message = self._encoder.encode(wire.Adapters(self._adapters))
+        for client, socket in enumerate(self._sockets):
+            if self._is_there(client):
+                socket.send(message)
 
     def _is_there(self, client: int) -> bool:
         return self._lives[client] > self._ended[client]
@@ -168,6 +197,8 @@ class CoreLoop:
             case wire.Hello(life):
                 self._end_life(self._client, life - 1)
                 self._lives[self._client] = life
+                if self._adapters:
+                    self.send(wire.Adapters(self._adapters))
                 self._tell([], self._core.stats())
             case wire.Gone(client, life):
                 self._end_life(client, life)
@@ -261,6 +292,12 @@ class CoreLoop:
                     self._tell(self._core.drain(), self._core.stats(), level=self._core.sleep_level or 0)
                     self._core.change_weights(change)
                     updates = self._core.take_unreported()
+                case wire.LoadAdapter(call_id, request):
+                    self._loads[self._core.adapters.begin(request)] = (self._client, call_id)
+                    return
+                case wire.UnloadAdapter(_, name):
+                    self._core.adapters.remove(name)
+                    self._tell_adapters()
                 case wire.ReadSleepLevel():
                     value = self._core.sleep_level
                 case wire.ResetPrefixCache():

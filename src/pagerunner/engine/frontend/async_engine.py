@@ -19,6 +19,7 @@ from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, LoadedCore, launch_cores
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.live import LiveState
+from pagerunner.engine.frontend.adapters import EngineAdapters
 from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
 from pagerunner.engine.frontend.input_processor import (
     Prompt,
@@ -41,6 +42,7 @@ from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Pooling, RequestOutput, SamplingParams
 from pagerunner.types.checks import check_rank
 from pagerunner.types.kv_transfer import KVTransferParams
+from pagerunner.types.lora import LoRARequest
 from pagerunner.types.weights import AbortUpdate, InitTransfer, UpdateWeights, WeightChange
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class AsyncEngine:
     With `data_parallel_size` there are several cores, in `replicas`, each with the whole model. A request runs on one of them
     (engine/frontend/replicas.py says which). The end of one is the end of its requests, and the others go on. `stats`, `startup`,
     `memory_plan` and `core_pid` are those of the first. With `enable_expert_parallel`, too, there is one core, which has as many teams of ranks.
-    `places` are the replicas and teams, by the numbers that requests may ask for.
+    `places` are the replicas and teams, by the numbers that requests may ask for. `adapters` are those that requests may name.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class AsyncEngine:
         ]
         self.places = [(one, team) for one in self.replicas for team in range(teams)]
         self._chooser = Chooser(self.replicas, prefixes=prefixes, teams=teams)
+        self.adapters = EngineAdapters(self.replicas, self._whole)
         self._numbers = itertools.count()
         self._name = f"c{cores[0].client}-" if cores[0].client else ""  # of several frontends
         self._stall_seconds = stall_seconds
@@ -217,6 +220,7 @@ class AsyncEngine:
         pooling: Pooling | None = None,
         data_parallel_rank: int | None = None,
         kv_transfer: KVTransferParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> OutputStream:
         """Start a request and return its outputs' stream, to be read with `await stream.get()` until one is `finished`.
 
@@ -229,6 +233,7 @@ class AsyncEngine:
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")
         self._check_queue(params.n, 0)
+        lora = await self.adapters.named(lora_request)
         text = shown_text(prompt)
         inputs = self._frontend.inputs
         grammar = await inputs.prepare(params)
@@ -241,7 +246,9 @@ class AsyncEngine:
         requests, _held = await self._text_work(
             size,
             lambda: (
-                inputs.process(prompt, params, own_id, priority, cache_salt, pooling=pooling, grammar=grammar),
+                inputs.process(
+                    prompt, params, own_id, priority, cache_salt, pooling=pooling, grammar=grammar, lora=lora
+                ),
                 automaton(stop) if stop else None,
             ),
         )
@@ -269,6 +276,7 @@ class AsyncEngine:
         pooling: Pooling | None = None,
         data_parallel_rank: int | None = None,
         kv_transfer: KVTransferParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
 
@@ -284,6 +292,7 @@ class AsyncEngine:
             pooling: ends the request with its prompt; its one output then has `pooled` and no tokens.
             data_parallel_rank: the number of the core, or team of ranks, that is to run it, of several.
             kv_transfer: where the prompt's pages are to come from, or that they are to be lent to another engine.
+            lora_request: the adapter to generate with, which is loaded if its name isn't known.
 
         Raises:
             InvalidRequestError: this request can never run.
@@ -292,7 +301,7 @@ class AsyncEngine:
             EngineSleepingError, EngineDeadError: nothing can run now, or ever, or the engine hangs. While the engine is only paused, requests wait.
         """
         stream = await self.add_request(
-            request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank, kv_transfer
+            request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank, kv_transfer, lora_request
         )
         try:
             while True:

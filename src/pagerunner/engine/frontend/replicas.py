@@ -26,6 +26,7 @@ from pagerunner.memory.prefix import UNIT_TOKENS, PrefixChain, RecentPrompts, ch
 from pagerunner.sched.scheduler import WAITING_WEIGHT
 from pagerunner.types import EngineRequest
 from pagerunner.types.checks import check_rank
+from pagerunner.types.lora import AdapterInfo, LoRARequest
 from pagerunner.types.weights import WeightChange
 
 Result = TypeVar("Result")
@@ -50,6 +51,7 @@ class Replica:
         self.client = CoreClient(core, receive=self._receive, died=self._core_died)
         self.level = -1
         self._weights_fault = ""
+        self.adapters: dict[str, AdapterInfo] = {}
         self._stall_seconds = stall_seconds
         self._long_calls = 0
         self._observer, self._died = asked, died
@@ -152,6 +154,14 @@ class Replica:
         self.sent.clear()
         await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
 
+    async def load_adapter(self, request: LoRARequest) -> None:
+        """Have the core load an adapter. Raises its error."""
+        await self._long_call(lambda call_id: wire.LoadAdapter(call_id, request))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the core forget an adapter's name. Raises its error."""
+        await self.answer(self.client.call(lambda call_id: wire.UnloadAdapter(call_id, name)))
+
     async def _long_call(self, make: Callable[[int], wire.Call]) -> None:
         self._long_calls += 1
         try:
@@ -190,6 +200,9 @@ class Replica:
         return 0.0 if self.level >= 0 else self.desk.progress.stalled_seconds()
 
     def _receive(self, message: wire.FromCore) -> None:
+        if isinstance(message, wire.Adapters):
+            self.adapters = {info.name: info for info in message.infos}
+            return
         # A sleep that fails may change the level too, and so may a call of another frontend.
         if isinstance(message, wire.Updates) and message.stats is not None:
             self._weights_fault = message.weights_fault
@@ -219,7 +232,7 @@ class Chooser:
         """Those of the units at the beginning of a prompt; none where there is nothing to choose."""
         if not self._prefixes:
             return []
-        chain = PrefixChain(chain_seed(request.cache_salt), self._recent)
+        chain = PrefixChain(chain_seed(request.cache_salt, adapter=request.lora), self._recent)
         chain.cover(request.prompt_token_ids, MOST_UNITS * UNIT_TOKENS)
         return chain.hashes
 

@@ -24,11 +24,12 @@ class Information:
         self._load = load
 
     async def models(self, request: Request) -> Response:
-        """The served names."""
-        return json_response(ModelList(data=[self._card(name) for name in self._service.model_names]))
+        """The served names, and those of adapters."""
+        names = [*self._service.model_names, *self._service.engine.adapters.infos]
+        return json_response(ModelList(data=[self._card(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
-        """One served name."""
+        """One served name, or an adapter's."""
         name = request.path_params["model"]
         self._service.check_model(name)
         return json_response(self._card(name))
@@ -68,6 +69,8 @@ class Information:
 
     def _card(self, name: str) -> ModelCard:
         service = self._service
-        return ModelCard(
-            id=name, created=service.created, root=service.model_root, max_model_len=service.engine.max_model_len
-        )
+        root, parent, adapter = service.model_root, None, service.engine.adapters.infos.get(name)
+        if adapter is not None:
+            root, parent = adapter.path, adapter.base_model_name or service.model_names[0]
+        length = service.engine.max_model_len
+        return ModelCard(id=name, created=service.created, root=root, parent=parent, max_model_len=length)

@@ -1,0 +1,61 @@
+"""The endpoints that load and forget adapters while the server runs. Bodies and statuses are vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from pagerunner.errors import ConfigError
+from pagerunner.server.errors import HttpError, short
+from pagerunner.server.http import read_as
+from pagerunner.server.service import Service
+from pagerunner.types.lora import LoRARequest
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of /v1/load_lora_adapter. `lora_path` is a PEFT directory on the server's machine."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of /v1/unload_lora_adapter. `lora_int_id` is vLLM's, and says nothing here."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AdapterControl:
+    """Handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def load(self, request: Request) -> Response:
+        """Read an adapter, which calls may then name as their `model`. With `load_inplace` a name that is there gets what the directory holds now;
+        calls that run go on with what it was."""
+        asked = await read_as(request, LoadAdapterRequest)
+        if asked.lora_name in self._service.model_names:
+            raise HttpError(400, f"lora_name {short(asked.lora_name)!r} is the model's own name.", "lora_name")
+        adapter = LoRARequest(asked.lora_name, 1, asked.lora_path, asked.base_model_name, asked.load_inplace)
+        if asked.lora_path and not Path(asked.lora_path).is_dir():
+            raise HttpError(404, f"lora_path {short(asked.lora_path)!r} is no directory of the server.", "lora_path")
+        try:
+            await self._service.engine.adapters.load(adapter)
+        except ConfigError as error:
+            raise HttpError(400, str(error), "lora_path") from error
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        """Forget an adapter's name. Calls that run with it go on."""
+        asked = await read_as(request, UnloadAdapterRequest)
+        if asked.lora_name not in self._service.engine.adapters.infos:
+            raise HttpError(404, f"There is no adapter {short(asked.lora_name)!r}.", "lora_name")
+        await self._service.engine.adapters.unload(asked.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")

@@ -1,0 +1,168 @@
+"""Adapters over HTTP: named as models, loaded and forgotten while the server runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.serving import MODEL, RunningServer, running_server
+from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.server.launch import check_modules
+from pagerunner.types.lora import parse_module
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+PROMPT = list(range(20, 60))
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "dtype": "float32"}
+ADMIN = {"headers": {"Authorization": "Bearer secret"}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models"), "qwen3", vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def paths(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [random_adapter(base, folder / f"a{n}", rank=(4, 16, 3)[n], seed=n) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Tokens of the models with merged weights."""
+    found = []
+    for path in paths:
+        merged = merged_checkpoint(base, path, tmp_path_factory.mktemp("merged"))
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        [output] = LLM(str(merged), use_tqdm=False, **OPTIONS).generate([PROMPT], params, False)
+        found.append(output.outputs[0].token_ids)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, paths: list[Path]) -> Iterator[RunningServer]:
+    args = EngineArgs(model=str(base), enable_lora=True, max_loras=2, **OPTIONS)
+    modules = [LoRARequest("first", 1, str(paths[0]), "a-base")]
+    with running_server(args, core_factory=DEFAULT_FACTORY, lora_modules=modules, admin_keys=["secret"]) as server:
+        yield server
+
+
+def tokens(server: RunningServer, model: str, **options: Any) -> list[int]:
+    answer = server.openai().completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=16,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+        **options,
+    )
+    assert answer.model == model
+    return list(answer.choices[0].model_dump()["token_ids"])
+
+
+def load(server: RunningServer, name: str, path: Path, **more: Any) -> Any:
+    return server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), **more}, **ADMIN)
+
+
+def test_models_are_adapters_too(server: RunningServer, paths: list[Path], expected: list[list[int]]) -> None:
+    cards = {card["id"]: card for card in server.get("/v1/models").json()["data"]}
+    assert cards[MODEL]["parent"] is None
+    assert (cards["first"]["parent"], cards["first"]["root"]) == ("a-base", str(paths[0]))
+    assert server.get("/v1/models/first").json() == cards["first"]
+    assert tokens(server, "first") == expected[0] != tokens(server, MODEL)
+    chat = server.openai().chat.completions.create(
+        model="first", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, temperature=0
+    )
+    assert chat.model == "first"
+
+
+def test_loading_and_unloading(server: RunningServer, paths: list[Path], expected: list[list[int]]) -> None:
+    answer = load(server, "second", paths[1])
+    assert answer.status_code == 200 and answer.text == "Success: LoRA adapter 'second' added successfully."
+    assert tokens(server, "second") == expected[1]
+    assert server.get("/v1/models/second").json()["parent"] == MODEL
+    taken = load(server, "second", paths[2])
+    assert taken.status_code == 400 and "load_inplace" in taken.json()["error"]["message"]
+    assert load(server, "second", paths[2], load_inplace=True).status_code == 200
+    assert tokens(server, "second") == expected[2]
+    gone = server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN)
+    assert gone.status_code == 200 and "removed successfully" in gone.text
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN).status_code == 404
+    with pytest.raises(openai.NotFoundError, match="first"):
+        tokens(server, "second")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"lora_name": "x"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "/nowhere"}, 404, "no directory"),
+        ({"lora_name": "x", "lora_path": "/"}, 400, "adapter_config.json"),
+        ({"lora_name": MODEL, "lora_path": "/"}, 400, "own name"),
+        ({"lora_name": "", "lora_path": "/"}, 400, "1 to 256"),
+        ({"lora_name": "x", "lora_path": "/", "is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
+    ],
+)
+def test_what_cannot_be_loaded(server: RunningServer, body: dict[str, Any], status: int, said: str) -> None:
+    answer = server.post("/v1/load_lora_adapter", body, **ADMIN)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
+    assert server.get("/health").status_code == 200
+
+
+def test_the_routes_ask_for_the_admin_key(server: RunningServer, paths: list[Path]) -> None:
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert server.post(path, {"lora_name": "x", "lora_path": str(paths[0])}).status_code in (401, 403)
+
+
+def test_metrics_name_running_adapters(server: RunningServer) -> None:
+    seen: set[str] = set()
+    ended = threading.Event()
+
+    def generate() -> None:
+        tokens(server, "first")
+        for _ in server.openai().completions.create(
+            model="first", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        ):
+            pass
+        ended.set()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not ended.is_set():
+        lines = [
+            line for line in server.get("/metrics").text.splitlines() if line.startswith("vllm:lora_requests_info{")
+        ]
+        assert len(lines) == 1, "earlier ones are forgotten"
+        seen.add(lines[0].rsplit(" ", 1)[0])
+    thread.join()
+    assert any('running_lora_adapters="first"' in line and 'max_lora="2"' in line for line in seen)
+
+
+def test_modules_of_the_command_line(base: Path) -> None:
+    assert parse_module("sql=/a=b") == LoRARequest("sql") and parse_module("sql=/a=b").lora_path == "/a=b"
+    module = parse_module(json.dumps({"name": "sql", "path": "/a", "base_model_name": "b"}))
+    assert (module.lora_name, module.lora_path, module.base_model_name) == ("sql", "/a", "b")
+    for text, said in (("sql", "name=path"), ('{"name": "sql"}', "path"), ('{"name": "a", "path": "/", "x": 1}', "x")):
+        with pytest.raises(ConfigError, match=said):
+            parse_module(text)
+    plain, args = EngineArgs(model=str(base)), EngineArgs(model=str(base), enable_lora=True)
+    one = LoRARequest("sql", 1, "/a")
+    check_modules(args, {"lora_modules": [one]})
+    for engine, options, said in (
+        (plain, [one], "--enable-lora"),
+        (args, [one, one], "twice"),
+        (args, [LoRARequest(str(base), 1, "/a")], "twice"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_modules(engine, {"lora_modules": options})
