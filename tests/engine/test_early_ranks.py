@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.patience import until
+from helpers.programs import run_python
 from pagerunner import LLM, SamplingParams
 from pagerunner.children import helper_environment, with_path
 from pagerunner.config import EngineArgs
@@ -121,3 +122,32 @@ def test_they_end_without_a_word_when_their_core_is_killed(tmp_path: Path) -> No
         core.stdout.close()
     until(lambda: not any(rank.exists() for rank in ranks), 20)
     assert said.read_text() == ""
+
+
+AT_EXIT = """
+import os, signal
+from pagerunner import LLM
+from pagerunner.engine.core.executors.watch import RankWatch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+end = RankWatch._end
+
+def interrupted(self, reason):
+    end(self, reason)
+    os.kill(os.getpid(), signal.SIGINT)
+
+llm = LLM("demo", tensor_parallel_size=2, device="cpu", max_model_len=64, use_tqdm=False)
+watch = llm._core._executor._ranks.watch
+print(watch._directory, *(process.pid for process in watch._processes.values()))
+RankWatch._end = interrupted
+"""
+
+
+@pytest.mark.days(2)
+def test_a_ctrl_c_at_the_exit_of_a_program_prints_nothing_and_leaves_nothing() -> None:
+    """As a second one does, behind that which has ended the program."""
+    done = run_python(AT_EXIT, (), dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "")
+    directory, *pids = done.stdout.split()
+    assert len(pids) == 2 and not Path(directory).exists()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)

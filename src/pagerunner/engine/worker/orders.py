@@ -229,5 +229,5 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 Report = Here | Read | Loaded | Done | Alive | Moved | Kept | Failed
-ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "ranks"
+ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "meeting"
 """Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

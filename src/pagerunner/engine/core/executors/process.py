@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
@@ -148,7 +149,7 @@ class Ranks:
         """Until all of them were there."""
         self.weights: list[str] = []
         """See `orders.TakePages`, after `load`."""
-        self._end = weakref.finalize(self, _end, os.getpid(), self.watch, self._sockets, self._places, doors)
+        self._end = weakref.finalize(self, _end_unasked, os.getpid(), self.watch, self._sockets, self._places, doors)
         # what depends on who asked is settled already
         settled = resolved.config.device, resolved.config.max_num_batched_tokens
         args = msgspec.structs.replace(resolved.args, device=settled[0], max_num_batched_tokens=settled[1])
@@ -251,7 +252,8 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        self._end()
+        if (unasked := self._end.detach()) is not None:
+            _end(*unasked[2])
 
 
 def _send(sockets: RankSockets, watch: RankWatch, *orders_: orders.Order, team: int | None = None) -> None:
@@ -268,6 +270,12 @@ def _end(process: int, watch: RankWatch, sockets: RankSockets, places: LocalPlac
         last.callback(sockets.close)
         if os.getpid() == process:
             _close_stores(watch, sockets)
+
+
+def _end_unasked(*parts: Any) -> None:
+    """As `_end`, when the object is gone, or the program ends. A Ctrl-C then ends a wait, and nobody could catch it."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _end(*parts)
 
 
 def _close_stores(watch: RankWatch, sockets: RankSockets) -> None:
