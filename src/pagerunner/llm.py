@@ -37,7 +37,6 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import (
-    AdapterInfo,
     LoRARequest,
     OutputKind,
     Pooling,
@@ -207,23 +206,24 @@ class LLM:
 
     def _load_adapters(self, requests: Sequence[LoRARequest | None]) -> list[str]:
         """The names of these adapters, "" for none, which are loaded unless their names are known."""
-        names: dict[str, AdapterInfo] = {}
+        wanted: dict[str, LoRARequest] = {}
         for one in requests:
-            if one is None or one.lora_name in names:
+            if one is None or one.lora_name in wanted:
                 continue
             if not isinstance(one, LoRARequest):
                 raise InvalidRequestError(f"lora_request must be a LoRARequest, got {show(one)}.", param="lora_request")
             known = self._core.adapters.books.names.get(one.lora_name)
             if known is None or one.load_inplace:
-                with self._whole():
-                    known = self._core.load_adapter(one)
+                wanted[one.lora_name] = one
             elif one.lora_path and one.lora_path != known.path:
                 raise InvalidRequestError(
                     f"The adapter {show(one.lora_name)} was loaded from {known.path}, and lora_path is {show(one.lora_path)}; "
                     "load_inplace=True puts the other one in its place.",
                     param="lora_request",
                 )
-            names[one.lora_name] = known
+        if wanted:
+            with self._whole():
+                self._core.load_adapters(wanted.values())
         return ["" if one is None else one.lora_name for one in requests]
 
     def chat(

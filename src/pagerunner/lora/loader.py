@@ -1,6 +1,6 @@
 """Brings adapters from their directories to host memory, and from there to the device, beside the steps.
 
-Two threads work: one reads files, the other copies. So a copy of 90 MB, which takes 2 ms, never waits for a directory. On a CUDA device copies have
+Some threads read files, and another one copies. So a copy of 90 MB, which takes 2 ms, never waits for a directory. On a CUDA device copies have
 a stream of their own. It waits for the steps that were launched before the fill was asked for, as these may still read what was in the slot.
 """
 
@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ from pagerunner.lora.region import MakeBuffer, Packed, Region, plain_buffer
 from pagerunner.types.lora import AdapterEnd, AdapterFill
 
 logger = logging.getLogger(__name__)
+READERS = 4
+"""Directories that are read at once. What takes time there (hashing, copying) needs no interpreter's lock."""
 
 
 class AdapterLoader:
@@ -41,7 +43,8 @@ class AdapterLoader:
         self._kept: OrderedDict[str, Packed] = OrderedDict()  # the one used last stands last
         self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
         self._under_way = 0
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-files")
+        self._work: set[Future[None]] = set()
+        self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="pagerunner-adapter-files")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-copies")
         device = region.blocks.pool.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -49,7 +52,7 @@ class AdapterLoader:
     def read(self, number: int, path: str) -> None:
         """Read a directory, and keep what it holds."""
         self._under_way += 1
-        self._reader.submit(self._guarded, number, lambda: self._read(number, path))
+        self._begin(self._reader, number, lambda: self._read(number, path))
 
     def fill(self, fill: AdapterFill) -> None:
         """Bring an adapter to a slot that no step uses which is launched from now on."""
@@ -59,9 +62,9 @@ class AdapterLoader:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._stream.device))
         if (packed := self._find(fill.digest)) is not None:
-            self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
+            self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
         else:
-            self._reader.submit(self._guarded, fill.number, lambda: self._read_again(fill, event))
+            self._begin(self._reader, fill.number, lambda: self._read_again(fill, event))
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
         """What has ended since the last call. With nothing, wait for up to so many seconds."""
@@ -76,15 +79,19 @@ class AdapterLoader:
 
     def lose(self) -> None:
         """Wait for what is under way, and forget what is on the device."""
-        for pool in (self._reader, self._copier):
-            pool.submit(lambda: None).result()
-        self._copier.submit(lambda: None).result()  # a read may have asked for a copy
+        while self._work:
+            wait(list(self._work))
         self.region.clear()
 
     def close(self) -> None:
         """End the threads."""
         for pool in (self._reader, self._copier):
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, pool: ThreadPoolExecutor, number: int, work: Callable[[], None]) -> None:
+        future = pool.submit(self._guarded, number, work)
+        self._work.add(future)
+        future.add_done_callback(self._work.discard)
 
     def _guarded(self, number: int, work: Callable[[], None]) -> None:
         try:
@@ -130,7 +137,7 @@ class AdapterLoader:
                 )
             )
             return
-        self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
+        self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
 
     def _copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:
         if self._stream is None or event is None:

@@ -265,15 +265,18 @@ class EngineCore:
         self._adapters.poll(seconds)
         return bool(self._adapters.loaded)
 
-    def load_adapter(self, request: LoRARequest) -> AdapterInfo:
-        """Load an adapter and wait for it. Raises what is wrong with it."""
-        number = self.adapters.begin(request)
-        while number not in self.adapters.loaded:
-            self.adapters.poll(TRANSFER_WAIT_SECONDS)
-        found = self.adapters.loaded.pop(number)
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+    def load_adapters(self, requests: Iterable[LoRARequest]) -> list[AdapterInfo]:
+        """Load adapters and wait for them. Raises what is wrong with the first that can't be loaded; the others are."""
+        work = self.adapters
+        numbers = [work.begin(request) for request in requests]
+        while not work.loaded.keys() >= set(numbers):
+            work.poll(TRANSFER_WAIT_SECONDS)
+        found = [work.loaded.pop(number) for number in numbers]
+        infos = [one for one in found if not isinstance(one, ConfigError)]
+        for one in found:
+            if isinstance(one, ConfigError):
+                raise one
+        return infos
 
     def _publish_events(self) -> None:
         """Tell those who read KV events what prompts can find by now, if anybody may read them."""
