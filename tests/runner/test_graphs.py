@@ -148,6 +148,17 @@ def test_sizes_reach_the_limit_and_no_further() -> None:
     assert mixed_sizes(8192, ()) == ()
 
 
+def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() -> None:
+    of_4b, of_8b, of_70b = 101_000_000, 193_000_000, 856_000_000
+    assert mixed_sizes(8192)[-1] == mixed_sizes(8192, None, of_70b)[-1] == 256
+    assert mixed_sizes(8192, None, of_8b)[-3:] == (768, 896, 1024)
+    assert mixed_sizes(8192, None, of_4b)[-1] == 1536
+    assert mixed_sizes(8192, None, 1)[-1] == 4096
+    assert mixed_sizes(2000, None, of_4b)[-1] == 1536
+    assert mixed_sizes(600, None, of_8b)[-1] == 512
+    assert mixed_sizes(8192, (1, 400), of_8b)[-1] == 384
+
+
 def runner_of(llm: LLM) -> Any:
     return llm._core._executor._runner
 

@@ -32,6 +32,10 @@ from pagerunner.types import StateSave
 
 SHARING_STEP = 32  # rows between graphs of decode steps whose rows may share their first pages
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
+_LARGE_MIXED_SIZES = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
+_LAUNCHED = (
+    2e11  # weights times tokens that a GPU multiplies (500 T/s) while the host launches a layer's kernels (0.8 ms)
+)
 Tensors = tuple[torch.Tensor, ...]
 Progress = Callable[[int, int], None]
 
@@ -148,10 +152,16 @@ def decode_sizes(max_num_seqs: int, wanted: Sequence[int] | None = None) -> tupl
     )
 
 
-def mixed_sizes(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`."""
+def mixed_sizes(max_tokens: int, wanted: Sequence[int] | None = None, layer_weights: int = 0) -> tuple[int, ...]:
+    """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`.
+
+    Larger ones than 256 are captured where the host would take longer to launch a layer than a GPU to compute it. That goes by
+    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 1,536 tokens, 193 million (8B) up to 1,024.
+    """
     most = min(max_tokens, max(wanted, default=0) if wanted is not None else max_tokens)
-    return tuple(size for size in MIXED_SIZES if size <= most)
+    launched = _LAUNCHED / layer_weights if layer_weights else 0
+    large = tuple(size for size in _LARGE_MIXED_SIZES if size <= launched)
+    return tuple(size for size in (*MIXED_SIZES, *large) if size <= most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,11 @@ def make_runner(
         graphs=GraphSettings(
             engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
-            mixed_sizes=mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes),
+            mixed_sizes=mixed_sizes(
+                config.max_num_batched_tokens,
+                config.cudagraph_capture_sizes,
+                _layer_weights(model, plan) if device.type == "cuda" else 0,
+            ),
             max_model_len=plan.max_model_len,
             teams=teams is not None,
             drafts=drafts.lengths if drafts is not None else (),
@@ -227,6 +231,17 @@ def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None
 def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]]) -> bool:
     """Whether decode steps may be made of commands of the CPU kernels alone."""
     return not config.enforce_eager and all(backend.capabilities.cpu_kernels for backend in backends)
+
+
+def _layer_weights(model: Model, plan: MemoryPlan) -> int:
+    """Weights that a token is multiplied with in a layer; 0 in a mixture of experts, whose steps take other kernels by size."""
+    modules = list(model.modules())
+    if any(isinstance(module, moe.Experts) for module in modules):
+        return 0
+    layers = sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages
+    return sum(one.most_weights for one in modules if isinstance(one, linear.Linear) and not one.plain) // max(
+        layers, 1
+    )
 
 
 def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
