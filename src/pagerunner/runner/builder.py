@@ -148,7 +148,7 @@ class BatchBuilder:
     ) -> ForwardBatch:
         """The batch of a step outside graphs. The keywords are those of `ForwardBatch`. It has adapters if any of the rows has one."""
         self.fill(step, step.where.rows, step.where.tokens)
-        if self._num_drafts and self.tensors.row_T.device.type == "cpu":  # backends that plan with what the host knows
+        if self._num_drafts and not self.graphs:  # some backends plan from lists, and the host knows bounds
             step.seq_lens = self.tensors.seq_lens_R[: step.where.rows].tolist()
         rows = self._rows(
             step.where.rows,
