@@ -143,7 +143,6 @@ RankWatch._end = interrupted
 """
 
 
-@pytest.mark.days(2)
 def test_a_ctrl_c_at_the_exit_of_a_program_prints_nothing_and_leaves_nothing() -> None:
     """As a second one does, behind that which has ended the program."""
     done = run_python(AT_EXIT, (), dict(os.environ))

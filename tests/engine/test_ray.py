@@ -119,7 +119,6 @@ def test_stages_are_placed_and_a_killed_rank_is_named(ray: Any) -> None:
             tokens(llm)
 
 
-@pytest.mark.days(2)
 def test_teams_are_placed_and_a_killed_rank_ends_both(ray: Any, tmp_path: Path) -> None:
     settings = SETTINGS | {"model": str(MAKERS["qwen3_moe"](tmp_path)), "skip_tokenizer_init": True}
     llm = LLM(**settings, **RAY, data_parallel_size=2, enable_expert_parallel=True)
