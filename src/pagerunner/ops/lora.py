@@ -1,7 +1,7 @@
 """What adapters add to products with weight matrices: `B (A x)` for the rows that have an adapter, each its own.
 
 Adapters lie in *blocks* of 16 ranks anywhere in one flat `pool`: A's block is [16, I], and B's [16, O]. A table on the device says where,
-`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there. An adapter of rank 40 has three blocks, and zeros fill the
+`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there. Blocks begin at multiples of 16 elements. An adapter of rank 40 has three blocks, and zeros fill the
 last. So ranks mix at no cost, and blocks may move without a change of kernels or graphs.
 
 A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
@@ -50,11 +50,13 @@ class Fused(NamedTuple):
     """The products of one layer: the first one's number, how many follow each other, and their outputs in tiles.
 
     A row of `tiles` [N, 5] (int32): which of the products, its first output, the layer's first output, how many, and the product's outputs.
+    `aligned`: all products have a multiple of 16 outputs.
     """
 
     first: int
     parts: int
     tiles_N5: torch.Tensor
+    aligned: bool
 
     @classmethod
     def of(cls, first: int, outputs: Sequence[int], device: torch.device | str = "cpu") -> Fused:
@@ -63,7 +65,8 @@ class Fused(NamedTuple):
         for part, size in enumerate(outputs):
             rows += [(part, at, before + at, min(OUTPUTS, size - at), size) for at in range(0, size, OUTPUTS)]
             before += size
-        return cls(first, len(outputs), torch.tensor(rows, dtype=torch.int32).to(device))
+        aligned = all(size % TILE == 0 for size in outputs)
+        return cls(first, len(outputs), torch.tensor(rows, dtype=torch.int32).to(device), aligned)
 
 
 def most_tiles(tokens: int, slots: int) -> int:

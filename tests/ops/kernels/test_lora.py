@@ -24,7 +24,7 @@ def placed(
             for block in range(-(-rank // TILE)):
                 for side, whole in enumerate((a, b.T)):
                     own = whole[block * TILE : (block + 1) * TILE]
-                    at = spare.pop() * 5_000
+                    at = spare.pop() * 4_992
                     places[slot, part + 1, block, side] = at
                     pool[at : at + TILE * own.shape[1]] = 0
                     pool[at : at + own.numel()] = own.flatten()

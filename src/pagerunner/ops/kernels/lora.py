@@ -72,7 +72,7 @@ def _shrink(
     i, k = tl.arange(0, TILE), tl.arange(0, STEP)
     tokens = tl.load(tokens_WX + w * TILE + i)
     x = x_TI + tokens.to(tl.int64)[:, None] * x_stride
-    a = pool + place + i[:, None] * inputs
+    a = pool + tl.multiple_of(place, TILE) + i[:, None] * inputs
     begin, end = 0, inputs
     if SPREAD:
         begin, end = piece * PIECE, tl.minimum(piece * PIECE + PIECE, inputs)
@@ -114,16 +114,12 @@ def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> 
 @triton.jit(do_not_specialize=["first"])
 def _expand(
     y_TO, y_stride, inner, tokens_WX, slots_W, places, pool, tiles_N5, first, products, pieces,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_N5 + tl.program_id(1) * 5
-    part, at, column, count, outputs = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-        tl.load(tile + 4),
-    )
+    part, count = tl.load(tile), tl.load(tile + 3)
+    at, column = tl.multiple_of(tl.load(tile + 1), ALIGN), tl.multiple_of(tl.load(tile + 2), ALIGN)
+    outputs = tl.multiple_of(tl.load(tile + 4), ALIGN)
     start_next_and_wait(PDL)
     w = tl.program_id(0)
     slot = tl.load(slots_W + w)
@@ -138,6 +134,7 @@ def _expand(
             for piece in range(pieces):
                 own = ((piece * tl.num_programs(0) + w).to(tl.int64) * PARTS + part) * BLOCKS + block
                 h += tl.load(inner + own * TILE * TILE + i[:, None] * TILE + i[None, :])
+            place = tl.multiple_of(place, TILE)
             b = tl.load(pool + place + i[:, None] * outputs + at + o[None, :], (o < count)[None, :], 0.0)
             acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
     tokens = tl.load(tokens_WX + w * TILE + i)
@@ -152,7 +149,13 @@ def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blo
     pieces, tiles = inner.shape[:2]
     _, products, per_product, _ = blocks.places.shape
     if tiles:
-        sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": OUTPUTS}
+        sizes = {
+            "BLOCKS": per_product,
+            "PARTS": layer.parts,
+            "TILE": TILE,
+            "OUTPUTS": OUTPUTS,
+            "ALIGN": TILE if layer.aligned else 1,
+        }
         _expand[(tiles, len(layer.tiles_N5))](
             y_TO, y_TO.stride(0), inner, *work, blocks.places, blocks.pool, layer.tiles_N5, layer.first, products, pieces,
             **sizes, **dependent(y_TO.device)
