@@ -16,6 +16,7 @@ from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.effort import by_days
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run, tokens_of
 from helpers.published import all_published
+from pagerunner.attention import paged_sparse
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
@@ -75,6 +76,18 @@ def test_prompts_that_end_around_borders(models: Any, backend: str) -> None:
     path, reference = models("plain")
     lengths = (2, 3, 4, 11, 12, 15, 16, 17, 18, 63, 64, 122, 127, 128)
     check(reference, run(engine(path, attention_backend=backend), [prompt(i, n) for i, n in enumerate(lengths)]))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_long_prompts_in_blocks_of_tokens(models: Any, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reference = models("plain")
+    texts = [prompt(i, n) for i, n in enumerate((70, 3, 40))]
+    whole = tokens_of(engine(path, attention_backend="triton", kv_cache_dtype=kv_cache_dtype), texts)
+    monkeypatch.setattr(paged_sparse, "MOST_TOKENS", 16)
+    llm = engine(path, attention_backend="triton", kv_cache_dtype=kv_cache_dtype)
+    assert tokens_of(llm, texts) == whole
+    if kv_cache_dtype == "auto":
+        check_tokens(reference, llm, texts)
 
 
 def test_slots_in_fp8_do_not_depend_on_the_memory(models: Any) -> None:

@@ -10,15 +10,18 @@ Shape letters: see `attention.paged_mla`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from pagerunner.attention.calls import LatentCall
+from pagerunner.attention.calls import IndexerQueries, LatentCall
 from pagerunner.attention.paged_mla import LatentPlan, PagedLatentBackend, absorb
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.latent_attention import store_latent_
-from pagerunner.ops.latent_heads import absorb_latent_heads_
+from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
 from pagerunner.ops.sparse_latents import Latents, chosen_values, store_slots_
+
+MOST_TOKENS = 1024  # whose queries in the latent space exist at once: 128 MiB of them with 128 heads in half precision
 
 
 class PagedSparseBackend(PagedLatentBackend):
@@ -34,17 +37,17 @@ class PagedSparseBackend(PagedLatentBackend):
 
     def run(self, call: LatentCall) -> torch.Tensor:
         """See LatentCall."""
-        q_THD, vectors_TL, up, memory, group, rows, scale, prep, chooser, keys_TI = call
+        q_THD, vectors_TL, up, memory, group, rows, _, prep, chooser, keys_TI = call
         plan: LatentPlan = group.plan
         assert chooser is not None and keys_TI is not None and memory.indexer is not None, "no indexer"
-        where, pages = (group.write_entry, group.write_offset), memory.latent
+        where, pages, q_THC = (group.write_entry, group.write_offset), memory.latent, None
+        few = rows.num_tokens <= MOST_TOKENS or rows.stride > 0 or rows.one_token
         if memory.rope is not None:
             held = Latents(pages, memory.rope, memory.slot_scales)
             if prep is not None:
                 prep.apply_(q_THD, vectors_TL)
             assert memory.indexer_scales is not None
             store_slots_(vectors_TL, keys_TI, held, memory.indexer, memory.indexer_scales, *where)
-            q_THC = absorb(q_THD, up)
         else:
             store_latent_(keys_TI, memory.indexer, *where)
             if rows.max_seq_len <= chooser.top_k:
@@ -52,12 +55,28 @@ class PagedSparseBackend(PagedLatentBackend):
             held = Latents(pages[..., : up.latent_dim], pages[..., up.latent_dim :])
             if prep is None:
                 store_latent_(vectors_TL, pages, *where)
-                q_THC = absorb(q_THD, up)
+            elif few:
+                most = rows.stride
+                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, *where, most_of_page=most)
             else:
-                q_THC = absorb_latent_heads_(
-                    q_THD, vectors_TL, prep, up.keys_HNC, pages, *where, most_of_page=rows.stride
-                )
-        choice = chooser.q_TJI, chooser.weights_TJ, chooser.top_k, memory.indexer, group.page_table, rows, 1
-        chosen_TK = choose_slots(*choice, plan.scratch, memory.indexer_scales)
-        q_THP = q_THD[..., up.key_dim :]
-        return chosen_values(q_THC, q_THP, held, group.page_table, rows, chosen_TK, scale, up.values_HVC, plan.scratch)
+                prepare_latent_heads_(q_THD, vectors_TL, prep, pages, *where)
+        if few:
+            return _attend(call, held, absorb(q_THD, up) if q_THC is None else q_THC, plan.scratch)
+        out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
+        for first in range(0, rows.num_tokens, MOST_TOKENS):
+            part = slice(first, first + MOST_TOKENS)
+            some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
+            own = IndexerQueries(chooser.q_TJI[part], chooser.weights_TJ[part], chooser.top_k)
+            one = call._replace(q_THD=q_THD[part], rows=some, chooser=own)
+            out_THV[part] = _attend(one, held, absorb(q_THD[part], up), {})
+        return out_THV
+
+
+def _attend(call: LatentCall, held: Latents, q_THC: torch.Tensor, scratch: dict[Any, Any]) -> torch.Tensor:
+    """Attention of tokens, `q_THC` in the latent space, to what their indexer queries choose. All is in pages."""
+    chooser, memory, table, up = call.chooser, call.pages, call.group.page_table, call.up
+    assert chooser is not None and memory.indexer is not None
+    choice = chooser.q_TJI, chooser.weights_TJ, chooser.top_k, memory.indexer, table, call.rows, 1
+    chosen_TK = choose_slots(*choice, scratch, memory.indexer_scales)
+    q_THP = call.q_THD[..., up.key_dim :]
+    return chosen_values(q_THC, q_THP, held, table, call.rows, chosen_TK, call.scale, up.values_HVC, scratch)

@@ -201,6 +201,11 @@ def score_sizes(rows: StepRows, tokens: int, heads: int, item: int) -> Sizes:
     return Sizes(together, group, parts, 128 if item == 1 else 64, 4, 4)
 
 
+def _width(rows: StepRows, ratio: int) -> int:
+    """Scores of a token, so that each token's begin where kernels read many bytes at once."""
+    return blocks(width_of(rows, ratio), 128) * 128
+
+
 def chunk_size(width: int, top_k: int) -> int:
     """Slots of a chunk, so that what all chunks leave fits a program."""
     size = min(CHUNK, max(16, padded(width)))
@@ -227,7 +232,7 @@ def run_scores(
     """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees."""
     tokens, heads, size = q_TJI.shape
     sizes = sizes or score_sizes(rows, tokens, heads, pages_ESI.dtype.itemsize)
-    scores_TN = torch.empty(tokens, padded(width_of(rows, ratio)), dtype=torch.float32, device=q_TJI.device)
+    scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=q_TJI.device)
     dtype, fp8 = pages_ESI.dtype, scales_ES is not None
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
     units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
@@ -297,7 +302,7 @@ def choose_slots(
             chosen_TK = scratch["all slots"] = run_choice(nothing, top_k, rows, ratio)
         return chosen_TK
     together = max(rows.stride, 1)
-    step = max(1, BLOCK_SCORES // padded(width) // together) * together
+    step = max(1, BLOCK_SCORES // _width(rows, ratio) // together) * together
     if tokens <= step:
         return run_choice(
             run_scores(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, scales_ES), top_k, rows, ratio
