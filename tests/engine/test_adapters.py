@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from helpers.adapters import merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_drafters import make_smaller
+from helpers.device import as_on_cuda
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 
 OPTIONS: dict[str, Any] = {"use_tqdm": False, "dtype": "float32", "num_gpu_blocks_override": 96, "max_model_len": 128}
@@ -62,6 +65,25 @@ def test_mixed_requests_are_those_of_merged_weights(
     stats = llm.stats().lora
     assert stats is not None and (stats.max_loras, stats.resident, stats.registered) == (2, 2, 4)
     assert stats.fills_total >= 4 and not stats.running and not stats.waiting
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token(
+    base: Path, adapters: list[LoRARequest], alone: dict[str, list[Any]], tmp_path: Path, method: str
+) -> None:
+    """Drafters have no adapters. In few slots requests come and go among rows with drafts."""
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 64, 3]]
+    drafts |= {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(make_smaller(tmp_path, base))}
+    wanted = [adapters[0], None, adapters[1], adapters[2], adapters[0], adapters[3]]
+    for around in (nullcontext, as_on_cuda):
+        with around():
+            llm = LLM(str(base), enable_lora=True, max_loras=2, max_num_seqs=4, speculative_config=drafts, **OPTIONS)
+            outputs = llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)
+        for number, (one, got) in enumerate(zip(wanted, tokens(outputs), strict=True)):
+            assert got == alone["" if one is None else one.lora_name][number]
+        counts = llm.stats().spec
+        assert counts is not None and counts.num_draft_tokens > 5
 
 
 def test_prefixes_are_found_by_those_with_the_same_content_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
