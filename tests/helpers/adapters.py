@@ -78,6 +78,9 @@ def merged_checkpoint(base: Path, adapter: Path, path: Path) -> Path:
     file = path / "model.safetensors"
     tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
     for name, product in read.products.items():
-        tensors[f"{name}.weight"] += product.b_OR @ product.a_RI
+        [theirs] = [one for one in tensors if one == f"{name}.weight" or one.endswith(f".{name}.weight")] or [
+            f"language_model.{name}.weight"
+        ]
+        tensors[theirs] += product.b_OR @ product.a_RI
     save_file(tensors, file, {"format": "pt"})
     return path

@@ -1,0 +1,59 @@
+"""Adapters of every family's matrices beside rows without one: the tokens and log-probabilities of merged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.families import MAKERS
+from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "use_tqdm": False,
+    "dtype": "float32",
+    "num_gpu_blocks_override": 96,
+    "max_model_len": 128,
+    "skip_tokenizer_init": True,
+}
+PROMPTS = [[7, 8, 9, 10 + n] * 5 for n in range(3)]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)
+
+
+def made(family: str, path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    MAKERS[family](path)
+    return next(found.parent for found in path.rglob("config.json"))
+
+
+def answers(outputs: list[Any]) -> list[list[tuple[int, float]]]:
+    return [
+        [
+            (token, found[token].logprob)
+            for token, found in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
+        ]
+        for one in outputs
+    ]
+
+
+@pytest.mark.days(6)
+@pytest.mark.parametrize("family", sorted(set(MAKERS) - {"deepseek_v4"}))
+def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
+    base = made(family, tmp_path / "base")
+    adapter = random_adapter(base, tmp_path / "adapter", rank=6, seed=3)
+    merged = merged_checkpoint(base, adapter, tmp_path / "merged")
+    want = answers(LLM(str(merged), **OPTIONS).generate(PROMPTS, PARAMS, False))
+    plain = answers(LLM(str(base), **OPTIONS).generate(PROMPTS, PARAMS, False))
+    llm, one = LLM(str(base), enable_lora=True, **OPTIONS), LoRARequest("a", 1, str(adapter))
+    got = answers(llm.generate(PROMPTS, PARAMS, False, lora_request=[one, None, one]))
+    for number, expected in enumerate([want[0], plain[1], want[2]]):
+        assert [token for token, _ in got[number]] == [token for token, _ in expected]
+        assert [value for _, value in got[number]] == pytest.approx([value for _, value in expected], abs=2e-3)
+    assert want[0][0] != pytest.approx(plain[0][0], abs=1e-2), "the adapter changes something"
+
+
+def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no layer of .* takes adapters so far"):
+        LLM(str(made("deepseek_v4", tmp_path)), enable_lora=True, **OPTIONS)
