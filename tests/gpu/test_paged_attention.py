@@ -140,8 +140,7 @@ def test_a_long_row_in_the_library() -> None:
 
 DRAFTS = (plain(1700, 4), plain(0, 1), plain(3, 2), plain(126, 4), plain(0, 3))
 MORE_DRAFTS = (*DRAFTS, *[plain(20 + 37 * i, 1 + i % 4) for i in range(90)])
-SHARED_DRAFTS = (plain(1100, 4), *[plain(1030 + i, 1 + i % 4, 64) for i in range(40)])
-ROWS = {"few": DRAFTS, "many": MORE_DRAFTS, "shared": SHARED_DRAFTS}
+ROWS = {"few": DRAFTS, "many": MORE_DRAFTS}
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3, E5M2])

@@ -361,7 +361,6 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
         "PAGE": 16,
         "BN": tiles.keys,
         "REACH": False,
-        "SHARED": not few_rows,
         "SINKS": False,
         "SOFTCAP": False,
         "FP8": tl.float8e4nv if fp8 else None,

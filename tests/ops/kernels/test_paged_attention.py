@@ -234,28 +234,6 @@ def test_few_drafted_rows_of_many_queries(
     check_projected_drafts(Case((plain(40, stride), plain(0, 2)), 16, 1, group, 8, padding=1), stride, "cpu")
 
 
-SHARING_DRAFTS = (plain(70, 4), plain(70, 1, 33), plain(66, 2, 33), plain(90, 3, 35))
-
-
-@cases_and_slices(
-    Case(SHARING_DRAFTS, 2, 2, 3, 8, padding=2, spare_columns=3),
-    Case(SHARING_DRAFTS, 2, 1, 2, 8, kv_dtype=E4M3, padding=1),
-)
-def test_a_prefix_that_all_drafted_rows_share(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
-    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
-    used = []
-    original = kernels._Call.run_shared
-
-    def spy(self, schedule):
-        used.append(schedule.info.tolist())
-        return original(self, schedule)
-
-    monkeypatch.setattr(kernels._Call, "run_shared", spy)
-    check_drafts(case, 4, "cpu")
-    assert used[0][1] == 64  # of the 66 tokens before the second row's, whole blocks of 16 pages
-
-
 SHARING = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), plain(90, 1, 35))
 
 

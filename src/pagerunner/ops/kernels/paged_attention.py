@@ -289,9 +289,8 @@ class _Call:
         self.kp, self.vp = (x if self.fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
         self.reach = bool(plan.window or plan.chunk)
         self.sharing = shares(rows, plan)
-        shared_queries = rows.num_rows * max(self.stride, 1)
-        self.shared_split = shared_queries * self.heads
-        self.shared = shared_tiles(self.row_bytes, shared_queries * self.group, self.exact)
+        self.shared_split = rows.num_rows * self.heads
+        self.shared = shared_tiles(self.row_bytes, rows.num_rows * self.group, self.exact)
         self.shared_splits = self._shared_splits()
         self.own = prep is not None or (self.reach and not self.stride)
         self.long = not (plan.one_token or self.stride)
@@ -356,7 +355,7 @@ class _Call:
             self.table, self.table.stride(0), schedule.units, schedule.info, acc, sums, per_split,
             self.scale, self.softcap, programs, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0],
             self.dim_v, self.padded[1], self.page, tiles.keys, bool(self.softcap), self.fp8, self.dot,
-            ASM=dependent(device)["PDL"], STRIDED=bool(self.stride), num_warps=tiles.warps, num_stages=tiles.stages,
+            ASM=dependent(device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         return acc, sums
 
@@ -385,17 +384,16 @@ class _Call:
     def run_drafts(self, schedule: _Schedule, *, early: bool) -> None:
         rows, plan, (tiles, count, tokens) = self.rows, self.plan, self.drafts
         launch = dependent(self.q.device)
-        shared, shared_sums = self.run_shared(schedule) if schedule.shared else (self.out, self.out)
         columns = self.kv_heads * blocks(self.stride, tokens)
         parts = self.slices * 2 * columns * count * tiles.rows
         part = torch.empty(parts * (self.dim_v + 2), dtype=torch.float32, device=self.q.device)
         drafts_kernel[(self.slices * columns,)](
             self.q, *self.q.stride()[:2], self.out, *self.out.stride()[:2], *self.page_args(), rows.row_T, rows.positions_T,
             self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, self.entry_tiles,
-            schedule.counters, part, part[parts * self.dim_v :], shared, shared_sums, schedule.info[2:], self.shared_split,
-            self.out if self.sinks is None else self.sinks, self.scale, self.softcap, plan.window, plan.chunk,
+            schedule.counters, part, part[parts * self.dim_v :], self.out if self.sinks is None else self.sinks,
+            self.scale, self.softcap, plan.window, plan.chunk,
             self.slices, self.kv_heads, self.group, self.stride, tokens, tiles.rows, count, self.dim, self.padded[0],
-            self.dim_v, self.padded[1], self.page, tiles.keys, self.reach, schedule.shared, self.sinks is not None,
+            self.dim_v, self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
@@ -525,7 +523,7 @@ class _Call:
         if self.stride and self.few:
             self.run_few_drafts(schedule, early=early)
         elif self.stride:
-            self.run_drafts(schedule, early=early and not schedule.shared)
+            self.run_drafts(schedule, early=early)
         elif self.few:
             self.run_few(schedule, early=early)
         else:
@@ -536,8 +534,9 @@ class _Call:
 
 
 def shares(rows: StepRows, plan: PagedPlan) -> bool:
-    """Whether a step looks for pages that all of its rows share."""
-    return plan.sharing and not (plan.window or plan.chunk) and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
+    """Whether a step looks for pages that all of its rows share. Strided batches don't: their graphs are for rows that share none."""
+    never = plan.window or plan.chunk or rows.stride
+    return plan.sharing and not never and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
 
 
 def paged_attention(

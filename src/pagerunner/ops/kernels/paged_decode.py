@@ -168,32 +168,35 @@ def _attend_fp8(
 
 
 @triton.jit
-def finish(
-    highest, total, acc, of_shared, token, real, q_head, there, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
-    shared_count_ptr, shared_split, sinks_ptr,
-    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr,
+def _with_shared(
+    highest, total, acc, unit, q_head, there, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split,
+    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Merge with the result of the shared prefix, add the sinks, and write the output of queries [M] that are `there`.
+    """Results of a unit's queries [M] that are `there`, merged with those over the shared prefix."""
+    dv = tl.arange(0, DVP)
+    for split in range(tl.load(shared_count_ptr)):
+        at = split * shared_split + unit * HEADS + q_head
+        other = tl.load(shared_sums_ptr + at * 2, mask=there, other=LOWEST)
+        other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=there, other=0.0)
+        at_values = shared_ptr + at[:, None] * DV + dv[None, :]
+        other_acc = tl.load(at_values, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        new = tl.maximum(highest, other)
+        a = tl.math.exp2(highest - new)
+        b = tl.math.exp2(other - new)
+        total = total * a + other_total * b
+        acc = acc * a[:, None] + other_acc * b[:, None]
+        highest = new
+    return highest, total, acc
 
-    `token`, `of_shared` (the place among a split's queries) and `real` (no padding) are one for all, or one for each.
-    """
+
+@triton.jit
+def finish(
+    highest, total, acc, token, q_head, there, out_ptr, out_st, out_sh, sinks_ptr,
+    DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks, and write the output of queries [M] that are `there`. `token` is one for all, or one for each."""
     dv = tl.arange(0, DVP)
     mask = there[:, None] & (dv < DV)[None, :]
-    if SHARED:
-        sharing = there & real
-        count = tl.load(shared_count_ptr)
-        for split in range(count):
-            at = split * shared_split + of_shared * HEADS + q_head
-            other = tl.load(shared_sums_ptr + at * 2, mask=sharing, other=LOWEST)
-            other_total = tl.load(shared_sums_ptr + at * 2 + 1, mask=sharing, other=0.0)
-            at_values = shared_ptr + at[:, None] * DV + dv[None, :]
-            other_acc = tl.load(at_values, mask=sharing[:, None] & (dv < DV)[None, :], other=0.0)
-            new = tl.maximum(highest, other)
-            a = tl.math.exp2(highest - new)
-            b = tl.math.exp2(other - new)
-            total = total * a + other_total * b
-            acc = acc * a[:, None] + other_acc * b[:, None]
-            highest = new
     if SINKS:
         sink = tl.load(sinks_ptr + q_head, mask=there, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(highest, sink)
@@ -360,10 +363,13 @@ def decode_kernel(
                 highest, total, acc = merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
         if done:
             g = tl.arange(0, M)
-            finish(
-                highest, total, acc, unit, token, slot >= 0, head * G + g, g < G, out_ptr, out_st, out_sh, shared_ptr,
-                shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, K * G, DV, DVP, SHARED, SINKS,
-            )  # fmt: skip
+            q_head = head * G + g
+            if SHARED:
+                highest, total, acc = _with_shared(
+                    highest, total, acc, unit, q_head, (g < G) & (slot >= 0), shared_ptr, shared_sums_ptr, shared_count_ptr,
+                    shared_split, K * G, DV, DVP,
+                )  # fmt: skip
+            finish(highest, total, acc, token, q_head, g < G, out_ptr, out_st, out_sh, sinks_ptr, DV, DVP, SINKS)
         tile += run
         left -= run
         unit += 1

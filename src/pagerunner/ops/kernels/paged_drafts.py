@@ -167,10 +167,9 @@ def _block_part(
 @triton.jit
 def _finish_block(
     highest, total, acc, token, slot, head, first_query, row_ptr, position_ptr, window, chunk, column, first_piece, pieces,
-    part_ptr, sums_ptr, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr,
+    part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr,
     COLUMNS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, END: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, REACH: tl.constexpr, SHARED: tl.constexpr,
-    SINKS: tl.constexpr,
+    TILES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The block's output, of what the program has or of all `pieces` that slices have left."""
     for i in tl.static_range(TILES):
@@ -182,21 +181,18 @@ def _finish_block(
         token_M, g, inside, oldest_M, stop_M = _queries(
             token, slot, first_query + i * M, first_query + END, row_ptr, position_ptr, window, chunk, G, STRIDE, M, REACH
         )  # fmt: skip
-        finish(
-            most, sums, values, token_M, token_M, stop_M > 0, head * G + g, inside, out_ptr, out_st, out_sh,
-            shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, K * G, DV, DVP, SHARED, SINKS,
-        )  # fmt: skip
+        finish(most, sums, values, token_M, head * G + g, inside, out_ptr, out_st, out_sh, sinks_ptr, DV, DVP, SINKS)
 
 
-@triton.jit(do_not_specialize=["num_units", "width", "entry_tiles", "shared_split", "window", "chunk"])
+@triton.jit(do_not_specialize=["num_units", "width", "entry_tiles", "window", "chunk"])
 def drafts_kernel(
     q_ptr, q_st, q_sh, out_ptr, out_st, out_sh,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se, row_ptr, position_ptr,
     table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, entry_tiles, counter_ptr, part_ptr, sums_ptr,
-    shared_ptr, shared_sums_ptr, shared_count_ptr, shared_split, sinks_ptr, scale, softcap, window, chunk,
+    sinks_ptr, scale, softcap, window, chunk,
     S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
     TILES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    BN: tl.constexpr, REACH: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BN: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One slice of one head and one block of each row's tokens. `begin`, `unit`, `entry_tiles`: see `decode_kernel`.
@@ -254,9 +250,8 @@ def drafts_kernel(
         if done:
             _finish_block(
                 highest, total, acc, token, slot, head, first_query, row_ptr, position_ptr, window, chunk, column,
-                begin // per, pieces, part_ptr, sums_ptr, out_ptr, out_st, out_sh, shared_ptr, shared_sums_ptr,
-                shared_count_ptr, shared_split, sinks_ptr, COLUMNS, K, G, STRIDE, TOKENS * G, M, TILES, DV, DVP,
-                REACH, SHARED, SINKS,
+                begin // per, pieces, part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, COLUMNS, K, G, STRIDE,
+                TOKENS * G, M, TILES, DV, DVP, REACH, SINKS,
             )  # fmt: skip
         tile += run
         left -= run

@@ -30,8 +30,7 @@ def _agree(table_ptr, table_st, slots_ptr, lengths_ptr, slot0, column, num_rows,
 
 @triton.jit
 def _shared_tokens(
-    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, position_ptr, num_rows, least,
-    PAGE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many tokens of leading pages all rows of a step share, and the slot of a row that has these pages.
 
@@ -43,11 +42,8 @@ def _shared_tokens(
     for start in range(0, num_rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
-        if STRIDE:
-            past = tl.load(position_ptr + row * STRIDE, mask=row < num_rows, other=0).to(tl.int32)
-        else:
-            past = length + tl.load(starts_ptr + row, mask=row < num_rows, other=0)
-            past -= tl.load(starts_ptr + row + 1, mask=row < num_rows, other=0)
+        past = length + tl.load(starts_ptr + row, mask=row < num_rows, other=0)
+        past -= tl.load(starts_ptr + row + 1, mask=row < num_rows, other=0)
         rows += tl.sum((length > 0).to(tl.int32), 0)
         shortest = tl.minimum(shortest, tl.min(tl.where(length > 0, past, 0x7FFFFFFF), 0))
         any_row = tl.maximum(any_row, tl.max(tl.where(length > 0, row, 0), 0))
@@ -132,7 +128,7 @@ def schedule_kernel(
     slot0 = 0
     if SHARED:
         shared, slot0 = _shared_tokens(
-            table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, position_ptr, num_rows, least, PAGE, STRIDE, BLOCK
+            table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, num_rows, least, PAGE, BLOCK
         )
     units = 0
     tiles = 0
@@ -171,7 +167,7 @@ def schedule_kernel(
         units += tl.sum(short.to(tl.int32), 0)
         tiles += tl.sum(count, 0)
     tl.store(begin_ptr, 0)
-    tl.store(info_ptr, units * STRIDE if STRIDE else units)
+    tl.store(info_ptr, units)
     tl.store(info_ptr + 1, shared)
     tl.store(info_ptr + 2, tl.where(shared > 0, shared_splits, 0))
     tl.store(info_ptr + 3, slot0)

@@ -28,10 +28,9 @@ def shared_kernel(
     table_ptr, table_st, unit_ptr, info_ptr, shared_ptr, shared_sums_ptr, shared_split, scale, softcap,
     PROGRAMS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr, STRIDED: tl.constexpr,
+    FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share. Of a STRIDED batch
-    tokens are taken for units.
+    """Attention of all rows' units, their queries packed by key/value head into tiles, to the tokens that all rows share.
 
     `info` holds four numbers: these units, shared tokens, splits of the shared tokens, and the table slot to read these tokens from. A
     split leaves `shared_split` sums, unit after unit. Units of padding come last and leave no sums.
@@ -53,7 +52,7 @@ def shared_kernel(
             split = item // K % splits
             row = item // (K * splits) * BM + m
             there = row < units * G
-            token = (row // G if STRIDED else tl.load(unit_ptr + row // G * 4, mask=there, other=0)).to(tl.int64)
+            token = tl.load(unit_ptr + row // G * 4, mask=there, other=0).to(tl.int64)
             q_head = head * G + row % G
             q_at = q_ptr + (token * q_st + q_head * q_sh)[:, None] + d[None, :]
             q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
