@@ -82,7 +82,7 @@ class StepRows:
     -1, -1.
 
     `accepted_R` of a row that generates: so many drafts of its last step were taken. Its first token is certain, the others are drafts.
-    Where it is None, all tokens are certain.
+    It is -1 of a row that computes a prompt, all of whose tokens are certain. Where it is None, all tokens of all rows are.
     """
 
     slots_R: torch.Tensor
@@ -94,7 +94,6 @@ class StepRows:
     max_seq_len: int
     one_token: bool
     stride: int = 0
-    # [R] drafts that were right in the row's last step; -1 of rows that compute a prompt, all of whose tokens are certain
     accepted_R: torch.Tensor | None = None
 
     @classmethod

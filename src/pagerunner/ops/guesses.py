@@ -25,5 +25,7 @@ def take_guesses(guesses_GX: torch.Tensor, state: SlotState) -> None:
     places_GK = ahead_G1 + torch.arange(count, device=ahead_G1.device)
     drafts_GK = tokens_GX.gather(1, places_GK.clamp(0, width - 1))
     last_G1 = tokens_GX.gather(1, (ahead_G1 - 1).clamp(0, width - 1))
-    right_G1 = (ahead_G1 == 0) | (ahead_G1 <= width) & (last_G1 == state.tokens.index_select(0, slots_G)[:, None])
+    right_G1 = (ahead_G1 == 0) | (ahead_G1 > 0) & (ahead_G1 <= width) & (
+        last_G1 == state.tokens.index_select(0, slots_G)[:, None]
+    )
     state.drafts.index_copy_(0, slots_G, torch.where(right_G1 & (places_GK < width), drafts_GK, -1))

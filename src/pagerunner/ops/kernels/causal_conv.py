@@ -109,24 +109,9 @@ def _one_token(
 ):  # fmt: skip
     """Output and state of a row that has one token, and no accepted drafts before it."""
     total = _output(
-        x,
-        own,
-        own,
-        weight,
-        bias,
-        channel,
-        in_range,
-        token,
-        token,
-        0,
-        False,
-        x_stride,
-        channels,
-        weight_stride,
-        TAPS,
-        HAS_BIAS,
-        0,
-    )
+        x, own, own, weight, bias, channel, in_range, token, token, 0, False, x_stride, channels, weight_stride,
+        TAPS, HAS_BIAS, 0,
+    )  # fmt: skip
     tl.store(out + tl.cast(token, tl.int64) * channels + channel, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
         for save in range(tl.load(save_start + row), tl.load(save_start + row + 1)):
