@@ -50,8 +50,8 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
     got = answers(llm.generate(PROMPTS, PARAMS, False, lora_request=[one, None, one]))
     for number, expected in enumerate([want[0], plain[1], want[2]]):
         assert [token for token, _ in got[number]] == [token for token, _ in expected]
-        assert [value for _, value in got[number]] == pytest.approx([value for _, value in expected], abs=2e-3)
-    assert want[0][0] != pytest.approx(plain[0][0], abs=1e-2), "the adapter changes something"
+        assert [value for _, value in got[number]] == pytest.approx([value for _, value in expected], abs=2e-4)
+    assert abs(want[0][0][1] - plain[0][0][1]) > 5e-4, "the adapter changes something"
 
 
 def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:
