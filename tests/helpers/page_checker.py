@@ -116,9 +116,11 @@ class _Slot:
 class PageChecker:
     """Executes plans of a scheduler over `plan`'s groups. `private(request)` is what its pages may be shared within."""
 
-    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool, right: float = 0.0, goes_on: bool = False) -> None:
-        """`right`: how often a draft is. `goes_on`: who drafts writes behind the rows' tokens, as far as there are pages."""
-        self.plan, self._right, self._goes_on = plan, right, goes_on
+    def __init__(
+        self, plan: MemoryPlan, *, prefix_caching: bool, right: float = 0.0, looks_ahead: bool = False
+    ) -> None:
+        """`right`: how often a draft is. `looks_ahead`: who drafts writes behind the rows' tokens, as far as there are pages."""
+        self.plan, self._right, self._looks_ahead = plan, right, looks_ahead
         self.accepted = 0
         self.prefix_caching = prefix_caching
         self.slots: dict[int, _Slot] = {}
@@ -313,7 +315,7 @@ class PageChecker:
                         break
                 self.accepted += len(token_ids[-1]) - 1
                 slot.guess(plan.num_drafts, self._right)
-                if self._goes_on:
+                if self._looks_ahead:
                     self._write_ahead(row.slot, len(slot.tokens) - 1, plan.num_drafts - 1)
         return StepResult(
             step_id=plan.step_id, token_ids=token_ids, drafted=drafted, prompt_logprobs=prompt_logprobs, errors=errors

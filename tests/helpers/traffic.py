@@ -180,14 +180,14 @@ class Traffic(RuleBasedStateMachine):
             enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
             tiers=self.make_tiers(data),
-            goes_on=(goes_on := data.draw(st.booleans())),
+            looks_ahead=(looks_ahead := data.draw(st.booleans())),
             draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
-            words=data.draw(self.drafters),
+            host_drafter=data.draw(self.drafters),
             costs=token_costs(),
             target_itl=data.draw(st.sampled_from([None, 1e-9, 0.002, 0.005])) if self.chunked else None,
         )
         right = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-        self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right, goes_on=goes_on)
+        self.checker = PageChecker(self.plan, prefix_caching=self.caching, right=right, looks_ahead=looks_ahead)
         self.flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}

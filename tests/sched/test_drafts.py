@@ -144,7 +144,7 @@ def test_a_row_whose_length_is_uncertain_waits_before_anybody_is_preempted() -> 
 def test_rows_keep_their_drafts_where_a_drafter_has_no_pages_to_go_on() -> None:
     """Two requests fill 4 pages. The tokens behind the first one's drafts would be in a fifth."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
-    scheduler = Scheduler(KVManager(one_group(4)), draft_length=FixedLength(3), goes_on=True, **limits)
+    scheduler = Scheduler(KVManager(one_group(4)), draft_length=FixedLength(3), looks_ahead=True, **limits)
     add(scheduler, 27, 20, "a")
     add(scheduler, 20, 20, "bb")
     commit(scheduler, plan_of(scheduler), [7], [8])
@@ -167,7 +167,7 @@ def test_no_two_pages_of_a_window_share_a_column_where_a_drafter_goes_on() -> No
     )
     window = next(group for group in plan.groups if group.rule.forgets)
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "max_model_len": 512, "max_in_flight": 2}
-    scheduler = Scheduler(KVManager(plan), draft_length=FixedLength(8), goes_on=True, **limits)
+    scheduler = Scheduler(KVManager(plan), draft_length=FixedLength(8), looks_ahead=True, **limits)
     add(scheduler, 9)
     most, flight, columns = 0, [], dict[int, int]()
     for _ in range(12):
@@ -192,7 +192,7 @@ def test_drafts_of_the_host_are_learned_and_priced_as_well() -> None:
     length = AdaptiveLength(costs, (3, 7))
     words = SuffixDrafter(SpeculativeConfig(method="suffix", num_speculative_tokens=7))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 640}
-    scheduler = Scheduler(KVManager(one_group(40)), draft_length=length, costs=costs, words=words, **limits)
+    scheduler = Scheduler(KVManager(one_group(40)), draft_length=length, costs=costs, host_drafter=words, **limits)
     request = add(scheduler, 40)
     request.prompt_token_ids[:] = [*range(1, 9)] * 5
     before, seconds = length.expected(), [costs.decode_seconds(1, 0, drafts) for drafts in (0, 3, 7)]
@@ -216,7 +216,7 @@ def test_long_prompts_are_taken_up_by_and_by(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(SuffixIndex, "extend", lambda text, tokens: taken.append(len(tokens)) or extend(text, tokens))
     words = SuffixDrafter(SpeculativeConfig(method="suffix", num_speculative_tokens=3))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "max_model_len": 640}
-    scheduler = Scheduler(KVManager(one_group(40)), draft_length=FixedLength(3), words=words, **limits)
+    scheduler = Scheduler(KVManager(one_group(40)), draft_length=FixedLength(3), host_drafter=words, **limits)
     for name in ("a", "bb"):
         add(scheduler, 40, name=name, tokens=[*range(len(name), len(name) + 8)] * 5)
     made = []

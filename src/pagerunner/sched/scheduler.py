@@ -76,12 +76,12 @@ class Scheduler:
         costs: CostModel | None = None,
         target_itl: float | None = None,
         draft_length: DraftLength | None = None,
-        goes_on: bool = False,
-        words: SuffixDrafter | None = None,
+        looks_ahead: bool = False,
+        host_drafter: SuffixDrafter | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """`load_failure`: what becomes of a request whose pages don't come back from another memory. `goes_on`: see StepPlanner. `draft_length` chooses how many drafts
-        rows have; without it they have none. `words` makes them, if the device doesn't. `adapters`: which there are, if requests may have some.
+        """`load_failure`: what becomes of a request whose pages don't come back from another memory. `looks_ahead`: see StepPlanner. `draft_length` chooses how many drafts
+        rows have; without it they have none. `host_drafter` makes them, if the device doesn't. `adapters`: which there are, if requests may have some.
         """
         self.manager = manager
         self.tiers, self._load_failure = tiers, load_failure
@@ -93,7 +93,7 @@ class Scheduler:
             policy=policy,
             make_guide=make_guide,
             tiers=tiers,
-            words=words,
+            host_drafter=host_drafter,
             adapters=adapters,
         )
         if draft_length is not None and draft_length.most:
@@ -105,7 +105,7 @@ class Scheduler:
             stages=min(stages, max_in_flight),
             pace=Pace(costs, target_itl, max_num_batched_tokens) if costs is not None and target_itl else None,
             draft_length=draft_length,
-            goes_on=goes_on,
+            looks_ahead=looks_ahead,
         )
 
     # -- requests

@@ -29,7 +29,7 @@ class SchedulerState:
     """Every unfinished sequence stands in one place: in `waiting`, in `running`, or held back by `guided` or by `adapters`.
 
     `in_flight` has the plans that are not committed, oldest first, with the sequence of each row. `failed` has the last
-    updates of sequences that failed while a step was planned. `words` drafts, where the host does.
+    updates of sequences that failed while a step was planned. `host_drafter` drafts, where the host does.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class SchedulerState:
         policy: Literal["fcfs", "priority"],
         make_guide: MakeGuide | None,
         tiers: Tiering | None = None,
-        words: SuffixDrafter | None = None,
+        host_drafter: SuffixDrafter | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self.manager = manager
         self.adapters = adapters
-        self.words = words
+        self.host_drafter = host_drafter
         self.tiers = tiers
         self.by_priority = policy == "priority"
         if adapters is not None:
@@ -180,10 +180,10 @@ class SchedulerState:
         sequence.finished = True
         if self.tiers is not None and sequence.shares and not self.tiers.prompts_only:
             self.tiers.wish(sequence.chain, min(sequence.scheduled, len(sequence.tokens)))
-        if self.words is not None and sequence.text is not None:
+        if self.host_drafter is not None and sequence.text is not None:
             sequence.text = None
             if not sequence.request.cache_salt:
-                self.words.keep(sequence.tokens[sequence.prompt_len :])
+                self.host_drafter.keep(sequence.tokens[sequence.prompt_len :])
         del self.sequences[sequence.request_id]
         held = sequence.request_id in self.guided.held
         self.guided.drop(sequence)

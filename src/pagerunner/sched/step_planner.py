@@ -40,10 +40,10 @@ class StepPlanner:
         stages: int = 1,
         pace: NoPace | None = None,
         draft_length: DraftLength | None = None,
-        goes_on: bool = False,
+        looks_ahead: bool = False,
     ) -> None:
-        """`goes_on`: who drafts keeps pages, too, and all but the first of a row's drafts take a place behind the row's tokens."""
-        self._goes_on = goes_on
+        """`looks_ahead`: who drafts keeps pages, too, and all but the first of a row's drafts take a place behind the row's tokens."""
+        self._looks_ahead = looks_ahead
         self._state, self._pace = state, pace or NoPace()
         self._draft_length = draft_length or FixedLength(0)
         self._drafts = self._made = (
@@ -66,7 +66,7 @@ class StepPlanner:
         preempted = state.counts.preemptions
         if self._draft_length.most:
             self._drafts = self._choose_drafts()
-            self._made = self._drafts if state.words is None else 0
+            self._made = self._drafts if state.host_drafter is None else 0
             self._guesses, self._to_index = [], _INDEXED_TOKENS
         self._pace.begin(state, self._drafts)
         if state.adapters is not None:
@@ -136,11 +136,14 @@ class StepPlanner:
                 if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
                     continue
                 generating -= 1
-            low = guess = None
+            guess, low = (
+                None,
+                total - 1 if generates and drafting else None,
+            )  # where it begins at the least; None: at start
             if generates and drafting:
                 if start >= sequence.max_total:
                     continue  # it may be complete
-                low, end, guess = self._with_drafts(sequence, start, total, budget)
+                end, guess = self._with_drafts(sequence, start, total, budget)
             elif generates:
                 end = total
             else:
@@ -149,11 +152,7 @@ class StepPlanner:
                     continue
             grant = sequence.grant
             assert grant is not None
-            reach = end
-            if (
-                generates and self._goes_on and self._drafts > 1 and sequence.guide is None
-            ):  # for a prompt's end, windows would forget too much
-                low, reach = total - 1, max(min(end + self._drafts - 1, sequence.max_total), end)
+            reach = self._ahead(sequence, end) if generates and self._looks_ahead else end
             if reach > grant.capacity:
                 if not (reach := self._grow(sequence, grant, start, end, reach, low)):
                     if sequence.grant is None:
@@ -175,29 +174,35 @@ class StepPlanner:
             sequences.append(sequence)
         return budget
 
-    def _with_drafts(
-        self, sequence: Sequence, start: int, total: int, budget: int
-    ) -> tuple[int | None, int, Guess | None]:
-        """Where a row that generates begins at the least, if that isn't certain or it has drafts; where it ends at the most; and drafts of the host."""
-        words, guess = self._state.words, None
-        if words is not None and self._drafts and sequence.guide is None:
-            guess = self._guess(words, sequence, start)
-        if start < total and not sequence.drafts:
-            return None, total, guess
-        most = min(sequence.max_total - max(start, total), budget)
-        return total - 1, start + min(1 + min(sequence.drafts, self._drafts), most), guess
+    def _ahead(self, sequence: Sequence, end: int) -> int:
+        """How far there should be pages for a row that generates and ends at `end`: its drafter goes on behind it. A prompt's last row has none of these
+        pages, as windows would forget too much for them.
+        """
+        if self._drafts < 2 or sequence.guide is not None:
+            return end
+        return max(min(end + self._drafts - 1, sequence.max_total), end)
 
-    def _guess(self, words: SuffixDrafter, sequence: Sequence, start: int) -> Guess:
+    def _with_drafts(self, sequence: Sequence, start: int, total: int, budget: int) -> tuple[int, Guess | None]:
+        """Where a row that generates ends at the most, and drafts of the host."""
+        drafter, guess = self._state.host_drafter, None
+        if drafter is not None and self._drafts and sequence.guide is None:
+            guess = self._guess(drafter, sequence, start)
+        if start < total and not sequence.drafts:
+            return total, guess
+        most = min(sequence.max_total - max(start, total), budget)
+        return start + min(1 + min(sequence.drafts, self._drafts), most), guess
+
+    def _guess(self, drafter: SuffixDrafter, sequence: Sequence, start: int) -> Guess:
         """How the text goes on behind what is committed, as far as the row may need it that begins at `start` at the latest."""
         tokens, text = sequence.tokens, sequence.text
         if text is None or text.is_full:
-            text = sequence.text = words.begin(len(tokens))
+            text = sequence.text = drafter.begin(len(tokens))
         if (missing := min(len(tokens) - text.end, self._to_index)) > 0:
             text.extend(tokens[text.end : text.end + missing])
             self._to_index -= missing
         if text.end < len(tokens):
             return Guess(-1, len(tokens), [])
-        guess = words.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
+        guess = drafter.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
         sequence.drafts = max(len(guess) - sequence.pending, 0)
         return Guess(-1, len(tokens), guess)
 

@@ -174,7 +174,7 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _words(config: EngineConfig) -> SuffixDrafter | None:
+def _host_drafter(config: EngineConfig) -> SuffixDrafter | None:
     """What drafts on the host, if that is where drafts are made."""
     asked = config.speculative
     return SuffixDrafter(asked, new_index()) if asked is not None and asked.method == "suffix" else None
@@ -243,8 +243,8 @@ def build_scheduler(
         tiers=tiers,
         load_failure=config.kv_load_failure_policy,
         draft_length=_draft_length(config, costs),
-        words=_words(config),
-        goes_on=config.speculative is not None and config.speculative.method in DRAFT_MODELS,
+        host_drafter=_host_drafter(config),
+        looks_ahead=config.speculative is not None and config.speculative.method in DRAFT_MODELS,
         costs=costs,
         adapters=adapters,
         target_itl=_seconds(config.target_itl_ms),
