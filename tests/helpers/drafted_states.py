@@ -176,8 +176,6 @@ class Drafted:
             for part, x in zip(parts, request.inputs, strict=True):
                 part[real[place : place + true]] = x[request.done : request.done + true]
             place += count
-        if len(parts) > len(self.spec.entry):  # positions
-            parts[-1] = rows.positions_T
         saves = [
             StateSave(row, position, 0, page * self.unit)
             for row, (request, _) in enumerate(work)
@@ -264,7 +262,6 @@ def run(
         while len(live) < 4 and rand.random() < 0.7:
             dtype = TORCH_DTYPES[spec.entry_dtype]
             inputs = tuple(torch.randn(length, *shape).to(device, dtype) for shape in spec.entry)
-            inputs += (torch.arange(length),) if isinstance(layer, SlotPooling) else ()
             prompt = rand.choice((1, 2, 5, 8))
             wanted = reference(layer, spec, backend, inputs, prompt, device)
             live.append((world.start(inputs, prompt), *wanted))
@@ -283,7 +280,7 @@ def run(
             world.step(work, padding=rand.choice(((0, 0), (1, 3))))
         for request, outputs, states in list(live):
             for position, (found, want) in enumerate(zip(request.outputs, outputs, strict=False)):
-                counts = not isinstance(layer, SlotPooling) or (position + 1) % layer.ratio == 0
+                counts = not isinstance(layer, SlotPooling) or (position + 1) % len(layer.biases[0]) == 0
                 assert same(found, want) or not counts, f"the outputs at {position}"
             for position, page in request.saves.items():
                 held = world.state(page)

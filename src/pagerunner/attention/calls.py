@@ -172,17 +172,22 @@ class CompletedSlots(Protocol):
 class Recurrence(Protocol):
     """What one layer computes from its inputs and state. States are in the order of the layer's spec."""
 
-    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """One token of B rows: inputs [B, ..] and states [B, *shape] to outputs [B, ..] and new states."""
-
-    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """Tokens of one row: inputs [T, ..] and states [*shape] to outputs [T, ..] and new states."""
-
     def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
         """All rows of a step: inputs [T, ..] to outputs [T, ..], states and journals being read from and written to `memory`.
 
         A journal keeps the first inputs, as many as it has tensors.
         """
+
+
+@runtime_checkable
+class SteppedRecurrence(Recurrence, Protocol):
+    """A recurrence that backends may lead from token to token."""
+
+    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """One token of B rows: inputs [B, ..] and states [B, *shape] to outputs [B, ..] and new states."""
+
+    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """Tokens of one row: inputs [T, ..] and states [*shape] to outputs [T, ..] and new states."""
 
 
 @runtime_checkable

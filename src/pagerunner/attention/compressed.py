@@ -12,14 +12,12 @@ Everything is read from pages, also what this step has written. So results don't
 isn't complete is never read.
 
 Shape letters: T tokens of the step, Q queries of a block, N slots completed by the step, S slots of a row, H heads, D
-vector size, I indexer key size, J indexer heads, W tokens that a slot is pooled from, C channels.
+vector size, I indexer key size, J indexer heads, C channels of a token's input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,122 +32,27 @@ from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
 from pagerunner.batch import GroupBatch, StatePages
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
-from pagerunner.ops.state_rows import Span, StateRows, spans
+from pagerunner.ops.slot_pooling import Pooling, pool_slots
+from pagerunner.ops.state_rows import StateRows
 
 BLOCK_QUERIES = 256  # bounds the scores that exist at once
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPooling:
-    """Slots' vectors before their norm, as a recurrence over the tokens' projections; see `attention.calls.Recurrence`.
+    """Slots' vectors before their norm, as a recurrence over the tokens' projections; see `ops.slot_pooling`.
 
     Each of `biases`, [r, C / 2], is one pooling: of the vectors and, where there is an indexer, of its keys. Inputs: the
-    poolings' projections [T, C] float32, a value half and a gate half, and the positions [T]. States: for each pooling the
-    inputs of the last W tokens. Outputs: at the last token of each slot the pooled values, poolings side by side;
-    anything elsewhere. A value is the average over a slot's tokens, channel by channel, by the softmax of gate + bias.
-
-    With `overlap` a slot is pooled from 2 r tokens: the first half of the values' channels is for the slot after the
-    token's own, the second half for its own.
+    poolings' projections [T, C], a value half and a gate half. States: for each pooling the inputs of the last W tokens.
     """
 
     biases: tuple[torch.Tensor, ...]
     overlap: bool
 
-    @property
-    def ratio(self) -> int:
-        """r."""
-        return int(self.biases[0].shape[0])
-
-    def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """See Recurrence."""
-        *projected, positions_B = inputs
-        kept = tuple(torch.cat((s[:, 1:], x.unsqueeze(1)), 1) for x, s in zip(projected, states, strict=True))
-        pooled = [self._pool(x, bias, positions_B) for x, bias in zip(kept, self.biases, strict=True)]
-        return torch.cat(pooled, -1), kept
-
-    def chunks(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """See Recurrence."""
-        *projected, positions_L = inputs
-        last_N = ((positions_L + 1) % self.ratio == 0).nonzero().squeeze(-1)
-        outputs, kept = [], []
-        for x_LC, state_WC, bias in zip(projected, states, self.biases, strict=True):
-            width = state_WC.shape[0]
-            both_C = torch.cat((state_WC, x_LC))
-            window_NW = last_N.unsqueeze(-1) + torch.arange(1, width + 1, device=last_N.device)
-            pooled_ND = self._pool(both_C[window_NW], bias, positions_L[last_N])
-            outputs.append(pooled_ND.new_zeros(x_LC.shape[0], pooled_ND.shape[-1]).index_copy_(0, last_N, pooled_ND))
-            kept.append(both_C[-width:])
-        return torch.cat(outputs, -1), tuple(kept)
-
     def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
-        """See Recurrence. Reads the device: which tokens complete slots, which states are saved, and what was accepted."""
-        *projected, positions_T = inputs
-        done_N = (((positions_T + 1) % self.ratio == 0) & (rows.step.row_T >= 0)).nonzero().squeeze(-1)
-        found = list(spans(rows))
-        keeps = [(row.row, row.certain, row.entry) for row in found]
-        saves = [(row.row, upto, target) for row in found for upto, target in row.saves]
-        history = _History.of(found, rows)
-        outputs = []
-        for at, (x_TC, state_EWC, bias) in enumerate(zip(projected, memory.states, self.biases, strict=True)):
-            journal = memory.journal[at] if memory.journal else None
-            windows = partial(history.windows, x_TC, state_EWC, journal)
-            pooled_ND = self._pool(windows(done_N + 1, rows.step.row_T[done_N]), bias, positions_T[done_N])
-            outputs.append(pooled_ND.new_zeros(x_TC.shape[0], pooled_ND.shape[-1]).index_copy_(0, done_N, pooled_ND))
-            unit = state_EWC.stride(0) * state_EWC.element_size()
-            targets = [*((row, upto, target // unit) for row, upto, target in saves), *keeps]
-            rows_N, ends_N, entries_N = torch.tensor(targets, device=x_TC.device).T
-            state_EWC[entries_N] = windows(ends_N, rows_N)  # all reads come before
-            if journal is not None:
-                for row in found:
-                    journal[row.entry, : row.end - row.certain] = x_TC[row.certain : row.end]
-        return torch.cat(outputs, -1)
-
-    def _pool(self, x_NWC: torch.Tensor, bias: torch.Tensor, last_N: torch.Tensor) -> torch.Tensor:
-        values, gates = x_NWC.chunk(2, -1)
-        if not self.overlap:
-            return (values * (gates + bias).softmax(1)).sum(1)
-        ratio, half = self.ratio, bias.shape[-1] // 2
-        first = (last_N < ratio)[:, None, None]  # the sequence's first slot has no slot before it
-        before = (gates[:, :ratio, :half] + bias[:, :half]).masked_fill(first, float("-inf"))
-        weights = torch.cat((before, gates[:, ratio:, half:] + bias[:, half:]), 1).softmax(1)
-        return (torch.cat((values[:, :ratio, :half], values[:, ratio:, half:]), 1) * weights).sum(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _History:
-    """Where the last inputs before a token are: by row its first token, its accepted drafts, its page's table entry."""
-
-    first_R: torch.Tensor
-    replayed_R: torch.Tensor
-    entry_R: torch.Tensor
-
-    @classmethod
-    def of(cls, found: Sequence[Span], rows: StateRows) -> _History:
-        parts = torch.zeros(3, rows.step.num_rows, dtype=torch.int64)
-        for row in found:
-            parts[:, row.row] = torch.tensor((row.first, row.replayed, row.entry))
-        return cls(*parts.to(rows.page_table.device))
-
-    def windows(
-        self,
-        x_TC: torch.Tensor,
-        state_EWC: torch.Tensor,
-        journal_EKC: torch.Tensor | None,
-        ends_N: torch.Tensor,
-        rows_N: torch.Tensor,
-    ) -> torch.Tensor:
-        """The last W inputs before each of the tokens `ends`, of the rows `rows`: [N, W, C]."""
-        width, rows_N = state_EWC.shape[1], rows_N.long()
-        first_N1, replayed_N1, entry_N1 = (
-            part[rows_N].unsqueeze(-1) for part in (self.first_R, self.replayed_R, self.entry_R)
-        )
-        tokens_NW = ends_N.unsqueeze(-1) + torch.arange(-width, 0, device=ends_N.device)
-        past_NW = tokens_NW - first_N1 + replayed_N1  # counted from the state in the page
-        found_NWC = state_EWC[entry_N1, (past_NW + width).clamp(0, width - 1)]
-        if journal_EKC is not None:
-            drafts_NWC = journal_EKC[entry_N1, past_NW.clamp(0, journal_EKC.shape[1] - 1)]
-            found_NWC = torch.where((past_NW >= 0).unsqueeze(-1), drafts_NWC, found_NWC)
-        return torch.where((tokens_NW >= first_N1).unsqueeze(-1), x_TC[tokens_NW.clamp(min=0)], found_NWC)
+        """See Recurrence."""
+        poolings = tuple(map(Pooling, inputs, self.biases))
+        return pool_slots(rows.step.positions_T, poolings, memory, rows, self.overlap)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,14 @@ from typing import TypeGuard
 import torch
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.calls import LatentCall, NativeRecurrence, Recurrence, RecurrentCall, Tensors
+from pagerunner.attention.calls import (
+    LatentCall,
+    NativeRecurrence,
+    Recurrence,
+    RecurrentCall,
+    SteppedRecurrence,
+    Tensors,
+)
 from pagerunner.attention.capability import HEADS, Capabilities
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.paged import PagedBackend, PagedOps
@@ -95,7 +102,7 @@ class RecurrentPlan:
 class _OneByOne(RecurrentBackend):
     """Tokens that rows take one after another run by the CPU kernels, longer rows by torch."""
 
-    def step(self, recurrence: Recurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+    def step(self, recurrence: SteppedRecurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """See RecurrentBackend."""
         if not _native(recurrence, inputs, states):
             return super().step(recurrence, inputs, states)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape, PlanInputs
-from pagerunner.attention.calls import Recurrence, RecurrentCall, Tensors
+from pagerunner.attention.calls import RecurrentCall, SteppedRecurrence, Tensors
 from pagerunner.attention.capability import Capabilities
 from pagerunner.batch import StatePages, StepRows
 from pagerunner.ops.causal_conv import causal_conv, causal_conv_rows, journaled_conv_rows
@@ -152,6 +152,7 @@ class TorchRecurrentPlan:
     short: list[Span]
     entries: torch.Tensor
     long: list[Span]
+    every: StateRows
 
     @property
     def steps(self) -> range:
@@ -176,15 +177,18 @@ class RecurrentBackend:
         saves = StateSaves(*map(torch.from_numpy, saves_by_row(inputs, inputs.rows.num_rows)))
         short: list[Span] = []
         long: list[Span] = []
-        for row in spans(StateRows(inputs.rows, inputs.page_table, saves)):
+        every = StateRows(inputs.rows, inputs.page_table, saves)
+        for row in spans(every):
             (short if row.by_one or row.end - row.first == 1 else long).append(row)
         entries = torch.tensor([row.entry for row in short], dtype=torch.int64, device=inputs.page_table.device)
-        return TorchRecurrentPlan(short, entries, long)
+        return TorchRecurrentPlan(short, entries, long, every)
 
     def run(self, call: RecurrentCall) -> torch.Tensor:
         """See RecurrentCall."""
         recurrence, inputs, pages, group, _ = call
         plan: TorchRecurrentPlan = group.plan
+        if not isinstance(recurrence, SteppedRecurrence):
+            return recurrence.rows(inputs, pages, plan.every)
         tokens = inputs[0].shape[0]
         parts = [*self._one_by_one(recurrence, inputs, pages, plan)] if plan.short else []
         for row in plan.long:
@@ -198,12 +202,12 @@ class RecurrentBackend:
             out.index_copy_(0, part, found)
         return out
 
-    def step(self, recurrence: Recurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
+    def step(self, recurrence: SteppedRecurrence, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """`Recurrence.step`, which may change `states` in place."""
         return recurrence.step(inputs, states)
 
     def _one_by_one(
-        self, recurrence: Recurrence, inputs: Tensors, memory: StatePages, plan: TorchRecurrentPlan
+        self, recurrence: SteppedRecurrence, inputs: Tensors, memory: StatePages, plan: TorchRecurrentPlan
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens of the step, and their outputs."""
         device, journal = plan.entries.device, memory.journal
@@ -262,7 +266,7 @@ def _store(memory: StatePages, entry: int, states: Tensors) -> None:
         pages[entry].copy_(state)
 
 
-def _chunks(recurrence: Recurrence, inputs: Tensors, memory: StatePages, row: Span) -> torch.Tensor:
+def _chunks(recurrence: SteppedRecurrence, inputs: Tensors, memory: StatePages, row: Span) -> torch.Tensor:
     states = tuple(pages[row.entry] for pages in memory.states)
     outputs, done = [], 0
     for upto, target in (*row.saves, (row.end, None)):

@@ -166,7 +166,7 @@ class Attention(Module):
         """Vectors of the slots that the step completes, [N, d], and their indexer keys."""
         poolings = (self.compressor, self.indexer.compressor) if self.sparse else (self.compressor,)
         recurrence = SlotPooling(tuple(pooling.place_bias for pooling in poolings), overlap=self.sparse)
-        inputs = (*(pooling.project(x_TD) for pooling in poolings), batch.positions)
+        inputs = tuple(pooling.project(x_TD) for pooling in poolings)
         pooled = self.pool(recurrence, inputs, batch)
         done_N = self.attend_slots.completed(batch)
         rope = angles.slots(self.ratio, done_N)

@@ -1,0 +1,327 @@
+"""Slots pooled from a ring of inputs, and what makes vectors in pages of them. Twins: `pagerunner.ops.slot_pooling`.
+
+A step of few tokens is one launch: the program of a row and some channels pools the slots that the row completes, then writes its state. It alone
+reads and writes these channels of the row. Longer rows have a program for each token, and then one for each row's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.batch import StatePages
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
+from pagerunner.ops.kernels.state_rows import (
+    row_arguments,
+    row_tokens,
+    save_arguments,
+    save_token,
+    saves_of,
+    state_entry,
+)
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.rope import RopeAngles
+from pagerunner.ops.slot_pooling import Pooling
+from pagerunner.ops.state_rows import StateRows
+
+BLOCK_CHANNELS = 64
+BLOCK_PLACES = 16  # tokens of a slot whose inputs are on their way together
+
+
+@triton.jit
+def _inputs(
+    x, state, journal, position, channel, mask, first, start, base, x_stride, W: tl.constexpr, C: tl.constexpr, JOURNAL: tl.constexpr
+):  # fmt: skip
+    """A row's inputs at positions [BW, 1], float32; see `_Ring` of the twin."""
+    new = position >= start
+    token = tl.cast(first, tl.int64) + position - start
+    value = tl.load(x + token * x_stride + channel, mask=mask & new, other=0.0).to(tl.float32)
+    held = tl.load(state + (position + W) % W * C + channel, mask=mask & (position < base), other=0.0)
+    value = tl.where(new, value, held)
+    if JOURNAL > 0:
+        draft = mask & (position >= base) & (position < start)
+        value += tl.load(journal + (position - base) * C + channel, mask=draft, other=0.0)
+    return value
+
+
+@triton.jit
+def _half(
+    x, state, journal, bias, most, total, found, place, before, channel, inside, last, first, start, base, x_stride,
+    RATIO: tl.constexpr, W: tl.constexpr, C: tl.constexpr, JOURNAL: tl.constexpr,
+):  # fmt: skip
+    """Take some of a slot's tokens into the running softmax: those at `place` [BW, 1] of the slot that is `before` slots before."""
+    position = last - RATIO * (before + 1) + 1 + place
+    mask = (place < RATIO) & (position >= 0) & inside
+    value = _inputs(x, state, journal, position, channel, mask, first, start, base, x_stride, W, C, JOURNAL)
+    gate = _inputs(x, state, journal, position, C // 2 + channel, mask, first, start, base, x_stride, W, C, JOURNAL)
+    gate += tl.load(bias + place * (C // 2) + channel, mask=mask, other=0.0)
+    gate = tl.where(mask, gate, float("-inf"))
+    larger = tl.maximum(most, tl.max(gate, 0))
+    shrink = tl.exp(most - larger)
+    weight = tl.exp(gate - larger[None, :])
+    return larger, total * shrink + tl.sum(weight, 0), found * shrink + tl.sum(weight * value, 0)
+
+
+@triton.jit
+def _slot(
+    x, state, journal, bias, out, block, last, first, start, base, x_stride,
+    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """BC elements of the slot whose last token is at position `last`."""
+    W: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
+    C: tl.constexpr = 4 * D if OVERLAP else 2 * D
+    element = block * BC + tl.arange(0, BC)
+    channel, inside = element[None, :], (element < D)[None, :]
+    most = tl.full((BC,), -1.0e30, tl.float32)
+    total = tl.zeros((BC,), tl.float32)
+    found = tl.zeros((BC,), tl.float32)
+    for at in range(0, RATIO, BW):
+        place = (at + tl.arange(0, BW))[:, None]
+        if OVERLAP:
+            most, total, found = _half(
+                x, state, journal, bias, most, total, found, place, 1, channel, inside, last, first, start, base, x_stride,
+                RATIO, W, C, JOURNAL,
+            )  # fmt: skip
+        own = channel + D if OVERLAP else channel
+        most, total, found = _half(
+            x, state, journal, bias, most, total, found, place, 0, own, inside, last, first, start, base, x_stride,
+            RATIO, W, C, JOURNAL,
+        )  # fmt: skip
+    tl.store(out + element, found / tl.where(total > 0, total, 1.0), mask=element < D)
+
+
+@triton.jit
+def _ring(
+    x, state, journal, target, block, upto, least, mask, first, start, base, x_stride,
+    D: tl.constexpr, W: tl.constexpr, STRIPS: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Write to `target` a ring of what comes before position `upto`, and not before `least`."""
+    element = block * BC + tl.arange(0, BC)
+    for at in range(0, W, BW):
+        place = at + tl.arange(0, BW)
+        position = (upto - 1 - (upto - 1 - place + W) % W)[:, None]
+        there = mask & (place < W)[:, None] & (position >= least) & (element < D)[None, :]
+        for strip in tl.static_range(STRIPS):
+            channel = strip * D + element[None, :]
+            value = _inputs(
+                x, state, journal, position, channel, there, first, start, base, x_stride, W, STRIPS * D, JOURNAL
+            )
+            tl.store(target + place[:, None] * (STRIPS * D) + channel, value, mask=there)
+
+
+@triton.jit
+def _row(
+    x, states, journals, bias, out, row, block, table, slots, query_start, seq_lens, positions, accepted, save_start, save_position,
+    save_target, x_stride, state_stride, journal_stride, table_stride, out_stride,
+    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr, HAS_SAVES: tl.constexpr,
+    OUTPUTS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """BC elements of one pooling of a row: with OUTPUTS its slots, then the states to save, its own, and its drafts."""
+    W: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
+    STRIPS: tl.constexpr = 4 if OVERLAP else 2
+    first, end, certain, replayed, _ = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    if first < end:
+        entry = state_entry(table, slots, row, table_stride)
+        state, journal = states + entry * state_stride, journals + entry * journal_stride
+        start = tl.cast(tl.load(positions + first), tl.int32)
+        base = start - replayed
+        if OUTPUTS:
+            for token in range(first, end):
+                last = start + token - first
+                if (last + 1) % RATIO == 0:
+                    own = out + tl.cast(token, tl.int64) * out_stride
+                    _slot(
+                        x, state, journal, bias, own, block, last, first, start, base, x_stride,
+                        D, RATIO, OVERLAP, JOURNAL, BC, BW,
+                    )  # fmt: skip
+        at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+        for save in range(at, stop):
+            upto = save_token(save_position, save, stop, shift, certain)
+            there = (upto > first - replayed) & (upto <= certain)
+            target = states + tl.load(save_target + save) // 4
+            _ring(
+                x, state, journal, target, block, start + upto - first, -W, there, first, start, base, x_stride,
+                D, W, STRIPS, JOURNAL, BC, BW,
+            )  # fmt: skip
+        tl.debug_barrier()  # all is read before the row's own state changes
+        _ring(
+            x, state, journal, state, block, start + certain - first, base, True, first, start, base, x_stride,
+            D, W, STRIPS, JOURNAL, BC, BW,
+        )  # fmt: skip
+        if JOURNAL > 0:
+            tl.debug_barrier()
+            element = block * BC + tl.arange(0, BC)
+            for token in range(certain, tl.minimum(end, certain + JOURNAL)):
+                for strip in tl.static_range(STRIPS):
+                    channel = strip * D + element
+                    value = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=element < D, other=0.0)
+                    target = journal + (token - certain) * (STRIPS * D) + channel
+                    tl.store(target, value.to(tl.float32), mask=element < D)
+
+
+@triton.jit
+def _rows_kernel(
+    x, states, journals, bias, x_2, states_2, journals_2, bias_2, out, table, slots, query_start, seq_lens, positions, accepted,
+    save_start, save_position, save_target, x_stride, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
+    D: tl.constexpr, D_2: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr, HAS_SAVES: tl.constexpr,
+    OUTPUTS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for a row and BC elements of the first pooling, and behind these for BC elements of the second."""
+    start_next_and_wait(PDL)
+    row, block = tl.program_id(0), tl.program_id(1)
+    parts: tl.constexpr = (D + BC - 1) // BC
+    if block < parts:
+        _row(
+            x, states, journals, bias, out, row, block, table, slots, query_start, seq_lens, positions, accepted, save_start,
+            save_position, save_target, x_stride, state_stride, journal_stride, table_stride, out_stride,
+            D, RATIO, OVERLAP, JOURNAL, HAS_SAVES, OUTPUTS, BC, BW,
+        )  # fmt: skip
+    elif D_2 > 0:
+        _row(
+            x_2, states_2, journals_2, bias_2, out + D, row, block - parts, table, slots, query_start, seq_lens, positions,
+            accepted, save_start, save_position, save_target, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
+            D_2, RATIO, OVERLAP, JOURNAL, HAS_SAVES, OUTPUTS, BC, BW,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tokens_kernel(
+    x, states, journals, bias, x_2, states_2, journals_2, bias_2, out, table, slots, query_start, positions, accepted, row_T,
+    x_stride, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
+    D: tl.constexpr, D_2: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr,
+    BC: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_rows_kernel`, a program for each token, which computes its slot alone."""
+    start_next_and_wait(PDL)
+    token, block = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_T + token)
+    last = tl.cast(tl.load(positions + token), tl.int32)
+    if (row >= 0) & ((last + 1) % RATIO == 0):
+        first = tl.load(query_start + row)
+        start = tl.cast(tl.load(positions + first), tl.int32)
+        base = start
+        if JOURNAL > 0:
+            base -= tl.maximum(tl.minimum(tl.load(accepted + row), JOURNAL), 0)
+        entry = state_entry(table, slots, row, table_stride)
+        own = out + token.to(tl.int64) * out_stride
+        parts: tl.constexpr = (D + BC - 1) // BC
+        if block < parts:
+            _slot(
+                x, states + entry * state_stride, journals + entry * journal_stride, bias, own, block, last, first, start,
+                base, x_stride, D, RATIO, OVERLAP, JOURNAL, BC, BW,
+            )  # fmt: skip
+        elif D_2 > 0:
+            _slot(
+                x_2, states_2 + entry * state_stride, journals_2 + entry * journal_stride, bias_2, own + D, block - parts, last,
+                first, start, base, x_2_stride, D_2, RATIO, OVERLAP, JOURNAL, BC, BW,
+            )  # fmt: skip
+
+
+def pool_slots(
+    positions_T: torch.Tensor, poolings: Sequence[Pooling], memory: StatePages, rows: StateRows, overlap: bool
+) -> torch.Tensor:
+    """See the twin."""
+    step, ratio = rows.step, poolings[0].bias.shape[0]
+    sizes = [pooling.bias.shape[1] // (2 if overlap else 1) for pooling in poolings]
+    out_TX = torch.empty(step.num_tokens, sum(sizes), dtype=torch.float32, device=positions_T.device)
+    drafts = memory.journal[0].shape[1] if memory.journal and step.accepted_R is not None else 0
+    arguments = [
+        (pooling.x_TC, state, journal, pooling.bias)
+        for pooling, state, journal in zip(poolings, memory.states, memory.journal or memory.states, strict=True)
+    ]
+    where, _ = row_arguments(rows, positions_T)
+    start, _, position, target, has_saves = save_arguments(rows)
+    strides = (
+        *(arguments[at][0].stride(0) for at in (0, -1)), memory.states[0].stride(0),
+        memory.journal[0].stride(0) if drafts else 0, rows.page_table.stride(0), out_TX.stride(0),
+    )  # fmt: skip
+    given = (*arguments[0], *arguments[-1], out_TX, rows.page_table)
+    both = {
+        "D": sizes[0],
+        "D_2": sizes[1] if len(sizes) > 1 else 0,
+        "RATIO": ratio,
+        "OVERLAP": overlap,
+        "JOURNAL": drafts,
+    }
+    tiles = {"BC": BLOCK_CHANNELS, "BW": min(BLOCK_PLACES, padded(ratio)), **dependent(positions_T.device)}
+    programs = sum(blocks(size, BLOCK_CHANNELS) for size in sizes)
+    if not rows.few:
+        slots, query_start, _, positions, accepted = where
+        _tokens_kernel[(step.num_tokens, programs)](
+            *given, slots, query_start, positions, accepted, step.row_T, *strides, **both, **tiles, num_warps=2
+        )
+    _rows_kernel[(step.num_rows, programs)](
+        *given, *where, start, position, target, *strides, **both, HAS_SAVES=has_saves, OUTPUTS=rows.few, **tiles, num_warps=2
+    )  # fmt: skip
+    return out_TX
+
+
+@triton.jit
+def _finish(
+    pooled, weight, cos, sin, page, eps, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's."""
+    pair, half = tl.arange(0, BD // 2)[:, None], tl.arange(0, 2)[None, :]
+    element = 2 * pair + half
+    inside = element < D
+    dtype = weight.dtype.element_ty
+    x = tl.load(pooled + element, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    y = x * (1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / D) + eps))
+    y = (y.to(dtype).to(tl.float32) * tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    at = tl.arange(0, BD // 2) - (D - P) // 2
+    turned = (at >= 0) & (at < P // 2)
+    c = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + P // 2 + at, mask=turned, other=0.0).to(tl.float32)
+    first, second = tl.split(y.to(tl.float32))
+    new_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
+    new_second = (second * c).to(dtype).to(tl.float32) + first * s
+    tl.store(page + element, tl.join(new_first, new_second).to(dtype).to(page.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    pooled, weight, page, weight_2, page_2, cos, sin, positions, entries, offsets, pooled_stride, angle_stride,
+    page_stride, slot_stride, page_2_stride, slot_2_stride, eps, eps_2,
+    D: tl.constexpr, D_2: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BD_2: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    wait_turn(PDL)
+    last = tl.load(positions + token)
+    entry = tl.load(entries + token)
+    if (entry >= 0) & ((last + 1) % RATIO == 0):
+        slot = tl.load(offsets + token) // RATIO
+        row, angle = pooled + token * pooled_stride, token * angle_stride
+        if tl.program_id(1) == 0:
+            place = page + entry * page_stride + slot * slot_stride
+            _finish(row, weight, cos + angle, sin + angle, place, eps, D, P, BD)
+        elif D_2 > 0:
+            place_2 = page_2 + entry * page_2_stride + slot * slot_2_stride
+            _finish(row + D, weight_2, cos + angle, sin + angle, place_2, eps_2, D_2, P, BD_2)
+
+
+def store_slots_(
+    pooled_TX: torch.Tensor,
+    norms: Sequence[Norm],
+    pages: Sequence[torch.Tensor],
+    angles: RopeAngles,
+    positions_T: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+    ratio: int,
+) -> None:
+    """See the twin."""
+    if not pooled_TX.shape[0]:
+        return
+    sizes = [page.shape[-1] for page in pages]
+    (norm, page), (norm_2, page_2) = ((norms[at], pages[at]) for at in (0, -1))
+    cos, sin = angles
+    _store_kernel[(pooled_TX.shape[0], len(pages))](
+        pooled_TX, norm.weight_I, page, norm_2.weight_I, page_2, cos, sin, positions_T, write_entry_T, write_offset_T,
+        pooled_TX.stride(0), cos.stride(0), *page.stride()[:2], *page_2.stride()[:2], norm.eps, norm_2.eps,
+        D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]), RATIO=ratio,
+        num_warps=4, **dependent(pooled_TX.device),
+    )  # fmt: skip
