@@ -23,7 +23,6 @@ LIMITS: dict[str, Any] = {
     "poison_fresh_pages": True,
     "skip_tokenizer_init": True,
 }
-EAGER_ONLY = {"deepseek_v4"}  # compressed latents have the reference's attention only
 TIE = 1e-4  # log-probabilities of the best two tokens that are nearer have no order across devices
 MOST_TIES = 1
 LOGPROB_ERROR = 1e-3
@@ -109,7 +108,7 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
             ties += compare(run(llm, siblings(), 0), expected[1])
         del llm
         collect()
-        if eager or family in EAGER_ONLY:
+        if eager:
             assert not graphs.captures
         else:
             assert decodes == {1, 2, 4, 8, 16}, "decode steps of every size ran in graphs"

@@ -34,6 +34,7 @@ from helpers.forward import load
 from helpers.quantise import quantise
 from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist.gloo import GlooComm
+from pagerunner.layers.streams import Streams
 from pagerunner.models.checkpoint.drafters import with_drafter
 from pagerunner.models.checkpoint.loader import load_weights, materialize, weights_bytes
 from pagerunner.models.checkpoint.ranks import build_share, configs_of_ranks, join_ranks, share_of_drafter, token_ids
@@ -210,7 +211,7 @@ def test_streams_are_taken_before_they_are_one(tmp_path: Path) -> None:
     hidden, taken = _taken(model, config, torch.arange(40), "streams", alone=True)
     streams = taken.unflatten(1, (3, 48))
     with torch.inference_mode():
-        sampled = model.model.norm(model.model.hc_head(streams[[20, 39]]))
+        sampled = model.model.hc_head(Streams(streams[[20, 39]]), model.model.norm)
     torch.testing.assert_close(hidden[[20, 39]], sampled)
     assert len(hidden) == 40  # of every token, though sampled ones alone were asked for
 

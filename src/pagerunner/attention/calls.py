@@ -17,7 +17,9 @@ import torch.nn.functional as F
 
 from pagerunner.batch import GroupBatch, KVPages, LatentPages, StatePages, StepRows
 from pagerunner.ops.latent_heads import LatentPrep
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.paged_attention import HeadPrep, Scores
+from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.state_rows import StateRows
 
 Result = tuple[torch.Tensor, torch.Tensor]  # attention and the log-sum-exp of its scores (float32)
@@ -160,6 +162,37 @@ class CompressedCall(NamedTuple):
     group: GroupBatch
     rows: StepRows
     scores: Scores
+
+
+class SlotsInput(NamedTuple):
+    """What a layer's slots are made of, and its memory of them: pooled numbers by token [T, X], vectors' and indexer keys' (see
+    `ops.slot_pooling`), the norms of both, and the angles of each token's slot.
+    """
+
+    pooled_TX: torch.Tensor
+    norms: tuple[Norm, ...]
+    angles: RopeAngles
+    chooser: IndexerQueries | None
+    pages: LatentPages
+    group: GroupBatch
+
+
+class VectorsCall(NamedTuple):
+    """Attention to a window's vectors and, beside it, slots, in one pass: `CompressedCall` for backends that declare `merged`; [T, H, D].
+
+    Queries and vectors are raw, and are changed in place. The result is turned back by `angles`.
+    """
+
+    q_THD: torch.Tensor
+    vectors_TD: torch.Tensor
+    norm: Norm
+    angles: RopeAngles
+    pages: KVPages
+    group: GroupBatch
+    slots: SlotsInput | None
+    rows: StepRows
+    scale: float
+    sinks_H: torch.Tensor
 
 
 class CompletedSlots(Protocol):

@@ -18,6 +18,7 @@ from pagerunner.attention.paged import PagedBackend
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.attention.paged_sparse import PagedSparseBackend
+from pagerunner.attention.paged_vectors import PagedVectorsBackend
 from pagerunner.attention.paired import PairedBackend
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
@@ -42,7 +43,7 @@ NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
 # asked for by name; otherwise they come last. CPU kernels serve before all (CPU_KINDS).
 KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "recurrent": (PagedRecurrentBackend, RecurrentBackend),
-    "latent": (PagedLatentBackend, PagedSparseBackend, LatentBackend, CompressedBackend),
+    "latent": (PagedLatentBackend, PagedSparseBackend, PagedVectorsBackend, LatentBackend, CompressedBackend),
 }
 FLASHINFER_KINDS: dict[str, tuple[Callable[[], Backend], ...]] = {"latent": (FlashInferLatentBackend,)}
 
@@ -84,9 +85,9 @@ def _names(wanted: str, device: torch.device) -> tuple[str, ...]:
 def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
     """New backends for each group, because a backend may keep what it has learned of its layers."""
     made: list[Backend] = [BACKENDS[name]() for name in _names(wanted, device)]
-    if kind not in KIND_BACKENDS:
-        return made
     graphs = any(backend.capabilities.graphs for backend in made)
+    if kind not in KIND_BACKENDS:  # vectors are a kind of windows
+        return [PagedVectorsBackend(), *made] if graphs and kind == "window" else made
     first = FLASHINFER_KINDS.get(kind, ()) if wanted == "flashinfer" else ()
     if any(backend.capabilities.cpu_kernels for backend in made):
         first = (CPU_KINDS[kind],) if kind in CPU_KINDS else ()

@@ -19,6 +19,7 @@ _NAMES = (
     "gpt-oss-20b",
     "deepseek-v2-lite",
     "deepseek-v3.2",
+    "deepseek-v4-flash-8e",
 )
 SHAPES: dict[str, dict[str, Any]] = {
     name: json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")) for name in _NAMES

@@ -14,9 +14,13 @@ from pagerunner.attention.calls import (
     Heads,
     IndexerQueries,
     Result,
+    SlotsInput,
+    VectorsCall,
 )
 from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, LatentPages
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.paged_attention import Scores
+from pagerunner.ops.rope import RopeAngles
 
 
 class PagedWindowVectors:
@@ -37,6 +41,31 @@ class PagedWindowVectors:
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         return self._run(q_THD, vectors_TD, batch, None, lse_TH), lse_TH
 
+    def merges(self, batch: ForwardBatch) -> bool:
+        """Whether the batch's backend attends by `merged`."""
+        return bool(self._memory(batch)[1].backend.capabilities.merged)
+
+    def merged(
+        self,
+        q_THD: torch.Tensor,
+        vectors_TD: torch.Tensor,
+        norm: Norm,
+        angles: RopeAngles,
+        slots: SlotsInput | None,
+        batch: ForwardBatch,
+        sinks_H: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of raw queries to the window and `slots`, turned back by `angles`; [T, H, D]."""
+        pages, group = self._memory(batch)
+        call = VectorsCall(q_THD, vectors_TD, norm, angles, pages, group, slots, batch.rows, self.scale, sinks_H)
+        out: torch.Tensor = group.backend.run(call)
+        return out
+
+    def _memory(self, batch: ForwardBatch) -> tuple[KVPages, GroupBatch]:
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, KVPages), "the layer's memory is not a window's vectors"
+        return pages, batch.groups[pages.group]
+
     def _run(
         self,
         q_THD: torch.Tensor,
@@ -45,9 +74,7 @@ class PagedWindowVectors:
         sinks_H: torch.Tensor | None,
         lse_TH: torch.Tensor | None,
     ) -> torch.Tensor:
-        pages = batch.kv[self.layer_index]
-        assert isinstance(pages, KVPages), "the layer's memory is not a window's vectors"
-        group, vectors_T1D = batch.groups[pages.group], vectors_TD.unsqueeze(1)
+        (pages, group), vectors_T1D = self._memory(batch), vectors_TD.unsqueeze(1)
         heads, scores = Heads(q_THD, vectors_T1D, vectors_T1D), Scores(self.scale, sinks_H=sinks_H)
         out: torch.Tensor = group.backend.run(AttentionCall(heads, pages, group, batch.rows, scores, lse_TH=lse_TH))
         return out
@@ -59,6 +86,17 @@ class PagedSlots:
     def __init__(self, layer_index: int, scale: float) -> None:
         self.layer_index = layer_index
         self.scale = scale
+
+    def made_of(
+        self,
+        pooled_TX: torch.Tensor,
+        norms: tuple[Norm, ...],
+        angles: RopeAngles,
+        chooser: IndexerQueries | None,
+        batch: ForwardBatch,
+    ) -> SlotsInput:
+        """The slots for `PagedWindowVectors.merged`."""
+        return SlotsInput(pooled_TX, norms, angles, chooser, *self._memory(batch))
 
     def completed(self, batch: ForwardBatch) -> torch.Tensor:
         """Indices of the step's tokens that complete a slot, [N]."""

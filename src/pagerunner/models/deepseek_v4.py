@@ -34,6 +34,7 @@ from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.routing import Routing
+from pagerunner.ops.slot_pooling import finish_slots
 from pagerunner.ops.streams import StreamWeights
 from pagerunner.quant.sinks import IndexSink, Sink
 
@@ -60,14 +61,8 @@ class Pooling(Module):
         return self.weights["ape"]
 
     def project(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Values and gates of every token, side by side, in the float32 of the state that they may wait in."""
-        return self.proj(x_TD).float()
-
-    def finish(self, pooled_ND: torch.Tensor, rope_dim: int, angles: RopeAngles, dtype: torch.dtype) -> torch.Tensor:
-        """Slots' vectors from what was pooled, with the angles of their first tokens."""
-        vectors = self.norm(pooled_ND.to(dtype))
-        rope_pairs_(vectors[:, None, -rope_dim:], angles)
-        return vectors
+        """Values and gates of every token, side by side."""
+        return self.proj(x_TD)
 
 
 class Indexer(Module):
@@ -102,6 +97,12 @@ class Angles:
         """Of the slots that the tokens `done` complete: a slot's position is its first token's."""
         if ratio not in self._slots:
             self._slots[ratio] = self._rotary(self._positions[done_N] + 1 - ratio)
+        return self._slots[ratio]
+
+    def slots_of_all(self, ratio: int) -> RopeAngles:
+        """Of the slots that tokens would complete, whether they do or not."""
+        if ratio not in self._slots:
+            self._slots[ratio] = self._rotary(self._positions + (1 - ratio))
         return self._slots[ratio]
 
 
@@ -144,38 +145,66 @@ class Attention(Module):
         both = self.a_proj(x_TD)
         query_TR = self.q_norm(both[:, : self.rank])
         q_THd = self.wq_b(query_TR).view(-1, self.num_heads, self.head_dim)
-        q_THd = rms_norm(q_THd, torch.ones_like(q_THd[0, 0]), self.eps)
-        vectors_Td = self.norm(both[:, self.rank :])
+        vectors_Td = both[:, self.rank :]
+        pooled_TX = self._pooled(x_TD, batch) if self.ratio > 1 else None
+        chooser = self.indexer(x_TD, query_TR, rope) if self.sparse else None
+        attend = self._merged if self.attend_window.merges(batch) else self._apart
+        out_TGI = attend(q_THd, vectors_Td, pooled_TX, chooser, angles, batch).reshape(x_TD.shape[0], self.groups, -1)
+        return self.wo_b(self.wo_a(out_TGI).flatten(1))
+
+    @property
+    def _poolings(self) -> tuple[Pooling, ...]:
+        return (self.compressor, self.indexer.compressor) if self.sparse else (self.compressor,)
+
+    def _pooled(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What the slots that the step completes are made of, by token."""
+        poolings = self._poolings
+        recurrence = SlotPooling(tuple(pooling.place_bias for pooling in poolings), overlap=self.sparse)
+        return self.pool(recurrence, tuple(pooling.project(x_TD) for pooling in poolings), batch)
+
+    def _merged(
+        self,
+        q_THd: torch.Tensor,
+        vectors_Td: torch.Tensor,
+        pooled_TX: torch.Tensor | None,
+        chooser: IndexerQueries | None,
+        angles: Angles,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Attention of raw queries and vectors by a backend that does the rest."""
+        rope, slots = angles.window, None
+        if pooled_TX is not None:
+            rope, norms = angles.tokens, tuple(pooling.norm.parameters for pooling in self._poolings)
+            slots = self.attend_slots.made_of(pooled_TX, norms, angles.slots_of_all(self.ratio), chooser, batch)
+        sinks_H = self.weights["attn_sink"]
+        return self.attend_window.merged(q_THd, vectors_Td, self.norm.parameters, rope, slots, batch, sinks_H)
+
+    def _apart(
+        self,
+        q_THd: torch.Tensor,
+        vectors_Td: torch.Tensor,
+        pooled_TX: torch.Tensor | None,
+        chooser: IndexerQueries | None,
+        angles: Angles,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """The same step by step."""
+        rope, sinks_H = angles.window if pooled_TX is None else angles.tokens, self.weights["attn_sink"]
+        q_THd, vectors_Td = rms_norm(q_THd, torch.ones_like(q_THd[0, 0]), self.eps), self.norm(vectors_Td)
         rope_pairs_(q_THd[..., -self.rope_dim :], rope)
         rope_pairs_(vectors_Td[:, None, -self.rope_dim :], rope)
-        sinks_H = self.weights["attn_sink"]
-        if self.ratio == 1:
+        if pooled_TX is None:
             out_THd = self.attend_window(q_THd, vectors_Td, batch, sinks_H)
         else:
             window = self.attend_window.partial(q_THd, vectors_Td, batch)
-            vectors_Nd, keys_NI = self._slots(x_TD, angles, batch)
-            chooser = self.indexer(x_TD, query_TR, rope) if self.sparse else None
+            done_N = self.attend_slots.completed(batch)
+            pooled_NX, slot_rope = pooled_TX.index_select(0, done_N), angles.slots(self.ratio, done_N)
+            norms = tuple(pooling.norm.parameters for pooling in self._poolings)
+            vectors_Nd = finish_slots(pooled_NX[:, : self.head_dim], norms[0], slot_rope)
+            keys_NI = finish_slots(pooled_NX[:, self.head_dim :], norms[1], slot_rope) if self.sparse else None
             out_THd = self.attend_slots(q_THd, window, vectors_Nd, keys_NI, chooser, batch, sinks_H)
         rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(rope.cos_T1D, -rope.sin_T1D))  # values were rotated too
-        out_TGI = out_THd.reshape(out_THd.shape[0], self.groups, -1)
-        return self.wo_b(self.wo_a(out_TGI).flatten(1))
-
-    def _slots(
-        self, x_TD: torch.Tensor, angles: Angles, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Vectors of the slots that the step completes, [N, d], and their indexer keys."""
-        poolings = (self.compressor, self.indexer.compressor) if self.sparse else (self.compressor,)
-        recurrence = SlotPooling(tuple(pooling.place_bias for pooling in poolings), overlap=self.sparse)
-        inputs = tuple(pooling.project(x_TD) for pooling in poolings)
-        pooled = self.pool(recurrence, inputs, batch)
-        done_N = self.attend_slots.completed(batch)
-        rope = angles.slots(self.ratio, done_N)
-        pooled_N = pooled.index_select(0, done_N)
-        vectors = self.compressor.finish(pooled_N[:, : self.head_dim], self.rope_dim, rope, x_TD.dtype)
-        if not self.sparse:
-            return vectors, None
-        keys = self.indexer.compressor.finish(pooled_N[:, self.head_dim :], self.rope_dim, rope, x_TD.dtype)
-        return vectors, keys
+        return out_THd
 
 
 class HashRouter(Router):

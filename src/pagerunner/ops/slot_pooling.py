@@ -109,7 +109,7 @@ class _Ring(NamedTuple):
         unit, width = self.state_EWC.stride(0) * self.state_EWC.element_size(), self.state_EWC.shape[1]
         targets = [(row.row, upto, target // unit) for row in found for upto, target in row.saves]
         targets += [(row.row, row.certain, row.entry) for row in found]
-        rows_N, upto_N, entries_N = torch.tensor(targets, device=self.x_TC.device).T
+        rows_N, upto_N, entries_N = torch.tensor(targets, dtype=torch.int64, device=self.x_TC.device).view(-1, 3).T
         first, start, *_ = self.rows_4R[:, rows_N]
         last_N1 = (start + upto_N - first - 1).unsqueeze(-1)
         place_W = torch.arange(width, device=last_N1.device)

@@ -22,6 +22,7 @@ from pagerunner.ops.kernels.state_rows import (
     saves_of,
     state_entry,
 )
+from pagerunner.ops.kernels.vectors_attention import ready
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.slot_pooling import Pooling
@@ -264,21 +265,12 @@ def _finish(
     pooled, weight, cos, sin, page, eps, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's."""
-    pair, half = tl.arange(0, BD // 2)[:, None], tl.arange(0, 2)[None, :]
-    element = 2 * pair + half
+    element = (2 * tl.arange(0, BD // 2)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
     inside = element < D
     dtype = weight.dtype.element_ty
     x = tl.load(pooled + element, mask=inside, other=0.0).to(dtype).to(tl.float32)
-    y = x * (1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / D) + eps))
-    y = (y.to(dtype).to(tl.float32) * tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-    at = tl.arange(0, BD // 2) - (D - P) // 2
-    turned = (at >= 0) & (at < P // 2)
-    c = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + P // 2 + at, mask=turned, other=0.0).to(tl.float32)
-    first, second = tl.split(y.to(tl.float32))
-    new_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
-    new_second = (second * c).to(dtype).to(tl.float32) + first * s
-    tl.store(page + element, tl.join(new_first, new_second).to(dtype).to(page.dtype.element_ty), mask=inside)
+    factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(page + element, ready(x, factor, cos, sin, eps, D, P, BD, dtype).to(page.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.streams import Gates, Left, StreamWeights
 
 BLOCK_TOKENS = 16  # of a matrix product, at least
-BLOCK_FEATURES = 64
+BLOCK_FEATURES = 32
 BLOCK_PARTS = 64
 
 

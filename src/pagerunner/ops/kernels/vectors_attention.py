@@ -1,0 +1,352 @@
+"""Attention to a window's vectors and slots in one pass, and what prepares it. Twins: `pagerunner.ops.vectors_attention`.
+
+All heads of a token share its keys, and these are values too. So a program has one token's heads, reads a tile of keys once, and multiplies it twice.
+Few tokens don't fill the device; then the keys of each are divided among several programs, and a second kernel merges their parts. A token's keys are
+at most the window and the slots that are chosen (128 + 512 in DeepSeek-V4-Flash), whatever the length of its sequence.
+
+Scores are in units of log2. Shape letters: see the twin; BN keys of a tile, HC half of a vector's elements, padded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.rope import RopeAngles
+from pagerunner.ops.vectors_attention import Slots, Window
+
+LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
+LOG2_E = tl.constexpr(1.4426950408889634)
+HEADS_OF_A_PROGRAM = 8  # that are normed and rotated
+MOST_PARTS = 32  # of a token
+
+
+@triton.jit
+def ready(x, factor, cos, sin, eps, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr):
+    """Vectors [N, BD / 2, 2], normed, times `factor`, and their last P elements rotated; rounded as separate operations round."""
+    y = x * (1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 2), 1) * (1.0 / D) + eps))[:, None, None]
+    first, second = tl.split((y.to(dtype).to(tl.float32) * factor).to(dtype).to(tl.float32))
+    pair = (tl.arange(0, BD // 2) - (D - P) // 2)[None, :]
+    mask = (pair >= 0) & (pair < P // 2)
+    c = tl.load(cos + pair, mask=mask, other=1.0).to(tl.float32)
+    s = tl.load(sin + P // 2 + pair, mask=mask, other=0.0).to(tl.float32)
+    crossed = (second * s).to(dtype).to(tl.float32)
+    turned = (first * c).to(dtype).to(tl.float32) - crossed
+    return tl.join(turned, (second * c).to(dtype).to(tl.float32) + first * s).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _prepare_kernel(
+    q, vectors, weight, cos, sin, pages, entries, offsets, num_heads, q_token, q_head, vector_stride, angle_stride, page_stride,
+    slot_stride, eps,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HB heads of a token's queries; behind these its vector."""
+    start_next_and_wait(PDL)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dtype = q.dtype.element_ty
+    element = (2 * tl.arange(0, BD // 2)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
+    inside = element < D
+    cos += token * angle_stride
+    sin += token * angle_stride
+    if block < tl.num_programs(1) - 1:
+        head = (block * HB + tl.arange(0, HB))[:, None, None]
+        at = q + token * q_token + head * q_head + element
+        mask = inside & (head < num_heads)
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, ready(x, 1.0, cos, sin, eps, D, P, BD, dtype), mask=mask)
+    else:
+        own = vectors + token * vector_stride + element
+        vector = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
+        held = ready(vector, factor, cos, sin, eps, D, P, BD, dtype).to(pages.dtype.element_ty)
+        tl.store(own, held.to(dtype), mask=inside)
+        entry = tl.load(entries + token)
+        page = pages + entry * page_stride + tl.load(offsets + token) * slot_stride
+        tl.store(page + element, held, mask=inside & (entry >= 0))
+
+
+def prepare_vectors_(
+    q_THD: torch.Tensor,
+    vectors_TD: torch.Tensor,
+    norm: Norm,
+    angles: RopeAngles,
+    pages_EXD: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """See the twin."""
+    tokens, heads, size = q_THD.shape
+    if tokens:
+        _prepare_kernel[(tokens, blocks(heads, HEADS_OF_A_PROGRAM) + 1)](
+            q_THD, vectors_TD, norm.weight_I, *angles, pages_EXD, write_entry_T, write_offset_T, heads, *q_THD.stride()[:2],
+            vectors_TD.stride(0), angles.cos_T1D.stride(0), *pages_EXD.stride()[:2], norm.eps,
+            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=HEADS_OF_A_PROGRAM, num_warps=4, **dependent(q_THD.device),
+        )  # fmt: skip
+
+
+@triton.jit
+def _take(
+    q_low, q_high, most, total, low, high, base, live, scale,
+    D: tl.constexpr, HC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of keys into the running softmax: those at `base` [BN] that are `live`."""
+    c = tl.arange(0, HC)[None, :]
+    k_low = tl.load(base[:, None] + c, mask=live[:, None] & (c < D), other=0.0).to(q_low.dtype)
+    k_high = tl.load(base[:, None] + HC + c, mask=live[:, None] & (HC + c < D), other=0.0).to(q_low.dtype)
+    scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
+    scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION) * scale
+    scores = tl.where(live[None, :], scores, LOWEST)
+    larger = tl.maximum(most, tl.max(scores, 1))
+    shrink = tl.exp2(most - larger)
+    weights = tl.where(live[None, :], tl.exp2(scores - larger[:, None]), 0.0)
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(k_low.dtype)
+    low = tl.dot(weights, k_low, low * shrink[:, None], input_precision=PRECISION)
+    high = tl.dot(weights, k_high, high * shrink[:, None], input_precision=PRECISION)
+    return larger, total, low, high
+
+
+@triton.jit
+def _entries(chosen_ptr, table, index, count, first, width, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
+    """Vectors `index` of a segment of `count`: their numbers in the sequence, their pages, and which of them are there."""
+    live = index < count
+    number = first + index
+    if CHOSEN:
+        number = tl.load(chosen_ptr + index, mask=live, other=-1)
+        live = number >= 0
+        number = tl.maximum(number, 0)
+    entry = tl.load(table + number // PAGE % width, mask=live, other=-1)
+    return number, entry, live & (entry >= 0)
+
+
+@triton.jit
+def _paged(
+    q_low, q_high, most, total, low, high, pages, chosen_ptr, table, begin, stop, count, first, scale, width, page_stride, slot_stride,
+    PAGE: tl.constexpr, CHOSEN: tl.constexpr, D: tl.constexpr, HC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take tiles [begin, stop) of a segment in pages. A tile's pages are on their way while the tile before is computed."""
+    index = begin * BN + tl.arange(0, BN)
+    number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
+    for _ in range(begin, stop):
+        base = pages + entry * page_stride + number % PAGE * slot_stride
+        held = live
+        index += BN
+        number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
+        most, total, low, high = _take(q_low, q_high, most, total, low, high, base, held, scale, D, HC, PRECISION)
+    return most, total, low, high
+
+
+@triton.jit
+def _back(x, cos, sin, N: tl.constexpr, OFFSET: tl.constexpr, HC: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Elements [OFFSET, OFFSET + HC) of N results, turned back."""
+    if (OFFSET + HC > D - P) & (OFFSET < D):
+        pair = (tl.arange(0, HC // 2) + OFFSET // 2 - (D - P) // 2)[None, :]
+        mask = (pair >= 0) & (pair < P // 2)
+        c = tl.load(cos + pair, mask=mask, other=1.0).to(tl.float32)
+        s = tl.load(sin + P // 2 + pair, mask=mask, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (N, HC // 2, 2)))
+        x = tl.reshape(tl.join(first * c + second * s, second * c - first * s), (N, HC))
+    return x
+
+
+@triton.jit
+def _finish(
+    out, sinks, cos, sin, head, in_h, most, total, low, high,
+    D: tl.constexpr, P: tl.constexpr, HC: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Give sinks their share, turn the result back, and write it to a token's `out`."""
+    c = tl.arange(0, HC)[None, :]
+    sink = tl.load(sinks + head, mask=in_h, other=0.0).to(tl.float32) * LOG2_E
+    larger = tl.maximum(most, sink)
+    shrink = tl.exp2(most - larger)
+    share = (shrink / (total * shrink + tl.exp2(sink - larger)))[:, None]
+    at = out + head[:, None] * D + c
+    low = _back(low * share, cos, sin, BH, 0, HC, D, P)
+    high = _back(high * share, cos, sin, BH, HC, HC, D, P)
+    tl.store(at, low.to(out.dtype.element_ty), mask=in_h[:, None] & (c < D))
+    tl.store(at + HC, high.to(out.dtype.element_ty), mask=in_h[:, None] & (HC + c < D))
+
+
+@triton.jit
+def _leave(parts, found, head, in_h, some, most, total, low, high, D: tl.constexpr, HC: tl.constexpr):
+    """Leave a part's result, normalised, and the log-sum-exp of its scores. Without `some` keys there is only the latter."""
+    c = tl.arange(0, HC)[None, :]
+    there = total > 0
+    total = tl.where(there, total, 1.0)
+    tl.store(found + head, tl.where(there, most + tl.log2(total), LOWEST), mask=in_h)
+    if some:
+        at, share = parts + head[:, None] * D + c, (1.0 / total)[:, None]
+        tl.store(at, low * share, mask=in_h[:, None] & (c < D))
+        tl.store(at + HC, high * share, mask=in_h[:, None] & (HC + c < D))
+
+
+@triton.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen"])
+def _attend_kernel(
+    q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
+    window_table, slot_table, num_heads, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
+    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
+    WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, SLOT_PAGE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr, CHOSEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One of a token's PARTS of keys, BH heads. NEW: rows have several tokens, whose vectors may have no page.
+
+    The keys are three segments: of the window what is in pages and what is the step's own, and slots.
+    """
+    start_next_and_wait(PDL)
+    token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    c, in_h = tl.arange(0, HC)[None, :], head < num_heads
+    row = tl.load(row_ptr + token)
+    end = tl.where(row >= 0, tl.load(position_ptr + token).to(tl.int32) + 1, 0)
+    row = tl.maximum(row, 0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    q_at = q + token * q_token + (head * q_head)[:, None] + c
+    q_low = tl.load(q_at, mask=in_h[:, None] & (c < D), other=0.0)
+    q_high = tl.load(q_at + HC, mask=in_h[:, None] & (HC + c < D), other=0.0)
+    least = tl.maximum(end - WINDOW, 0)
+    start = end
+    if NEW:
+        own = tl.load(start_ptr + row)
+        own_position = tl.load(position_ptr + own).to(tl.int32)
+        start = tl.maximum(tl.minimum(own_position, end), least)
+    complete = 0
+    if RATIO > 0:
+        complete = end // RATIO
+        if CHOSEN:
+            complete = tl.minimum(complete, chosen)
+    past_tiles, new_tiles, slot_tiles = tl.cdiv(start - least, BN), tl.cdiv(end - start, BN), tl.cdiv(complete, BN)
+    per = tl.cdiv(past_tiles + new_tiles + slot_tiles, PARTS)
+    begin = part * per
+    stop = begin + per
+    most, total = tl.full((BH,), LOWEST, tl.float32), tl.zeros((BH,), tl.float32)
+    low, high = tl.zeros((BH, HC), tl.float32), tl.zeros((BH, HC), tl.float32)
+    most, total, low, high = _paged(
+        q_low, q_high, most, total, low, high, window, chosen_ptr, window_table + slot * window_table_stride, begin,
+        tl.minimum(stop, past_tiles), start - least, least, scale, window_width, window_stride, window_slot,
+        PAGE, False, D, HC, BN, PRECISION,
+    )  # fmt: skip
+    if NEW:
+        first = vectors + (own + start - own_position).to(tl.int64) * vector_stride
+        for tile in range(tl.maximum(begin - past_tiles, 0), tl.minimum(stop - past_tiles, new_tiles)):
+            at = tile * BN + tl.arange(0, BN)
+            base, live = first + at.to(tl.int64) * vector_stride, at < end - start
+            most, total, low, high = _take(q_low, q_high, most, total, low, high, base, live, scale, D, HC, PRECISION)
+    if RATIO > 0:
+        before = past_tiles + new_tiles
+        most, total, low, high = _paged(
+            q_low, q_high, most, total, low, high, slot_pages, chosen_ptr + token * chosen_stride,
+            slot_table + slot * slot_table_stride, tl.maximum(begin - before, 0), tl.minimum(stop - before, slot_tiles), complete, 0,
+            scale, slot_width, page_stride, page_slot, SLOT_PAGE, CHOSEN, D, HC, BN, PRECISION,
+        )  # fmt: skip
+    if PARTS == 1:
+        angle = token * angle_stride
+        out += token * num_heads * D
+        _finish(out, sinks, cos + angle, sin + angle, head, in_h, most, total, low, high, D, P, HC, BH)
+    else:
+        place = (token * PARTS + part) * num_heads
+        _leave(parts + place * D, found + place, head, in_h, stop > begin, most, total, low, high, D, HC)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _merge_kernel(
+    parts, found, sinks, cos, sin, out, num_heads, angle_stride,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HB heads of a token: its parts and the sinks as one softmax, turned back."""
+    start_next_and_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HB + tl.arange(0, HB)
+    in_h = head < num_heads
+    d = tl.arange(0, BD)[None, :]
+    part = tl.arange(0, BP)[:, None]
+    place = (token * PARTS + part) * num_heads + head[None, :]
+    lse = tl.load(found + place, mask=(part < PARTS) & in_h[None, :], other=LOWEST)
+    sink = tl.load(sinks + head, mask=in_h, other=0.0).to(tl.float32) * LOG2_E
+    most = tl.maximum(tl.max(lse, 0), sink)
+    total = tl.sum(tl.exp2(lse - most[None, :]), 0) + tl.exp2(sink - most)
+    x = tl.zeros((HB, BD), tl.float32)
+    for each in tl.static_range(PARTS):
+        at = (token * PARTS + each) * num_heads + head
+        own = tl.load(found + at, mask=in_h, other=LOWEST)
+        mask = (in_h & (own > LOWEST))[:, None] & (d < D)
+        x += tl.load(parts + at[:, None] * D + d, mask=mask, other=0.0) * (tl.exp2(own - most) / total)[:, None]
+    x = _back(x, cos + token * angle_stride, sin + token * angle_stride, HB, 0, BD, D, P)
+    tl.store(
+        out + (token * num_heads + head)[:, None] * D + d, x.to(out.dtype.element_ty), mask=in_h[:, None] & (d < D)
+    )
+
+
+class Tiles(NamedTuple):
+    """Heads and keys of a tile, its warps and stages."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention_tiles(heads: int, exact: bool) -> Tiles:
+    """For so many heads; `exact` in float32."""
+    if exact:
+        return Tiles(16, 32, 8, 1)
+    block = min(64, max(16, padded(heads)))
+    return Tiles(block, 32, 4 if block == 16 else 8, 3)
+
+
+def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device) -> int:
+    """Into how many parts a token's `keys` (at most) are divided."""
+    programs = multiprocessors(device) // max(1, tokens * blocks(heads, tiles.heads))
+    return max(1, min(programs, blocks(keys, tiles.keys), MOST_PARTS))
+
+
+def vectors_attention(
+    q_THD: torch.Tensor,
+    window: Window,
+    slots: Slots | None,
+    rows: StepRows,
+    scale: float,
+    sinks_H: torch.Tensor,
+    angles: RopeAngles,
+) -> torch.Tensor:
+    """See the twin."""
+    (tokens, heads, size), device = q_THD.shape, q_THD.device
+    out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=device)
+    if not tokens:
+        return out_THD
+    tiles = attention_tiles(heads, q_THD.dtype == torch.float32)
+    pages, table, ratio, chosen = (window.pages_EXD, window.table_SW, 0, None) if slots is None else slots
+    seen = window.size
+    if ratio:
+        seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
+    parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device)
+    held = torch.empty(tokens * parts * heads * (size + 1) if parts > 1 else 1, dtype=torch.float32, device=device)
+    found, partial = held[: tokens * parts * heads], held[tokens * parts * heads if parts > 1 else 0 :]
+    picked = rows.row_T if chosen is None else chosen
+    launch = dependent(device)
+    _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
+        q_THD, window.vectors_TD, window.pages_EXD, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
+        rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2),
+        window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
+        window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *pages.stride()[:2], picked.stride(0),
+        angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
+        WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=pages.shape[1], D=size,
+        P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, PARTS=parts,
+        NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+        PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+    )  # fmt: skip
+    if parts > 1:
+        block = 1 if tokens * heads <= 1024 else 4
+        _merge_kernel[(tokens, blocks(heads, block))](
+            partial, found, sinks_H, *angles, out_THD, heads, angles.cos_T1D.stride(0),
+            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=block, PARTS=parts, BP=padded(parts), num_warps=4, **launch,
+        )  # fmt: skip
+    return out_THD

@@ -1,0 +1,108 @@
+"""Attention to vectors that are key and value of every head (DeepSeek-V4): a window of tokens and, beside it, slots, in one pass.
+
+The query at position p sees the last `size` tokens and the (p + 1) // r slots that are complete, or those of them that an indexer has chosen. All
+are one softmax, in which each head's sink takes a share. Values have the rotary positions of keys, so the result is turned back.
+
+The twins define what the kernels of the same names compute, a row at a time in float32. They synchronise with the device and are slow.
+
+Shape letters: T tokens of the step, H heads, D elements of a vector, E page table entries, X tokens of a page, S slots of a page, W columns of a
+page table, K slots that are chosen at most, N keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.latent_attention import store_latent_
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.norm import rms_norm
+from pagerunner.ops.rope import RopeAngles, rope_pairs_
+
+
+class Window(NamedTuple):
+    """The last `size` tokens: the step's own vectors, and the pages of earlier ones with the group's page table of all slots."""
+
+    vectors_TD: torch.Tensor
+    pages_EXD: torch.Tensor
+    table_SW: torch.Tensor
+    size: int
+
+
+class Slots(NamedTuple):
+    """What stands for `ratio` tokens each. `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all."""
+
+    pages_ESD: torch.Tensor
+    table_SW: torch.Tensor
+    ratio: int
+    chosen_TK: torch.Tensor | None
+
+
+@gpu_kernel("vectors_attention")
+def prepare_vectors_(
+    q_THD: torch.Tensor,
+    vectors_TD: torch.Tensor,
+    norm: Norm,
+    angles: RopeAngles,
+    pages_EXD: torch.Tensor,
+    write_entry_T: torch.Tensor,
+    write_offset_T: torch.Tensor,
+) -> None:
+    """Norm and rotate queries (each head by itself, without a weight) and vectors in place, and store the vectors that have a page.
+
+    Vectors are rounded as pages hold them.
+    """
+    rotary = angles.cos_T1D.shape[-1]
+    q_THD.copy_(rms_norm(q_THD, torch.ones_like(q_THD[0, 0]), norm.eps))
+    vectors_TD.copy_(norm(vectors_TD))
+    rope_pairs_(q_THD[..., -rotary:], angles)
+    rope_pairs_(vectors_TD[:, None, -rotary:], angles)
+    vectors_TD.copy_(vectors_TD.to(pages_EXD.dtype))
+    store_latent_.twin(vectors_TD, pages_EXD, write_entry_T, write_offset_T)
+
+
+@gpu_kernel("vectors_attention")
+def vectors_attention(
+    q_THD: torch.Tensor,
+    window: Window,
+    slots: Slots | None,
+    rows: StepRows,
+    scale: float,
+    sinks_H: torch.Tensor,
+    angles: RopeAngles,
+) -> torch.Tensor:
+    """[T, H, D], zeros for padding. The step's slots are in pages; of its tokens those that have a page."""
+    out_THD = torch.zeros_like(q_THD)
+    row_T = rows.row_T.long()
+    for row in row_T[row_T >= 0].unique().tolist():
+        tokens = (row_T == row).nonzero().squeeze(-1)
+        first, at_T1 = int(tokens[0]), rows.positions_T[tokens].unsqueeze(-1)
+        start, end, slot = int(at_T1[0]), int(at_T1[-1]) + 1, rows.slots_R[row].long()
+        at_N = torch.arange(max(0, start - window.size + 1), end, device=q_THD.device)
+        held, new = at_N[at_N < start], at_N[at_N >= start] - start + first
+        keys = [_read(window.pages_EXD, window.table_SW[slot], held), window.vectors_TD[new]]
+        seen = [(at_N <= at_T1) & (at_N > at_T1 - window.size)]
+        if slots is not None:
+            number_N = torch.arange(end // slots.ratio, device=q_THD.device)
+            keys.append(_read(slots.pages_ESD, slots.table_SW[slot], number_N))
+            complete_TN = number_N < (at_T1 + 1) // slots.ratio
+            if slots.chosen_TK is not None:
+                complete_TN = complete_TN & (slots.chosen_TK[tokens].unsqueeze(-1) == number_N).any(1)
+            seen.append(complete_TN)
+        keys_ND = torch.cat([part.float() for part in keys])
+        scores_HTN = torch.einsum("thd,nd->htn", q_THD[tokens].float(), keys_ND) * scale
+        scores_HTN = scores_HTN.masked_fill(~torch.cat(seen, -1), float("-inf"))
+        sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, len(tokens), 1)
+        weights_HTN = torch.cat((scores_HTN, sinks_HT1), -1).softmax(-1)[..., :-1]
+        out_THD[tokens] = torch.einsum("htn,nd->thd", weights_HTN, keys_ND).to(out_THD.dtype)
+    rope_pairs_(out_THD[..., -angles.cos_T1D.shape[-1] :], RopeAngles(angles.cos_T1D, -angles.sin_T1D))
+    return out_THD
+
+
+def _read(pages_EXD: torch.Tensor, table_W: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
+    """Vectors by their number in the sequence. The table's columns are used again and again."""
+    size = pages_EXD.shape[1]
+    return pages_EXD[table_W[number_N // size % len(table_W)], number_N % size]

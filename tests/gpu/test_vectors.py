@@ -1,0 +1,104 @@
+"""DeepSeek-V4's kernels on the device against their twins on the CPU, in the sizes of V4-Flash and in small ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.device import DEVICE
+from helpers.recurrent_cases import Memory, Step
+from helpers.vectors_cases import CASES, Case, inputs, moved
+from pagerunner.batch import StatePages
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.slot_pooling import Pooling, pool_slots
+from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer
+from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
+
+DECODE, PREFILL = ((300, 1), (3, 1), (4000, 1), (129, 1)), ((0, 300), (700, 37), (60, 1))
+FLASH = {"heads": 64, "size": 512, "window": 128, "dtype": torch.bfloat16}
+LARGE = {
+    "window only, decode": Case(DECODE, ratio=0, **FLASH),
+    "heavy, decode": Case(DECODE, ratio=128, **FLASH),
+    "sparse, decode": Case(DECODE, top_k=512, **FLASH),
+    "sparse, prefill": Case(PREFILL, top_k=100, padding=5, **FLASH),
+    "heavy, prefill": Case(PREFILL, ratio=128, **FLASH),
+    "sparse, drafts": Case(((100, 3), (500, 4), (18, 1)), stride=4, top_k=100, **FLASH),
+    "sparse, decode, float32": Case(DECODE, top_k=100, **FLASH | {"dtype": torch.float32, "heads": 16}),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *LARGE.values()], ids=[*CASES.keys(), *LARGE.keys()])
+def test_attention(case: Case) -> None:
+    torch.manual_seed(1)
+    arguments, _ = inputs(case, 16, 4)
+    tolerance = 1e-4 if case.dtype == torch.float32 else 2e-2
+    want = vectors_attention.twin(*arguments)
+    for _ in range(3):
+        got = vectors_attention(*moved(arguments, DEVICE))
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_preparing() -> None:
+    torch.manual_seed(1)
+    (q, window, _, _, _, _, angles), _ = inputs(replace(LARGE["heavy, prefill"], rows=((0, 70),)), 16, 4)
+    norm, offsets = Norm(torch.rand(512).bfloat16(), 1e-6), torch.arange(70) % 16
+    entries = torch.tensor([-1, 0, 1, -1, 2])[torch.arange(70) // 16]
+    found = []
+    for device, op in (("cpu", prepare_vectors_.twin), (DEVICE, prepare_vectors_)):
+        mine = moved((q.clone(), window.vectors_TD.clone(), norm, angles, torch.zeros(3, 16, 512).bfloat16()), device)
+        op(*mine, entries.to(device), offsets.to(device))
+        found.append([part.cpu() for part in (mine[0], mine[1], mine[4])])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_streams(tokens: int) -> None:
+    torch.manual_seed(1)
+    streams, fn = torch.randn(tokens, 4, 4096).bfloat16(), torch.randn(24, 4 * 4096) / 128
+    among = torch.rand(tokens, 4, 4).softmax(-1)
+    left = Left(torch.randn(tokens, 4096).bfloat16(), Gates(torch.rand(tokens, 4), among))
+    weights = StreamWeights(fn, torch.randn(24), torch.rand(3), 1e-6, 1e-6)
+    arguments = (streams, left, weights, 20, Norm(torch.rand(4096).bfloat16(), 1e-6))
+    want, got = enter_sublayer.twin(*arguments), enter_sublayer(*moved(arguments, DEVICE))
+    for mine, other in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
+        exact = other.dtype == torch.float32
+        torch.testing.assert_close(mine.cpu(), other, rtol=1e-3 if exact else 2e-2, atol=1e-3 if exact else 2e-2)
+
+
+@pytest.mark.parametrize(("ratio", "overlap", "sizes"), [(4, True, (512, 128)), (128, False, (512,))])
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step((1,) * 9),
+        Step((300, 1, 17), saves=((0, 64), (0, 256)), padding=(1, 5)),
+        Step((4, 2), drafts=3, accepted=(2, 0), stride=4),
+    ],
+    ids=["decode", "prefill", "drafts"],
+)
+def test_pooling(step: Step, ratio: int, overlap: bool, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    strips, width = (4, 2 * ratio) if overlap else (2, ratio)
+    shapes = [(width, strips * size) for size in sizes]
+    journals = [(step.drafts, shape[1]) for shape in shapes] if step.drafts else []
+    x = [torch.randn(step.tokens, shape[1]).bfloat16() for shape in shapes]
+    biases = [torch.randn(ratio, shape[1] // 2) for shape in shapes]
+    outs, memories = [], []
+    for device, op in (("cpu", pool_slots.twin), (DEVICE, pool_slots)):
+        memory = Memory(step, [*shapes, *journals], [torch.float32] * len(shapes + journals), device)
+        rows, states = memory.rows, memory.states
+        if not step.drafts:  # decode completes slots
+            rows.step.positions_T.add_(ratio - 1)
+            rows.step.seq_lens_R[: len(step.lengths)] += ratio - 1
+            if rows.saves is not None:
+                rows.saves.position_N.add_(ratio - 1)
+        poolings = [Pooling(a.to(device), b.to(device)) for a, b in zip(x, biases, strict=True)]
+        pages = StatePages(0, tuple(states[: len(shapes)]), tuple(states[len(shapes) :]))
+        outs.append(op(rows.step.positions_T, poolings, pages, rows, overlap).cpu())
+        memories.append([state.cpu() for state in states])
+    done = (((rows.step.positions_T + 1) % ratio == 0) & (rows.step.row_T >= 0)).cpu()
+    torch.testing.assert_close(outs[1][done], outs[0][done], rtol=1e-3, atol=1e-3)
+    for want, got in zip(*memories, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
