@@ -30,7 +30,7 @@ from pagerunner.ops.activation import sigmoid_gated
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import rope_
 from pagerunner.ops.routing import Routing
-from pagerunner.ops.side_by_side import side_by_side
+from pagerunner.ops.side_by_side import by_parts
 
 
 class Attention(Mixer):
@@ -121,11 +121,11 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See GatedDeltaNet."""
         config = self.config
-        grouped = self.in_proj_qkvz(x_TD).unflatten(-1, (config.key_heads, -1))
-        *qkv, gate = grouped.split((config.key_head_dim, config.key_head_dim, self.values, self.values), -1)
-        rates, decays = self.in_proj_ba(x_TD).unflatten(-1, (config.key_heads, 2, -1)).unbind(2)
-        gate_THd = side_by_side([gate]).unflatten(1, (config.value_heads, config.value_head_dim))
-        return side_by_side(qkv), gate_THd, side_by_side([rates]), side_by_side([decays])
+        parts_TC = by_parts(self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD), config.key_heads, config.key_head_dim)
+        heads = config.value_heads
+        sizes = config.conv_channels, heads * config.value_head_dim, heads, heads
+        mixed_TC, gate, rates_TH, decays_TH = parts_TC.split(sizes, -1)
+        return mixed_TC, gate.unflatten(-1, (heads, -1)), rates_TH, decays_TH
 
 
 class PlainGatedDeltaNet(GatedDeltaNet):

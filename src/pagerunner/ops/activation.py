@@ -78,6 +78,7 @@ def sigmoid_gated(x_THD: torch.Tensor, gate_THD: torch.Tensor) -> torch.Tensor:
     return x_THD * gate_THD.sigmoid()
 
 
+@gpu_kernel("activation")
 def add_sigmoid_gated_(x_TD: torch.Tensor, gate_T1: torch.Tensor, residual_TD: torch.Tensor) -> None:
     """Add `x * sigmoid(gate)` to `residual` in place. `x` is undefined afterwards."""
     if recurrent.serves(x_TD, gate_T1, residual_TD):

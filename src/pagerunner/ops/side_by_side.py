@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.native import recurrent
 
 
@@ -15,3 +16,14 @@ def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return recurrent.side_by_side(parts)
     flat = [part.flatten(1) for part in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+
+
+@gpu_kernel("side_by_side")
+def by_parts(qkvz_TC: torch.Tensor, ba_TR: torch.Tensor, groups: int, key_dim: int) -> torch.Tensor:
+    """What two projections ordered by G key heads hold, ordered by parts: queries, keys, values, output gates, rates and decays, [T, C + R].
+
+    A group of the first has `key_dim` queries and keys each, and half of the rest are values, the others gates. A group of the second is half rates, half decays.
+    """
+    grouped, own = qkvz_TC.unflatten(-1, (groups, -1)), ba_TR.unflatten(-1, (groups, -1))
+    values, rates = (grouped.shape[-1] - 2 * key_dim) // 2, own.shape[-1] // 2
+    return side_by_side((*grouped.split((key_dim, key_dim, values, values), -1), *own.split(rates, -1)))

@@ -93,6 +93,33 @@ def _softcap_kernel(x_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x_ptr + place, (tanh * cap).to(dtype), mask=mask)
 
 
+@triton.jit
+def _add_sigmoid_gated_kernel(x_ptr, gate_ptr, y_ptr, features, x_row, gate_row, y_row, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK features of one row, whose gate is one number."""
+    start_next_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < features
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    gate = (1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + row * gate_row).to(tl.float32)))).to(dtype).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0).to(tl.float32) * gate
+    y = tl.load(y_ptr + row * y_row + cols, mask=mask, other=0.0).to(tl.float32) + x.to(dtype).to(tl.float32)
+    tl.store(y_ptr + row * y_row + cols, y.to(dtype), mask=mask)
+
+
+def add_sigmoid_gated_(x_TD: torch.Tensor, gate_T1: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    """See `ops/activation.py`."""
+    tokens, features = residual_TD.shape
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    assert residual_TD.stride(1) == 1, "a residual stream's features lie beside each other"
+    if tokens:
+        block = min(1024, padded(features))
+        _add_sigmoid_gated_kernel[(tokens, blocks(features, block))](
+            x_TD, gate_T1, residual_TD, features, x_TD.stride(0), gate_T1.stride(0), residual_TD.stride(0), BLOCK=block,
+            **dependent(residual_TD.device),
+        )  # fmt: skip
+
+
 def _run(x: torch.Tensor, kind: int, limit: float = 0.0) -> torch.Tensor:
     inner = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], inner, dtype=x.dtype, device=x.device)
