@@ -20,7 +20,7 @@ from pagerunner.ops.kernels.linear_parts import Product, norm_kind
 from pagerunner.ops.kernels.linear_wide import has_gluon
 
 SERVED = range(2, 9)
-MOST_WEIGHTS, MOST_GATED = 1 << 26, 1 << 24
+MOST_WEIGHTS, MOST_GATED = 1 << 25, 1 << 24
 """Larger matrices, and with a gate larger ones than the second, are faster in `linear_dense.py`."""
 
 
