@@ -25,12 +25,11 @@ def check_guesses(found: Any, guesses: int, width: int, count: int, device: str 
     given = torch.cat(
         (
             torch.randperm(slots, generator=generator)[:guesses, None],
-            numbers(10, 12, guesses, 1),
+            numbers(10, 15, guesses, 1),
             numbers(-1, 2, guesses, width),
         ),
         1,
     )
-    given[:, 1] = torch.minimum(given[:, 1], state.lengths[given[:, 0]] + 1)
     other = SlotState(*(getattr(state, field.name).clone().to(device) for field in dataclasses.fields(state)))
     take_guesses.twin(given, state)
     found(given.to(device), other)
