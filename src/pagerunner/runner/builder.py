@@ -200,11 +200,11 @@ class BatchBuilder:
         for index in {memory.group for memory in self.layers[first_layer:]}:
             backend = self._backends[index]
             inputs = self._inputs(index, rows, None)
+            if states is None:
+                inputs = replace(inputs, query_lens=[1] * count)
             if not backend.capabilities.graphs:  # it plans from lists
-                lens = rows.seq_lens_R.tolist()
-                inputs = replace(
-                    inputs, query_lens=[1] * count, seq_lens=lens, slots=rows.slots_R.tolist(), unstored=True
-                )
+                lens, slots = rows.seq_lens_R.tolist(), rows.slots_R.tolist()
+                inputs = replace(inputs, seq_lens=lens, slots=slots, unstored=True)
             groups[index] = GroupBatch(
                 page_table=inputs.page_table,
                 write_entry=made.write_entry_GS[index, :count],
