@@ -106,7 +106,8 @@ def read_eagle_config(
     else:
         layer, fields = dict(read_json(file)), outer
     family = layer.get("model_type")
-    if "LlamaForCausalLMEagle3" in str(layer.get("architectures")):
+    normed = any(name.endswith("k_norm.weight") for name in held)
+    if "LlamaForCausalLMEagle3" in str(layer.get("architectures")) and not normed:
         family = "llama"  # some heads have their target's model_type
     if family not in _LAYERS:
         raise fields.error("model_type", f"is {family!r}; drafters have layers of {' or '.join(_LAYERS)}.")
