@@ -38,12 +38,14 @@ def test_the_kernel_drafts_what_the_twin_does(
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_tokens_are_those_without_drafts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In graphs at a stride, beside prompts, and where requests ask for more."""
+@pytest.mark.parametrize(("family", "backend"), [("qwen3", "auto"), ("gemma3_text", "auto"), ("qwen3", "torch_ref")])
+def test_tokens_are_those_without_drafts(
+    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs at a stride, beside prompts, and where requests ask for more; and with a backend that plans from lists of lengths."""
     MAKERS[family](tmp_path)
     path = str(next(found.parent for found in tmp_path.rglob("config.json")))
-    how = {**DEFAULTS, "dtype": "float32"}
+    how = {**DEFAULTS, "dtype": "float32", "attention_backend": backend}
     expected = outputs(LLM(path, **how))
     plant(monkeypatch, texts(expected), 0.7)
     llm = LLM(path, **how, **drafting(3))
