@@ -80,6 +80,9 @@ HEADER_SECONDS = _limit(
 KEEP_ALIVE_SECONDS = _limit("KEEP_ALIVE_SECONDS", 75, "seconds that a connection stays open between two requests")
 BODY_SECONDS = _limit("BODY_SECONDS", 60, "seconds without a byte of a body that is not complete")
 BODY_TOTAL_SECONDS = _limit("BODY_TOTAL_SECONDS", 300, "seconds that a client may take to send a body, in all")
+UNREAD_SECONDS: float = _limit(
+    "UNREAD_SECONDS", 120, "seconds for which what is written of an answer may wait for its client to read it"
+)
 TEMPLATE_SECONDS = _limit("TEMPLATE_SECONDS", 5, "seconds that a chat template may take for one conversation")
 STALL_SECONDS = _limit(
     "STALL_SECONDS", 120, "seconds that a step may take before /health fails and all stacks are logged"

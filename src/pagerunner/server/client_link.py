@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-from pagerunner.server.errors import ClientGoneError
+from pagerunner import limits
+from pagerunner.server.errors import ClientGoneError, HttpError
 from pagerunner.server.lingering import LingeringTransport
 
 Result = TypeVar("Result")
@@ -25,7 +26,7 @@ class ClientLink:
         self._cycle, self._transport = cycle, transport
         self.size = 0
         self._working: asyncio.Task[Any] | None = None
-        self._gone = False
+        self._gone = self._waits = self._behind = False
 
     @property
     def fits(self) -> bool:
@@ -61,6 +62,13 @@ class ClientLink:
             self._gone = True
             self._working.cancel()
 
+    def fall_behind(self) -> bool:
+        """The client hasn't read in time what was written. Whether that ends a stream that waits for it."""
+        if self._waits:
+            self._behind, self._cycle.keep_alive = True, False
+            self._cycle.flow.resume_writing()
+        return self._waits
+
     def hold(self) -> None:
         """Keep what is written from now on, to send it in one piece."""
         self._transport.hold()
@@ -70,10 +78,20 @@ class ClientLink:
         self._transport.release()
 
     async def write(self, events: bytes) -> None:
-        """Write whole events, when the client has read enough of the earlier ones. Those of a client that is gone are dropped."""
+        """Write whole events, when the client has read enough of the earlier ones. Those of a client that is gone are dropped.
+
+        Raises HttpError 408 if it doesn't read them in time. What is written after that waits for nobody, and the connection ends with the answer.
+        """
         cycle = self._cycle
         if cycle.flow.write_paused and not cycle.disconnected:
-            await cycle.flow.drain()
+            self._waits = True
+            try:
+                await cycle.flow.drain()
+            finally:
+                self._waits = False
+            if self._behind:
+                seconds, knob = limits.UNREAD_SECONDS, limits.knob("UNREAD_SECONDS")
+                raise HttpError(408, f"The stream was not read for {seconds:g} seconds {knob}. The request is ended.")
         if events and not cycle.disconnected:
             self.size += len(events)
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import resource
 import select
 import sys
@@ -32,6 +33,7 @@ _HALF_CLOSED_SECONDS = 0.05, 1.6  # at first, at most
 
 _refused = SparingLog(logger)
 _not_accepted = SparingLog(logger)
+_behind = SparingLog(logger)
 
 
 def accepted_at_once() -> int:
@@ -81,6 +83,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._strict = self.conn = StrictConnection(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._unreadable = self._half_closed = False
         self.timeout_keep_alive = limits.KEEP_ALIVE_SECONDS
 
@@ -162,8 +165,33 @@ class Connection(H11Protocol):
         if self.cycle is not None and self.cycle.disconnected:
             self.cycle.scope[CLIENT_LINK].tell_gone()  # type: ignore[literal-required]
         self._lingering.close_now()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        """Much is written that the client hasn't read."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(limits.UNREAD_SECONDS, self._fall_behind, math.inf)
+
+    def resume_writing(self) -> None:
+        """The client has read on."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _fall_behind(self, before: float) -> None:
+        """The client hasn't read enough. `before`: the bytes that waited for it when that was last so; none was written since."""
+        link, left = self.cycle.scope[CLIENT_LINK], self._lingering.get_write_buffer_size()  # type: ignore[literal-required]
+        told = link.fall_behind()
+        if not told and (left >= before or EVENT_STREAM in self.cycle.scope and not link.fits):
+            self._lingering.abort()
+        else:
+            self._unread = self.loop.call_later(limits.UNREAD_SECONDS, self._fall_behind, math.inf if told else left)
+        if told or self._lingering.is_closing():
+            _behind.warn(
+                f"An answer is given up: its client has not read it for {limits.UNREAD_SECONDS:g} seconds {limits.knob('UNREAD_SECONDS')}."
+            )
 
     def shutdown(self) -> None:
         """The server ends: an answer under way is sent, a client that only sends is not waited for."""

@@ -219,6 +219,15 @@ class EventStream(Response):
             await self._events.aclose()
             await self._close_source()  # the events may never have been started
 
+    async def _ended_by(self, error: HttpError) -> bytes:
+        """End the source. The events that tell it to the client, if they can."""
+        try:
+            return await self._events.athrow(error)
+        except (HttpError, StopAsyncIteration):
+            return b""
+        finally:
+            await self._close_source()
+
     async def _send_all(self, send: Send, link: ClientLink | None) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         if link is None or not link.fits:
@@ -231,11 +240,15 @@ class EventStream(Response):
                 link.hold()
             await send(start)
             async for event in self._events:
-                if isinstance(event, LastEvents):
+                last = isinstance(event, LastEvents)
+                if last:
                     link.hold()
+                try:
                     await link.write(event)
-                else:
-                    await link.write(event)
+                except HttpError as error:  # the client doesn't read
+                    await link.write(event if last else await self._ended_by(error))
+                    break
+                if not last:
                     link.release()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

@@ -276,19 +276,19 @@ async def _events(
         for chunk in writer.chunks(*first):
             data += encode(chunk)
         if prompts := prompts - first[1].finished:
-            yield data
-            data = b""
+            told, data = data, b""
+            yield told
         async for index, output in outputs:
             for chunk in writer.chunks(index, output):
                 data += encode(chunk)
             prompts -= output.finished
             if data and prompts:
-                yield data
-                data = b""
+                told, data = data, b""
+                yield told
         for chunk in writer.last():
             data += encode(chunk)
     except Exception as error:  # the headers are sent, so the error can only go into the stream
-        if not isinstance(error, PagerunnerError):
+        if not isinstance(error, PagerunnerError | HttpError):
             logger.exception("A stream failed.")
         data += encode(writer.failed(error))
     yield LastEvents(data + writer.end)
