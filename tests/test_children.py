@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -15,13 +18,15 @@ from typing import Any
 import pytest
 
 from helpers.patience import patient
-from pagerunner import limits
+from pagerunner import children, limits
 from pagerunner.children import (
     command,
     engine_environment,
     exit_reason,
     helper_environment,
+    private_directory,
     read_lines,
+    remove_directory,
     start,
     start_async,
     with_path,
@@ -188,3 +193,82 @@ def test_lines_that_come_together_are_read_one_by_one(monkeypatch: pytest.Monkey
         os.write(theirs, b" 1\n")
         os.close(theirs)
         assert [*lines] == [b"end 1\n"]
+
+
+HOLDS = "import time; from pagerunner.children import private_directory; print(private_directory(), flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def own_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for temporary files, in which this process hasn't looked."""
+    tmp_path = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    children._remove_left_ones.cache_clear()
+    return tmp_path
+
+
+def test_what_a_killed_process_has_left_is_removed_and_what_is_in_use_stays(own_tmp: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        left, used = (Path(one.stdout.readline().strip()) for one in both if one.stdout is not None)
+        (left / "core0").touch()
+        both[0].kill()
+        both[0].wait()
+        target, link = own_tmp / "target", own_tmp / "pagerunner-run-link"
+        target.mkdir()
+        link.symlink_to(target)
+        other = own_tmp / "pagerunner-bench-x"
+        other.mkdir()
+        mine = private_directory()
+        assert sorted(own_tmp.iterdir()) == sorted([used, target, link, other, mine])
+        remove_directory(mine)
+        assert not mine.exists() and mine not in children._LOCKS
+    finally:
+        for one in both:
+            one.kill()
+            one.communicate()
+
+
+def test_what_another_user_has_left_stays(own_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (theirs := own_tmp / "pagerunner-run-theirs").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
+    remove_directory(private_directory())
+    assert theirs.exists()
+
+
+def test_a_directory_that_another_process_takes_for_a_left_one_is_made_again(
+    own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock: the other one has locked it, has removed it, or removes it once it gives way."""
+    locked, held = children._locked, []
+
+    def late(directory: Path) -> int:
+        held.append(directory)
+        if len(held) == 1:
+            raise BlockingIOError
+        if len(held) == 2:
+            directory.rmdir()
+        lock = locked(directory)
+        if len(held) == 3:
+            directory.rmdir()
+        return lock
+
+    monkeypatch.setattr(children, "_locked", late)
+    mine = private_directory()
+    assert held[3:] == [mine] and mine.exists()
+    remove_directory(mine)
+
+
+def test_without_locks_directories_have_a_name_that_nobody_removes(
+    own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    mine = private_directory()
+    children._remove_left_ones.cache_clear()
+    children._remove_left_ones()
+    assert [*own_tmp.iterdir()] == [mine] and not mine.name.startswith("pagerunner-run-")
+    remove_directory(mine)

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -63,6 +65,8 @@ _PARENT_CHECK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _STARTED: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
+_PRIVATE, _UNLOCKED = "pagerunner-run-", "pagerunner-"
+_LOCKS: dict[Path, int] = {}
 
 
 def helper_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -105,12 +109,59 @@ def interface(address: str) -> str | None:
 
 
 def private_directory() -> Path:
-    """A new directory that only this user may read, for sockets between processes: its path is short enough for one."""
-    directory = Path(tempfile.mkdtemp(prefix="pagerunner-"))
-    if len(os.fsencode(directory)) > _LONGEST_SOCKET_PATH:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="pagerunner-", dir="/tmp"))
-    return directory
+    """A new directory that only this user may read, for sockets between processes: its path is short enough for one.
+
+    It goes with `remove_directory`. This process holds a lock on it. When all processes of an engine are killed at once, nobody is left to
+    remove it; then the next process of this user that makes such a directory finds it without a lock, and does.
+    """
+    _remove_left_ones()
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PRIVATE))
+        if len(os.fsencode(directory)) > _LONGEST_SOCKET_PATH:
+            directory.rmdir()
+            directory = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir="/tmp"))
+        try:
+            lock = _locked(directory)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another process has just taken it for one that was left
+        except OSError:  # there are no locks here, or no descriptor for one
+            directory.rmdir()
+            return Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=directory.parent))
+        if directory.exists():
+            _LOCKS[directory] = lock
+            return directory
+        os.close(lock)
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a private directory and what is in it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if (lock := _LOCKS.pop(directory, None)) is not None:
+        os.close(lock)
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that keeps the directory locked. Raises BlockingIOError if another process has locked it."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+@cache
+def _remove_left_ones() -> None:
+    """Remove this user's private directories that no process holds."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        with contextlib.suppress(OSError):
+            for found in Path(place).glob(f"{_PRIVATE}*"):
+                with contextlib.suppress(OSError):
+                    if found.lstat().st_uid == os.getuid():
+                        lock = _locked(found)
+                        shutil.rmtree(found, ignore_errors=True)
+                        os.close(lock)
 
 
 def exit_reason(who: str, status: int) -> str:

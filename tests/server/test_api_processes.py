@@ -239,7 +239,7 @@ def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with server_process(text_side, 20, api_server_count=2) as server:
         complete(server, 10)
-        files = sorted(tmp_path.glob("pagerunner-metrics-*/*.db"))
+        files = sorted(tmp_path.glob("pagerunner-run-*/*.db"))
         victim, other = children(server, API)
         os.kill(victim, signal.SIGSTOP)
         with httpx.Client() as waits, contextlib.suppress(httpx.TransportError):
@@ -248,7 +248,7 @@ def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
         until(lambda: serves(server, children(server, API)))
         complete(server, 10)
         until(lambda: total(server, "vllm:request_success_total") == 20)
-        assert sorted(tmp_path.glob("pagerunner-metrics-*/*.db")) == files and len(files) <= 8
+        assert sorted(tmp_path.glob("pagerunner-run-*/*.db")) == files and len(files) <= 8
 
 
 @pytest.mark.days(2)
@@ -300,11 +300,32 @@ def test_when_the_supervisor_is_killed_nothing_is_left(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with server_process(text_side, 5, api_server_count=2) as server:
         complete(server, 4)
-        assert len([*tmp_path.glob("pagerunner-metrics-*/*.db")]) > 1
+        assert len([*tmp_path.glob("pagerunner-run-*/*.db")]) > 1
         pids = children(server, API) + children(server, b"core.process")
         server[0].kill()
         until(lambda: not any(alive(pid) for pid in pids))
-        assert not [*tmp_path.glob("pagerunner-metrics-*")]
+        assert not [*tmp_path.glob("pagerunner-run-*")]
+
+
+@pytest.mark.days(2)
+def test_what_is_left_when_all_are_killed_at_once_goes_with_the_next_start(
+    text_side: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("t")  # the directory of a server that runs is beside it
+    monkeypatch.setenv("TMPDIR", str(place))
+    with server_process(text_side, 5) as beside:
+        (used,) = place.glob("pagerunner-run-*")
+        with server_process(text_side, 5, api_server_count=2) as server:
+            pids = [server[0].pid, *children(server, API), *children(server, b"core.process")]
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in pids:
+                    os.kill(pid, number)
+            until(lambda: not any(alive(pid) for pid in pids))
+        left = {*place.glob("pagerunner-run-*")} - {used}
+        assert len(left) == 2, "of the core's sockets and of the metrics"
+        with server_process(text_side, 5):
+            assert used.exists() and not any(one.exists() for one in left)
+        complete(beside, 1)
 
 
 def alive(pid: int) -> bool:

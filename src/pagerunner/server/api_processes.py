@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
 from pagerunner import limits
-from pagerunner.children import exit_reason, read_lines, start_async, starting
+from pagerunner.children import exit_reason, private_directory, read_lines, remove_directory, start_async, starting
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import (
@@ -99,8 +98,11 @@ async def supervise(args: EngineArgs, listener: socket.socket, host: str, count:
         fetched, cores = loading.result()
         level = logging.getLogger("pagerunner").getEffectiveLevel()
         launch = ApiLaunch(fetched, options, host, listener.getsockname()[1], [], 0, 0, level)
-        with tempfile.TemporaryDirectory(prefix="pagerunner-metrics-") as metrics:
-            return await Supervisor(cores, launch, metrics, stop).run(count)
+        metrics = private_directory()
+        try:
+            return await Supervisor(cores, launch, str(metrics), stop).run(count)
+        finally:
+            remove_directory(metrics)
 
 
 class Supervisor:

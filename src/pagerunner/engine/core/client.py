@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -22,7 +21,15 @@ import zmq
 import zmq.asyncio
 
 from pagerunner import limits
-from pagerunner.children import end, engine_environment, exit_reason, private_directory, start, starting
+from pagerunner.children import (
+    end,
+    engine_environment,
+    exit_reason,
+    private_directory,
+    remove_directory,
+    start,
+    starting,
+)
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.live import LiveState
@@ -314,7 +321,7 @@ def _clean_up(process: subprocess.Popen[bytes] | None, socket: zmq.asyncio.Socke
     with contextlib.suppress(OSError):  # without a file descriptor, which rmtree wants and may not get
         (directory / "core0").unlink(missing_ok=True)
         directory.rmdir()
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_directory(directory)
 
 
 def _watch_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

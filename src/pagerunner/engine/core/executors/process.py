@@ -12,7 +12,6 @@ import itertools
 import logging
 import mmap
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -23,7 +22,7 @@ import msgspec
 import zmq
 
 from pagerunner import limits
-from pagerunner.children import Process, private_directory, starting
+from pagerunner.children import Process, private_directory, remove_directory, starting
 from pagerunner.config import EngineConfig
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.core.executors.doors import Doors
@@ -130,7 +129,7 @@ class Ranks:
         self.size, self.seconds = ranks, float(limits.RANK_SECONDS)
         self.directory = private_directory()
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            undo.callback(remove_directory, self.directory)
             (self.directory / orders.MEETING).mkdir(mode=0o700)
             self._places, doors = self._find_places(resolved.config, early, undo)
             undo.callback(doors.close)

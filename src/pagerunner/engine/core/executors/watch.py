@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import zmq
 
-from pagerunner.children import Process, end, exit_reason
+from pagerunner.children import Process, end, exit_reason, remove_directory
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.pages import RanksStore
 from pagerunner.engine.core.messages import WireError
@@ -231,7 +230,7 @@ class RankWatch:
                 for fd in (self.failure_fd, self._failure):
                     os.close(fd)
         finally:  # a user who presses Ctrl-C again ends the wait for the processes
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_directory(self._directory)
 
     def _watch(self) -> None:
         try:
