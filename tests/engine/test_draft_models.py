@@ -237,6 +237,22 @@ def test_drafts_behind_a_rows_last_fp8_page_are_not_stored(
         assert len(outputs[0].outputs[0].token_ids) == most
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_module_with_a_window_reads_nothing_behind_a_rows_pages(tmp_path: Path, block_size: int) -> None:
+    """A long prompt takes pages that no later step reads, so its table has holes, where the module's last passes would look."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 4, 8]]}
+    path = str(make_module(tmp_path, "deepseek_v4"))
+    own = LIMITS | {"max_num_seqs": 1, "max_num_batched_tokens": 200, "block_size": block_size}
+    prompts = [{"prompt_token_ids": (TEXTS[5] * 2)[:length]} for length in (126, 90, 33)]
+    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False) for most in (2, 1, 20)]
+    found = []
+    for config in (None, drafts):
+        llm = LLM(path, speculative_config=config, **own)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.days(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> None:

@@ -65,16 +65,26 @@ def next_tokens(
 
 @gpu_kernel("drafting")
 def build_pass(
-    slots_S: torch.Tensor, ahead: int, last_position: int, tables: TableSet, state: SlotState, out: PassTensors
+    slots_S: torch.Tensor,
+    ahead: int,
+    last_position: int,
+    tables: TableSet,
+    groups: tuple[int, ...],
+    state: SlotState,
+    out: PassTensors,
 ) -> None:
     """Fill the first S rows of `out`: a token for each slot, `ahead` places behind its last computed one, but not behind `last_position`.
 
-    Slots of -1 are padding, behind all others: rows of length 0, tokens of row -1. Tokens without a page of their slot aren't stored (entry -1).
+    Slots of -1 are padding, behind all others: rows of length 0, tokens of row -1. The pass has layers in `groups`. A token without a page of its slot in one of them
+    isn't stored (entry -1), and is at the last position that has one: entries behind a slot's pages may be missing, so nobody may read there.
     """
     count = slots_S.shape[0]
     real_S = slots_S >= 0
     own_S = slots_S.clamp(min=0)
-    positions_S = (state.lengths[own_S] - 1 + ahead).clamp(max=last_position).mul_(real_S)
+    wanted_S = (state.lengths[own_S] - 1 + ahead).clamp(max=last_position)
+    ends_S = tables.ends_GN[list(groups)].amin(0)[own_S]
+    stored_S = real_S & (wanted_S < ends_S)
+    positions_S = torch.minimum(wanted_S, ends_S - 1).clamp(min=0).mul_(real_S)
     rows = torch.arange(count + 1, dtype=torch.int32, device=slots_S.device)
     out.positions_S[:count] = positions_S
     out.row_S[:count] = torch.where(real_S, rows[:-1], -1)
@@ -83,8 +93,7 @@ def build_pass(
     out.seq_lens_S[:count] = torch.where(real_S, positions_S + 1, 0)
     for group, (first, width, page_tokens) in enumerate(tables.shapes.tolist()):
         entries_S = tables.entries[first + own_S * width + positions_S // page_tokens % width]
-        has_page_S = real_S & (positions_S < tables.ends_GN[group, own_S])
-        out.write_entry_GS[group, :count] = torch.where(has_page_S, entries_S, -1)
+        out.write_entry_GS[group, :count] = torch.where(stored_S, entries_S, -1)
         out.write_offset_GS[group, :count] = positions_S % page_tokens
 
 

@@ -44,15 +44,20 @@ def next_tokens(
 @triton.jit(do_not_specialize=["count", "ahead", "last_position", "max_rows", "num_slots"])
 def _build_pass(
     slots, lengths, entries, ends, shapes, positions_S, row_S, slots_S, query_start_S1, seq_lens_S, write_entry_GS,
-    write_offset_GS, count, ahead, last_position, max_rows, num_slots, GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    write_offset_GS, count, ahead, last_position, max_rows, num_slots, GROUPS: tl.constexpr, OWN: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     slot = tl.load(slots + i, inside, -1)
     real = slot >= 0
     own = tl.maximum(slot, 0)
-    position = tl.load(lengths + own, real, 0) - 1 + ahead
-    position = tl.where(real, tl.minimum(position, last_position), 0)
+    wanted = tl.minimum(tl.load(lengths + own, real, 0) - 1 + ahead, last_position)
+    end = tl.full((BLOCK,), 4611686018427387904, tl.int64)
+    for group in tl.static_range(GROUPS):
+        if (OWN >> group) & 1:
+            end = tl.minimum(end, tl.load(ends + group * num_slots.to(tl.int64) + own, real, 0))
+    stored = real & (wanted < end)
+    position = tl.where(real, tl.maximum(tl.minimum(wanted, end - 1), 0), 0)
     every = tl.arange(0, ROOM)
     rows = tl.sum((tl.load(slots + every, every < count, -1) >= 0).to(tl.int32))
     tl.store(query_start_S1 + i, tl.minimum(i, rows), i <= count)
@@ -64,7 +69,6 @@ def _build_pass(
         table = tl.load(shapes + group * 3)
         width = tl.load(shapes + group * 3 + 1)
         page_tokens = tl.load(shapes + group * 3 + 2)
-        stored = real & (position < tl.load(ends + group * num_slots.to(tl.int64) + own, real, 0))
         entry = tl.load(entries + table + own * width + position // page_tokens % width, stored, -1)
         out = group * max_rows.to(tl.int64) + i
         tl.store(write_entry_GS + out, entry, inside)
@@ -72,15 +76,21 @@ def _build_pass(
 
 
 def build_pass(
-    slots_S: torch.Tensor, ahead: int, last_position: int, tables: TableSet, state: SlotState, out: PassTensors
+    slots_S: torch.Tensor,
+    ahead: int,
+    last_position: int,
+    tables: TableSet,
+    groups: tuple[int, ...],
+    state: SlotState,
+    out: PassTensors,
 ) -> None:
     """See ops/drafting.py."""
     count = slots_S.shape[0]
-    groups, max_rows = out.write_entry_GS.shape
+    num_groups, max_rows = out.write_entry_GS.shape
     _build_pass[(blocks(count + 1, BLOCK),)](
         slots_S, state.lengths, tables.entries, tables.ends_GN, tables.shapes, out.positions_S, out.row_S, out.slots_S,
         out.query_start_S1, out.seq_lens_S, out.write_entry_GS, out.write_offset_GS, count, ahead, last_position, max_rows,
-        tables.ends_GN.shape[1], GROUPS=groups, ROOM=triton.next_power_of_2(count), BLOCK=BLOCK,
+        tables.ends_GN.shape[1], GROUPS=num_groups, OWN=sum(1 << group for group in groups), ROOM=triton.next_power_of_2(count), BLOCK=BLOCK,
     )  # fmt: skip
 
 

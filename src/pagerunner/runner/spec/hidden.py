@@ -49,6 +49,7 @@ class HiddenDrafter:
         device = state.tokens.device
         self._pass = PassTensors.empty(builder.max_rows, builder.num_groups, device)
         self._first_layer = len(builder.layers) - num_layers
+        self._groups = tuple(sorted({memory.group for memory in builder.layers[self._first_layer :]}))
         self._none = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
@@ -97,7 +98,7 @@ class HiddenDrafter:
 
     def _pass_behind(self, computed: Computed, slots_S: torch.Tensor, ahead: int, count: int) -> ForwardBatch:
         """The batch of a pass over one token a row, `ahead` places behind the slot's last computed one."""
-        build_pass(slots_S, ahead, self._last_position, self._builder.tables, self._state, self._pass)
+        build_pass(slots_S, ahead, self._last_position, self._builder.tables, self._groups, self._state, self._pass)
         return self._builder.of_pass(
             self._pass, len(slots_S), computed.batch, count + 1, self._first_layer, computed.states
         )
