@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_slots_in_fp8_are_those_that_are_published() -> None:
     spec = config.layer_specs("fp8_e4m3")[0]
     assert isinstance(spec, LatentKV)
     assert (spec.slot_bytes, spec.indexer_slot_bytes, spec.page_bytes(64)) == (656, 132, 64 * (656 + 132))
+    for latent, scales in (
+        (256, 8),
+        (384, 4),
+        (1024, 32),
+        (200, 4),
+    ):  # a block of 128 has one, if their number is a power of two
+        other = replace(config, latent_dim=latent).layer_specs("fp8_e4m3")[0]
+        assert isinstance(other, LatentKV)
+        assert other.scale_bytes == scales
 
 
 def test_prefix_hits_and_a_pool_too_small(models: Any) -> None:

@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -28,7 +29,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, overwritten
-from pagerunner.ops.kernels import causal_conv, gdn, mamba2, peer_sum
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels import causal_conv, gdn, indexer, mamba2, peer_sum, sparse_latents
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of
@@ -72,11 +74,12 @@ def gluon(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = kind(kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    shared = compiled.metadata.shared
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         code = disassembled(Path(file.name))
-    found = {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code}
+    found = {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
     return found | {"steps": STEPS.findall(compiled.asm["ptx"])}
 
 
@@ -429,6 +432,52 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     types |= dict.fromkeys(wide, "*i64") | dict.fromkeys((*narrow, "save_start", "save_row", "save_position"), "*i32")
     options = {"num_warps": {"gdn": warps, "mamba2": mamba2.FEW[1], "conv": 4}[name]}
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
+
+
+def _sparse(kernel: Any, narrow: str, fp8: bool, constants: dict[str, Any], tiles: Any, held: str) -> dict[str, Any]:
+    """A kernel of DeepSeek-V3.2's attention at its sizes. `narrow`: the type of queries, and of pages if they aren't `fp8`; `held` names these."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr")
+    types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("position_ptr", "table", "table_ptr"), "*i64")
+    types |= dict.fromkeys(("found", "weights_ptr", "scores_ptr"), "*fp32") | {"scale": "fp32"}
+    if held == "codes":  # the other kernel has a number of parts
+        types["parts"] = "*fp32"
+    types |= {held: "*u8" if fp8 else "*" + narrow, "scales": "*fp32" if fp8 else "*" + narrow}
+    types |= {"scales_ptr": types["scales"]}
+    pointers = ("q_latent", "q_rope", "rope", "whole", "q_ptr")
+    types = {name: type for name, type in (dict.fromkeys(pointers, "*" + narrow) | types).items() if name in names}
+    strides = [name for name in names if name.endswith(("_token", "_head", "_page", "_slot", "_stride"))]
+    aligned = [*(name for name, type in types.items() if type[0] == "*"), *strides]
+    constants |= {"FP8": tl.float8e4nv if fp8 else None, "PRECISION": "tf32x3" if narrow == "fp32" else "tf32"}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": True}
+    return gluon(kernel, types, constants | {"PAGE": 64, "PDL": True}, aligned, ASTSource, **options)
+
+
+def chosen(narrow: str, heads: int, fp8: bool) -> dict[str, Any]:
+    """Attention to chosen latents, `ops/kernels/sparse_latents.py`."""
+    tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2)
+    constants = {
+        "K": 2048,
+        "C": 512,
+        "P": 64,
+        "G": 4 if fp8 else 1,
+        "BC": 512,
+        "BP": 64,
+        "SPLIT": True,
+        "COMPILED": True,
+    }
+    constants |= {"BH": tiles.heads, "BN": tiles.slots}
+    return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes")
+
+
+def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
+    """Scores of an indexer, `ops/kernels/indexer.py`: rows of so many tokens."""
+    rows = StepRows.of([tokens] * 8, [5000] * 8, range(8))
+    dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
+    sizes = indexer.score_sizes(rows, 8 * tokens, heads, dtype)
+    constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
+    constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
+    return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 
 @triton.jit

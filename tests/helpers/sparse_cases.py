@@ -15,7 +15,9 @@ from pagerunner.ops.sparse_latents import Latents
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of (past tokens, new tokens). `groups`: blocks of a latent in fp8 that have a scale each; 0 for pages of the queries' dtype."""
+    """Rows of (past tokens, new tokens). `groups`: blocks of a latent in fp8 that have a scale each; 0 for pages of the queries' dtype.
+    `size`: of a latent's numbers, about.
+    """
 
     rows: tuple[tuple[int, int], ...]
     top_k: int = 40
@@ -25,6 +27,8 @@ class Case:
     value: int = 5
     slots: int = 16  # of a page
     groups: int = 0
+    fp8: torch.dtype = torch.float8_e4m3fn
+    size: float = 1.0
     dtype: torch.dtype = torch.float32
     stride: int = 0
     padding: int = 0
@@ -58,11 +62,12 @@ def made(case: Case, device: str = "cpu") -> tuple[Any, ...]:
     vectors = torch.randn(total, case.slots, latent + case.rope)
     rope = vectors[..., latent:].to(case.dtype)
     if case.groups:
-        blocks = vectors[..., :latent].unflatten(-1, (case.groups, -1)) * 2.0 ** torch.arange(case.groups).unsqueeze(-1)
-        scales = fitting_scale(blocks.abs().amax(-1), torch.float8_e4m3fn)
-        codes = to_fp8(blocks, scales.unsqueeze(-1), torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+        factors = case.size * 2.0 ** torch.arange(case.groups).unsqueeze(-1)
+        blocks = vectors[..., :latent].unflatten(-1, (case.groups, -1)) * factors
+        scales = fitting_scale(blocks.abs().amax(-1), case.fp8)
+        codes = to_fp8(blocks, scales.unsqueeze(-1), case.fp8).flatten(-2).view(torch.uint8)
         codes[~seen], scales[~seen] = 0x7F, float("nan")
-        held = Latents(codes.to(device).view(torch.float8_e4m3fn), rope.to(device), scales.to(device))
+        held = Latents(codes.to(device).view(case.fp8), rope.to(device), scales.to(device))
     else:
         vectors = vectors.to(case.dtype)
         vectors[~seen] = float("nan")

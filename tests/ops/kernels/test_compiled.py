@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.effort import share_of_the_day
+from pagerunner.attention.paged_sparse import SHARED_MEMORY
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, stages_of
 
@@ -103,6 +104,14 @@ def dense_cases() -> list[tuple[Any, ...]]:
     return turns([("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes], 0)
 
 
+def sparse_cases() -> list[tuple[Any, ...]]:
+    """One of attention to chosen latents and one of an indexer's scores, by dtype, heads, whether pages are fp8, and tokens of a row."""
+    chosen = itertools.product(["chosen"], ("bf16", "fp32"), (16, 128), (False, True))
+    scores = itertools.product(["scores"], ("bf16", "fp32"), (64, 128), (False, True), (1, 4))
+    return [*turns(list(chosen), 2), *turns(list(scores), 0)]
+
+
+SPARSE = sparse_cases()
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [("peers", "peer_words", 3), ("peers", "peer_units", 3), ("peers", "peer_sum_twice", 4)]
 CASES = [
@@ -123,7 +132,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What was found about each case."""
-    cases = [*CASES, *ROUNDING]
+    cases = [*CASES, *ROUNDING, *SPARSE]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), str(ROOT / "scripts"), env.get("PYTHONPATH", "")))
@@ -158,6 +167,15 @@ def test_kernels_stay_on_their_way(case, compiled):
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
     assert case[0] != "lanes" or found["copies"], "a copy brings 16 bytes for each lane"
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=str)
+def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_is_declared(case, compiled):
+    """Its kernels run in the interpreter, which has as much as is asked for."""
+    found = compiled[case]
+    assert "error" not in found, found["error"]
+    assert found["faults"] == []
+    assert found["shared"] <= SHARED_MEMORY[case[1] == "fp32"] <= ROOM
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)

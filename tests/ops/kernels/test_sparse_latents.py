@@ -55,6 +55,15 @@ def test_latents_in_fp8(groups: int, dtype: torch.dtype) -> None:
     check(Case(ROWS, latent=32, groups=groups, dtype=dtype), 5e-5 if dtype == torch.float32 else 2e-2)
 
 
+def test_small_latents_in_fp8() -> None:
+    """Their scales are less than any number of float16."""
+    case = Case(((150, 1), (20, 2)), latent=32, groups=4, dtype=torch.float16, fp8=torch.float8_e5m2, size=1e-4)
+    given = made(case)
+    want = chosen_values.twin(*given)
+    assert 1e-5 < want.abs().max() < 1e-2
+    torch.testing.assert_close(chosen_values.kernel(*given), want, atol=2e-6, rtol=2e-2)
+
+
 @pytest.mark.parametrize("stride", [2, 4])
 def test_rows_with_drafts(stride: int) -> None:
     check(Case(((7, 1), (31, 2), (62, 1), (0, 2)), stride=stride, padding=1, longest=200))

@@ -84,7 +84,9 @@ class DeepseekConfig(ModelConfig):
         keys = 0 if self.indexer is None else self.indexer.head_dim
         spec = LatentKV(self.latent_dim, self.rope_dim, kv_dtype, indexer_dim=keys)
         if keys and spec.quantised and self.latent_dim % SCALE_BYTES == 0 and self.rope_dim % 2 == 0:
-            blocks = self.latent_dim // LATENT_BLOCK if self.latent_dim % LATENT_BLOCK == 0 else 1
+            blocks, rest = divmod(self.latent_dim, LATENT_BLOCK)
+            if rest or blocks.bit_count() > 1:  # kernels divide a latent by a power of two
+                blocks = 1
             size = SCALE_BYTES
             spec = replace(spec, rope_dtype="bfloat16", scale_bytes=blocks * size, indexer_scale_bytes=size)
         return (spec,) * self.num_layers

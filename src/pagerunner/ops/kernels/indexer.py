@@ -190,15 +190,20 @@ class Sizes(NamedTuple):
     stages: int
 
 
-def score_sizes(rows: StepRows, tokens: int, heads: int, item: int) -> Sizes:
-    """Tokens of a row share the keys that a program reads. `item`: bytes of a key's element. Two programs of one token fit a multiprocessor."""
+def score_sizes(rows: StepRows, tokens: int, heads: int, dtype: torch.dtype) -> Sizes:
+    """Tokens of a row share the keys that a program reads. `dtype`: what is multiplied. Two programs of one token fit a multiprocessor.
+
+    Products in float32 are three of parts of their operands, so more than one token's queries don't fit a program.
+    """
     group = 1 if rows.one_token else rows.stride or tokens
-    together = min(4, padded(group)) if heads <= 64 else 1
+    together = min(4, padded(group)) if heads <= 64 and dtype.itemsize < 4 else 1
     units = blocks(tokens, group) * blocks(group, together)
     parts = max(1, min(MOST_PARTS, PROGRAMS // units))
+    if dtype.itemsize == 4:
+        return Sizes(1, group, parts, 64 if heads <= 64 else 32, 8, 2)
     if together > 1:
         return Sizes(together, group, parts, 128, 8, 3)
-    return Sizes(together, group, parts, 128 if item == 1 else 64, 4, 4)
+    return Sizes(together, group, parts, 128 if dtype.itemsize == 1 else 64, 4, 4)
 
 
 def _width(rows: StepRows, ratio: int) -> int:
@@ -231,9 +236,9 @@ def run_scores(
 ) -> torch.Tensor:
     """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees."""
     tokens, heads, size = q_TJI.shape
-    sizes = sizes or score_sizes(rows, tokens, heads, pages_ESI.dtype.itemsize)
-    scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=q_TJI.device)
     dtype, fp8 = pages_ESI.dtype, scales_ES is not None
+    sizes = sizes or score_sizes(rows, tokens, heads, dtype if fp8 else q_TJI.dtype)
+    scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=q_TJI.device)
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
     units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
     _scores_kernel[(units, sizes.parts)](

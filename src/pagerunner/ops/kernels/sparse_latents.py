@@ -5,7 +5,7 @@ the block's heads, and the latents of 64 slots, turned, meet the heads' weights.
 has, fills the tensor cores' instructions as 64 heads do. A token's parts are merged by the kernel that carries results back to values
 (`kernels/latent_decode.py`). How many parts there are doesn't depend on lengths.
 
-Latents in fp8 have a scale for each block of elements. It is a power of two, so numbers of the model's half precision are exact.
+Latents in fp8 have a scale for each block of elements. It is a power of two, so numbers are exact in bfloat16.
 
 Scores are in units of log2. Shape letters: see the twin; BN slots of a tile, BH heads of a program.
 """
@@ -22,7 +22,15 @@ import triton.language as tl
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_values
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.launch import (
+    blocks,
+    dependent,
+    multiprocessors,
+    padded,
+    start_next,
+    start_next_and_wait,
+    wait_turn,
+)
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 from pagerunner.ops.sparse_latents import Latents
 
@@ -41,10 +49,11 @@ def _tile(
     if FP8 is None:
         latent = latent.to(q_type)
     else:
+        wide: tl.constexpr = tl.float32 if q_type == tl.float16 else q_type  # scales may be less than any float16
         g = tl.arange(0, G)
-        scales = tl.load(scales_at[:, None] + g[None, :], mask=live[:, None], other=0.0).to(q_type)
-        numbers = tl.reshape(_numbers(latent, q_type, FP8, COMPILED), (BN, G, BC // G)) * scales[:, :, None]
-        latent = tl.reshape(numbers, (BN, BC))
+        scales = tl.load(scales_at[:, None] + g[None, :], mask=live[:, None], other=0.0).to(wide)
+        numbers = tl.reshape(_numbers(latent, wide, FP8, COMPILED), (BN, G, BC // G)) * scales[:, :, None]
+        latent = tl.reshape(numbers, (BN, BC)).to(q_type)
     return latent, rope.to(q_type)
 
 
@@ -62,7 +71,8 @@ def _chosen_kernel(
     SPLIT: the results go to `parts` [T * splits, 2, H, C] and `found` [T * splits, 2, H], as `_values_kernel` reads them; a part without
     slots is zeros that count nothing. Otherwise they go to `whole`.
     """
-    start_next_and_wait(PDL)
+    wait_turn(PDL)
+    start_next(PDL)  # the next kernel reads where parts are before its own wait
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     h, n, c, p = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, BC), tl.arange(0, BP)
     in_h = h < num_heads
@@ -251,10 +261,10 @@ def chosen_values(
     tokens, heads, _ = q_THC.shape
     tiles = chosen_tiles(heads, q_THC.dtype.itemsize)
     splits = split_count(tokens, heads, chosen_TK.shape[1], q_THC.device, tiles)
-    partial = run_chosen(q_THC, q_THP, pages, table_SW, rows, chosen_TK, scale, splits, tiles)
     schedule = scratch.get(("parts", tokens, splits))
     if schedule is None:
         first_T = torch.arange(tokens, dtype=torch.int32, device=q_THC.device) * splits
         part_T2 = torch.stack((first_T, torch.full_like(first_T, splits)), 1)
         schedule = scratch["parts", tokens, splits] = Schedule(first_T, part_T2, first_T)
+    partial = run_chosen(q_THC, q_THP, pages, table_SW, rows, chosen_TK, scale, splits, tiles)
     return run_values(partial, schedule, rows, up_HVC, one_by_one=True)
