@@ -215,9 +215,10 @@ def test_tokens_are_those_without_a_module(tmp_path: Path, family: str) -> None:
     assert counts.num_drafts > 100
     if family != "deepseek_v4":
         assert counts.num_accepted_tokens > 20
-    with as_on_cuda():  # some steps in graphs, others eagerly
+    with as_on_cuda(), counted_graphs() as graphs:  # some steps in graphs, others eagerly
         in_graphs, same = generated({"model": path}, params, max_num_batched_tokens=24, speculative_config=drafts)
     assert in_graphs == expected and same == counts
+    assert any(key.drafts == 3 for key in graphs.replays)
 
 
 @pytest.mark.parametrize("model", ["a head", "deepseek_v3"])
