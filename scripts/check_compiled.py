@@ -1,4 +1,4 @@
-"""Look through compiled Triton kernels for operands of tensor core instructions that aren't what the program says.
+"""Look through compiled Triton kernels for what isn't as the program says: operands of tensor core instructions, and numbers that loops carry.
 
     python scripts/check_compiled.py [DIR]
 
@@ -11,6 +11,10 @@ A second fault: a first operand may lie in registers, which the instruction read
 products stay on their way when a loop comes round again, and then the registers are written for the next round. Results are wrong sometimes,
 more often the longer a product takes. It shows in a write to the registers of a product before `WARPGROUP.DEPBAR` has waited for it.
 
+A third fault: Triton 3.6 drops what a loop carries if nothing reads it. It forgets to look in the bounds of inner loops (triton-lang/triton#9036), and in what an inner
+`while` carries. After `for save in range(n): for token in range(begin, upto): ...; begin = upto`, each inner loop begins where the first one began. The interpreter
+does it right.
+
 DIR is Triton's cache (default: where it is), after the kernels have run. The exit status is 1 if a kernel was found.
 """
 
@@ -21,6 +25,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
@@ -30,6 +35,12 @@ LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 REGISTER = re.compile(r"(U?R)(\d+|Z)(?:\.reuse)?")
 CONSTANT = re.compile(r"-?0x[0-9a-f]+")
+OPERATION = re.compile(r'(?:(%[\w$.-]+)(?::(\d+))? = )?"?([a-z]\w*(?:\.\w+)+|module)"?(.*)')
+NUMBER = re.compile(r"%[\w$.-]+(?:#\d+)?")
+LASTING = re.compile(
+    "store|atomic|assert|print|barrier|call|asm|condition|while|return|br$|wait|copy|reduce_|scatter|gather"
+)
+"""Operations of Triton that do more than give a number."""
 BACK = re.compile(r"\bBRA\S*\s+(?:\S+,?\s+)?0x([0-9a-f]+)")
 ZERO = {"RZ", "URZ", "SRZ"}
 
@@ -136,6 +147,101 @@ def disassembled(cubin: Path) -> str:
     return subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
 
 
+@dataclass
+class Operation:
+    """An operation of Triton's intermediate code. A loop carries `carried` from `begins`; what is `inside` of a loop or a condition
+    yields `yields`, a list for each branch.
+    """
+
+    name: str
+    results: list[str]
+    operands: list[str]
+    around: list[Operation]
+    lasting: bool
+    begins: list[str] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    yields: list[list[str]] = field(default_factory=list)
+
+
+def operations(text: str) -> list[Operation]:
+    """The operations of one `.ttir` file."""
+    found: list[Operation] = []
+    around: list[Operation] = []
+    for line in text.splitlines():
+        code = line.strip()
+        if not code.startswith(("tt.func", "module")):
+            code = re.sub(r" loc\(.*", "", code)
+        if code.startswith("}"):
+            last = around.pop()
+            if code.endswith("{"):  # the other branch of a condition, or a loop's body
+                around.append(last)
+            continue
+        match = OPERATION.match(code)
+        if match is None:
+            continue
+        result, count, name, rest = match.groups()
+        results = [f"{result}#{number}" for number in range(int(count))] if count else [result] if result else []
+        named = NUMBER.findall(re.sub(r'"[^"]*"', "", rest))
+        one = Operation(
+            name, results, named, [*around], LASTING.search(name) is not None or "isVolatile = true" in rest
+        )
+        if name == "scf.for":
+            carried = named[4:] if "iter_args(" in rest else []
+            one.operands, one.carried, one.begins = named[1:4], [named[0], *carried[::2]], carried[1::2]
+        elif name == "scf.yield" and around:
+            around[-1].yields.append(named)
+        if one.lasting:
+            for outer in around:
+                outer.lasting = True
+        if code.endswith("{"):
+            around.append(one)
+        found.append(one)
+    return found
+
+
+def alive(loop: Operation, origin: dict[str, tuple[Operation, int]], wanted: list[str]) -> set[str]:
+    """What inside of `loop` the `wanted` numbers are made of, as Triton 3.6 follows it: not through bounds of loops."""
+    found: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        one, number = origin.get(name, (loop, 0))
+        if name in found or not (loop in one.around or name in loop.carried):
+            continue
+        found.add(name)
+        if name in one.carried:
+            wanted += [one.yields[0][number - 1], one.begins[number - 1]] if number else []
+        elif one.name == "scf.for":
+            wanted += [one.yields[0][number], one.begins[number]]
+        elif one.name == "scf.if":
+            wanted += one.operands + [branch[number] for branch in one.yields]
+        else:
+            wanted += one.operands
+    return found
+
+
+def forgotten(text: str) -> Iterator[str]:
+    """Numbers that a loop carries for nothing but the bounds of loops inside of it, or what a `while` inside of it carries."""
+    code = operations(text)
+    origin = {
+        name: (one, number) for one in code for names in (one.results, one.carried) for number, name in enumerate(names)
+    }
+    used = {name for one in code for name in (*one.operands, *one.begins)}
+    for loop in code:
+        if loop.name != "scf.for" or not loop.begins:
+            continue
+        inner = [one for one in code if loop in one.around]
+        wanted = [
+            name for one in inner if one.lasting and one.name not in ("scf.for", "scf.yield") for name in one.operands
+        ]
+        wanted += [last for name, last in zip(loop.results, loop.yields[0], strict=True) if name in used]
+        bounds = [name for one in inner if one.name == "scf.for" for name in one.operands]
+        bounds += [name for one in inner if one.name == "scf.while" for name in sum(one.yields, [])]
+        kept, needed = alive(loop, origin, [*wanted]), alive(loop, origin, wanted + bounds)
+        for name, last in zip(loop.carried[1:], loop.yields[0], strict=True):
+            if last in needed - kept and last != name:
+                yield f"{name}: only an inner loop reads it, in its bounds or what it carries"
+
+
 def main() -> int:
     """Print what was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -145,10 +251,11 @@ def main() -> int:
     wrong = 0
     with ThreadPoolExecutor() as pool:
         for cubin, text in zip(kernels, pool.map(disassembled, kernels), strict=True):
-            if found := [*faults(text), *overwritten(text)]:
+            code = cubin.with_suffix(".ttir")  # kernels in Gluon have none
+            if found := [*faults(text), *overwritten(text), *(forgotten(code.read_text()) if code.exists() else ())]:
                 wrong += 1
                 print(f"{cubin.parent.name[:12]}/{cubin.name}:", *found, sep="\n    ")
-    print(f"{len(kernels)} kernels, {wrong} with operands that aren't what the program says")
+    print(f"{len(kernels)} kernels, {wrong} with operands or loops that aren't what the program says")
     return 1 if wrong or not kernels else 0
 
 
