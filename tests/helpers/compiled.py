@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
-from check_compiled import disassembled, faults, overwritten
+from check_compiled import disassembled, faults, forgotten, overwritten
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels import causal_conv, gdn, indexer, mamba2, peer_sum, sparse_latents
 from pagerunner.ops.kernels.activation import rounded
@@ -79,7 +79,8 @@ def gluon(
         file.write(compiled.asm["cubin"])
         file.flush()
         code = disassembled(Path(file.name))
-    found = {"faults": [*faults(code), *overwritten(code)], "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
+    wrong = [*faults(code), *overwritten(code), *forgotten(compiled.asm.get("ttir", ""))]
+    found = {"faults": wrong, "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
     return found | {"steps": STEPS.findall(compiled.asm["ptx"])}
 
 
@@ -431,6 +432,8 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     wide, narrow = ("table", "positions", "save_target"), ("slots", "query_start", "seq_lens", "accepted")
     types |= dict.fromkeys(wide, "*i64") | dict.fromkeys((*narrow, "save_start", "save_row", "save_position"), "*i32")
     options = {"num_warps": {"gdn": warps, "mamba2": mamba2.FEW[1], "conv": 4}[name]}
+    if name != "conv":
+        options["maxnreg"] = {"gdn": gdn.REGISTERS[journal > 0], "mamba2": mamba2.REGISTERS}[name]
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 

@@ -303,6 +303,51 @@ def _open_address(text: str) -> bool:
     return match is not None and match[1] not in ("127.0.0.1", "localhost", "[::1]")
 
 
+def loop_faults(source: str, name: str) -> list[str]:
+    """Inner loops of kernels whose bounds are made of what an outer `for` carries from one time to the next.
+
+    Triton 3.6 may take that for what it was before the outer loop; see `scripts/check_compiled.py`, which knows when. The rule knows the text of
+    one function only, and refuses all of them: load or calculate such bounds anew. An outer `while` carries them rightly.
+    """
+    faults = []
+    for function in nodes(source):
+        if not isinstance(function, ast.FunctionDef) or not any(
+            "jit" in ast.unparse(one) for one in function.decorator_list
+        ):
+            continue
+        for outer in ast.walk(function):
+            if not isinstance(outer, ast.For) or "static_range" in ast.unparse(outer.iter):
+                continue
+            made: dict[str, set[str]] = {}
+            for node in ast.walk(outer):
+                if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    for target in set[str]().union(*map(_names, targets)):
+                        made.setdefault(target, set()).update(_names(node.value))
+            bound = {arg.arg for arg in function.args.args}
+            bound |= {
+                node.id
+                for node in ast.walk(function)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno < outer.lineno
+            }
+            for inner in ast.walk(outer):
+                if isinstance(inner, ast.For) and inner is not outer:
+                    found, left = set[str](), [*_names(inner.iter)]
+                    while left:
+                        if (one := left.pop()) not in found:
+                            found.add(one)
+                            left += made.get(one, ())
+                    faults += [
+                        f"{name}.{function.name}: the loop in line {inner.lineno} reads {one}, which the one in line {outer.lineno} carries"
+                        for one in sorted(found & set(made) & bound)
+                    ]
+    return faults
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
 def missing_paths(text: str) -> list[str]:
     """Backticked or linked paths in a document that name no file of the project."""
     named = set(re.findall(r"`([\w./{},*-]+)`", text)) | set(re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text))

@@ -191,3 +191,36 @@ def test_one_module_starts_processes():
 def test_package_uses_nothing_unsafe():
     faults = [f for path in checks.package_files() for f in checks.unsafe_faults(read(path), checks.dotted(path))]
     assert not faults, "\n".join(faults)
+
+
+KERNEL = """
+@triton.jit
+def kernel(x, at, n, first):
+    begin = first
+    for save in range(n):
+        upto = tl.load(at + save)
+        for token in range(BOUNDS):
+            x += token
+        LAST
+"""
+
+
+@pytest.mark.parametrize(
+    ("bounds", "last", "wrong"),
+    [
+        ("begin, upto", "begin = upto", True),
+        ("begin // 64, upto // 64", "begin = tl.maximum(begin, upto)", True),
+        ("upto, first", "first += 1", True),
+        ("begin, upto", "x += upto", False),
+        ("tl.load(at + save - 1), upto", "begin = upto", False),
+    ],
+)
+def test_loop_rule_catches(bounds, last, wrong):
+    source = KERNEL.replace("BOUNDS", bounds).replace("LAST", last)
+    assert bool(checks.loop_faults(source, "m")) == wrong
+    assert not checks.loop_faults(source.replace("for save in range", "for save in tl.static_range"), "m")
+
+
+def test_inner_loops_of_kernels_have_bounds_that_no_outer_loop_carries():
+    faults = [f for path in checks.package_files() for f in checks.loop_faults(read(path), checks.dotted(path))]
+    assert not faults, "\n".join(faults)

@@ -27,6 +27,7 @@ from pagerunner.ops.kernels.state_rows import (
     row_sums,
     row_tokens,
     save_arguments,
+    save_begin,
     save_token,
     saved_entry,
     saves_of,
@@ -41,6 +42,8 @@ from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 FEW = (32, 4)  # values of a program, its warps
 # the same where rows have drafts: with one warp there are no barriers, and a third less instructions for a token
 DRAFTS = (16, 1)
+# of a thread of FEW and of DRAFTS, for keys up to LARGEST_KEY: 16 or 12 warps fit, and nothing is spilled where pages are aligned
+REGISTERS = (128, 168)
 SYSTEM_WARPS = 4
 ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
@@ -123,31 +126,22 @@ def _few(
         behind(begin, first, replayed, row, num_tokens, JOURNAL), True, mixed, rates, decays, head, keys, values,
         mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
     )  # fmt: skip
-    for save in range(at, stop + 1):
-        upto = save_token(save_position, save, stop, shift, certain)
-        passed = (upto > first - replayed) & (upto <= certain)
-        for token in range(begin, tl.minimum(upto, certain)):
-            # the next token's, while this one is computed
-            ahead = _inputs(
-                behind(token + 1, first, replayed, row, num_tokens, JOURNAL), token + 1 < end, mixed, rates, decays, head,
-                keys, values, mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
-            )  # fmt: skip
-            to = out + tl.cast(token, tl.int64) * (HEADS * V)
-            held = _token(
-                held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V
-            )
-            inputs = ahead
-        begin = tl.maximum(begin, tl.minimum(upto, certain))
-        entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & passed)
-    for token in range(certain, end):
+    for token in range(begin, end):
+        # the next token's, while this one is computed
         ahead = _inputs(
-            token + 1, token + 1 < end, mixed, rates, decays, head, keys, values, mixed_stride, rates_stride, decays_stride,
-            KEY_HEADS, HEADS, K, V,
+            behind(token + 1, first, replayed, row, num_tokens, JOURNAL), token + 1 < end, mixed, rates, decays, head,
+            keys, values, mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
         )  # fmt: skip
         to = out + tl.cast(token, tl.int64) * (HEADS * V)
-        held = _token(held, inputs, to, True, True, rate_of_decay, bias, values, state.dtype.element_ty, K, V)
+        held = _token(
+            held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V
+        )
         inputs = ahead
+        if token < certain:  # states after drafts are dropped
+            for save in range(at, stop + 1):
+                if save_token(save_position, save, stop, shift, certain) == token + 1:
+                    entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+                    tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -274,16 +268,15 @@ def _chunks(
     own = state_entry(table, slots, row, table_stride)
     held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    begin = first
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
+        begin = save_begin(save_position, save, at, shift, first)
         upto = save_token(save_position, save, stop, shift, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
                 held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
                 num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
             )  # fmt: skip
-        begin = upto
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
         tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
@@ -376,6 +369,7 @@ def gated_delta_rows(
         rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
         has_saves, state_EHKV.element_size(), FEW_TOKENS, entries, key_heads, heads, key_dim, value_dim,
         max(16, padded(key_dim)), block_v, num_warps=warps,
+        maxnreg=REGISTERS[entries > 0] if key_dim <= LARGEST_KEY else None,
     )  # fmt: skip
     if not rows.few:
         _long_rows(inputs, strides, state_EHKV, out_THV, key_heads, rows)

@@ -25,6 +25,7 @@ from pagerunner.ops.kernels.state_rows import (
     row_sums,
     row_tokens,
     save_arguments,
+    save_begin,
     save_token,
     saved_entry,
     saves_of,
@@ -37,6 +38,7 @@ from pagerunner.ops.kernels.state_rows import (
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
+REGISTERS = 64  # of a thread of FEW, for states up to LARGEST_STATE: 32 warps fit, and nothing is spilled where pages are aligned
 PREPARE = (16, 1)  # heads of a program, its warps
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
@@ -94,24 +96,17 @@ def _few(
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    begin = first - replayed
-    for save in range(at, stop + 1):
-        upto = save_token(save_position, save, stop, shift, certain)
-        there = (upto > first - replayed) & (upto <= certain)
-        for token in range(begin, tl.minimum(upto, certain)):
-            held = _token(
-                held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
-                mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
-                state.dtype.element_ty, GROUPS, HEADS, P, N,
-            )  # fmt: skip
-        begin = tl.maximum(begin, tl.minimum(upto, certain))
-        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask & there)
-    for token in range(certain, end):
+    for token in range(first - replayed, end):
         held = _token(
-            held, token, token, True, True, mixed, steps, out, rate, bias, passed, head, values, inner,
-            mixed_stride, steps_stride, state.dtype.element_ty, GROUPS, HEADS, P, N,
+            held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
+            mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
+            state.dtype.element_ty, GROUPS, HEADS, P, N,
         )  # fmt: skip
+        if token < certain:  # states after drafts are dropped
+            for save in range(at, stop + 1):
+                if save_token(save_position, save, stop, shift, certain) == token + 1:
+                    to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+                    tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -205,16 +200,15 @@ def _chunks(
     held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
     passed = tl.load(skip + head).to(tl.float32)
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    begin = first
     for save in range(at, stop + 1):
         # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
+        begin = save_begin(save_position, save, at, shift, first)
         upto = save_token(save_position, save, stop, shift, end + C - 1)
         for whole in range(begin // C, upto // C):
             held = _block(
                 held, whole, first, tl.minimum(end, whole * C + C), mixed, weights, factors, passed, out,
                 num_tokens, mixed_stride, head, True, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
             )  # fmt: skip
-        begin = upto
         to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
         tl.store(state + to * state_stride + inside, tl.trans(held).to(state.dtype.element_ty), mask=mask)
 
@@ -303,7 +297,7 @@ def mamba2_rows(
         *inputs, skip_H, state_EHPN, out_THP, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
         has_saves, state_EHPN.element_size(), FEW_TOKENS, entries, groups, heads, head_dim, state_size,
-        block_p, max(16, padded(state_size)), num_warps=warps,
+        block_p, max(16, padded(state_size)), num_warps=warps, maxnreg=REGISTERS if state_size <= LARGEST_STATE else None,
     )  # fmt: skip
     if not rows.few:
         _long_rows(inputs, strides, skip_H, state_EHPN, out_THP, groups, rows)

@@ -104,6 +104,17 @@ def save_token(save_position, save, stop, shift, last):
 
 
 @triton.jit
+def save_begin(save_position, save, at, shift, first):
+    """The token behind the save before save `save`; for the row's first save, the row's `first` token.
+
+    A loop over saves must not carry this from one to the next: Triton 3.6 doesn't see that an inner loop's bounds read what the outer
+    loop carries, and then leaves it as it was before the outer loop. `scripts/check_compiled.py` finds such loops.
+    """
+    position = tl.load(save_position + save - 1, mask=save > at, other=0)
+    return tl.where(save > at, position + shift, first)
+
+
+@triton.jit
 def _entry_of(target, state_stride, ITEM: tl.constexpr):
     return target // (tl.cast(state_stride, tl.int64) * ITEM)
 
