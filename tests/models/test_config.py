@@ -49,6 +49,13 @@ def test_planning_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r}); {code}"], check=True)
 
 
+def test_a_head_is_told_to_be_no_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLMEagle3.*drafts tokens for another model.*--speculative-config"
+    ):
+        read(tmp_path, "llama", architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=64)
+
+
 def test_takes_the_path_of_a_config_file(tmp_path: Path) -> None:
     write(tmp_path, make_config("llama"))
     assert read_model_config(tmp_path / "config.json").path == str(tmp_path)

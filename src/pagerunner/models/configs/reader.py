@@ -83,6 +83,11 @@ def read_model_config(
         raise ConfigError(
             f"{file}: model_type is {family!r}, which is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
+    if "eagle" in (kind := str(values.get("architectures"))).lower():
+        raise ConfigError(
+            f"{file}: architectures is {kind}: a head that drafts tokens for another model, and can't be served itself. Name it beside that model: "
+            f"""--speculative-config '{{"model": "{directory}", "num_speculative_tokens": 3}}'."""
+        )
     path_inside: tuple[str, ...] = ()
     quantization_path: tuple[str, ...] = ()  # those of text and images often say it outside
     if FAMILIES[family].nested:
