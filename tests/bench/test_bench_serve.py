@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.bench.latency_plot import latency_svg
 from pagerunner.bench.serve_data import custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import Sample, arrivals, series, summarize
+from pagerunner.cli import bench_serve
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -264,6 +267,15 @@ def test_mistakes_are_one_sentence(demo: RunningServer, words: list[str], senten
     assert bench(demo, *words) == 2
     printed = capsys.readouterr().err
     assert sentence in printed and printed.count("\n") == 1
+
+
+def test_the_tokenizer_of_an_adapter_is_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [{"id": "m", "root": "/m", "parent": None}, {"id": "sql", "root": "/a/sql", "parent": "org/m"}]
+    answer = httpx.Response(200, json={"data": cards}, request=httpx.Request("GET", "http://s"))
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    for asked, found in (("sql", ("sql", "/m")), ("m", ("m", "/m")), (None, ("m", "/m"))):
+        namespace = argparse.Namespace(served_model_name=None, model=asked)
+        assert bench_serve._find_model(namespace, "http://s", {}) == found
 
 
 def test_a_server_that_is_not_there(capsys: Any) -> None:
