@@ -200,6 +200,7 @@ def test_a_number_without_unit_is_asked_back(tmp_path, capsys) -> None:
     model = place(tmp_path, "Qwen/Qwen3-8B")
     said = refused(capsys, model, "--memory", "80")
     assert "80 is 80 B" in said and "80GiB" in said
+    assert "0 is 0 B, in which nothing fits (see" in refused(capsys, model, "--memory", "0")
     said = refused(capsys, model, "--memory", "80KiB")
     assert "80KiB is 80.00 KiB, in which nothing fits (see" in said
 

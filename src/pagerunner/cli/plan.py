@@ -159,7 +159,7 @@ def _memory(text: str) -> int:
     if size > _MOST_MEMORY:
         raise UnreadableError(f"{text} is more than any device has ({human_bytes(_MOST_MEMORY)} at most)")
     if size < 2**20:
-        unit = f"; {text}GiB has a unit" if text.isdecimal() else ""
+        unit = f"; {text}GiB has a unit" if text.isdecimal() and size else ""
         raise UnreadableError(f"{text} is {human_bytes(size)}, in which nothing fits{unit}")
     return size
 

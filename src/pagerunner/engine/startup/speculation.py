@@ -332,7 +332,7 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: M
             if method == "mtp":
                 model.mtp()  # if there is no module, that is the reason
             raise ConfigError(
-                f"speculative_config: method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as {_EXAMPLE}."
+                f"speculative_config: method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as 4."
             )
         if not 1 <= made_for <= MOST_TOKENS:
             raise ConfigError(
