@@ -22,6 +22,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
 from pagerunner.memory.specs import LatentKV
+from pagerunner.models import deepseek
 from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
@@ -100,6 +101,22 @@ def test_slots_in_fp8_do_not_depend_on_the_memory(models: Any) -> None:
     for condition in ("budget-7", "page-48", "two in flight"):
         found = engine(path, kv_cache_dtype="fp8", attention_backend="triton", **CONDITIONS[condition])
         assert tokens_of(found, texts) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "size", "mixed"), [("fp8", 16, True), ("fp8", 12, False), ("auto", 16, False)]
+)
+def test_indexer_keys_in_fp8_are_mixed(
+    models: Any, tmp_path: Path, kv_cache_dtype: str, size: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As their makers' code does; a Hadamard matrix has a power of two of rows."""
+    path = (
+        models("plain")[0] if size == 12 else make_latent_checkpoint(tmp_path, "deepseek_v32", index_head_dim=size)[0]
+    )
+    seen, heads = [], deepseek.indexer_heads
+    monkeypatch.setattr(deepseek, "indexer_heads", lambda *args: seen.append(args[-1]) or heads(*args))
+    tokens_of(engine(path, kv_cache_dtype=kv_cache_dtype), [prompt(0, 20)])
+    assert set(seen) == {mixed}
 
 
 def test_slots_in_fp8_are_those_that_are_published() -> None:

@@ -9,7 +9,9 @@ import torch
 
 from helpers import indexer_cases, sparse_cases
 from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
 from pagerunner.ops.kernels import indexer
+from pagerunner.ops.rope import rope_angles
 from pagerunner.ops.sparse_latents import chosen_values
 
 CHOICE = indexer_cases.Case((), top_k=2048, heads=64, size=128, slots=64)
@@ -44,6 +46,23 @@ def test_choice_of_prompts(dtype: torch.dtype, ratio: int, monkeypatch: pytest.M
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=2048 // ratio))
     monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**20)
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=512))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_queries_keys_and_weights(dtype: torch.dtype, mixed: bool) -> None:
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    for tokens in (1, 70):
+        q, keys, weights = made(tokens, 64, 128), made(tokens, 128) + 2, made(tokens, 64)
+        norm = MeanNorm(made(128), made(128), 1e-6)
+        angles = rope_angles(torch.arange(tokens, device="cuda") * 900, torch.rand(32, device="cuda"), 1.0, dtype)
+        found = indexer_heads(q, keys, weights, norm, angles, 0.01, mixed)
+        want = indexer_heads.twin(q, keys, weights, norm, angles, 0.01, mixed)
+        tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
 def check_attention(case: sparse_cases.Case) -> None:

@@ -9,6 +9,7 @@ from pagerunner.dist.base import Comm, RankSums
 from pagerunner.dist.null import NullComm
 from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
+from pagerunner.ops.indexer_heads import MeanNorm
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, gate_then_rms_norm, offset_rms_norm, rms_norm
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
@@ -69,16 +70,17 @@ class GatedRMSNorm(RMSNorm):
 
 
 class LayerNorm(Module):
-    """A norm of mean and variance, with a weight and a bias per feature."""
+    """A norm of mean and variance, with a weight and a bias per feature, which is a part of other operations."""
 
     def __init__(self, features: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weights = {name: torch.empty(features, dtype=dtype, device="meta") for name in ("weight", "bias")}
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The norm of `x`."""
-        return F.layer_norm(x_TD, x_TD.shape[-1:], self.weights["weight"], self.weights["bias"], self.eps)
+    @property
+    def parameters(self) -> MeanNorm:
+        """What an operation that includes the norm needs to know of it."""
+        return MeanNorm(self.weights["weight"], self.weights["bias"], self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):

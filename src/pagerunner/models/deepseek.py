@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from pagerunner.attention.calls import IndexerQueries, UpProjection
-from pagerunner.batch import ForwardBatch
+from pagerunner.batch import ForwardBatch, LatentPages
 from pagerunner.layers.attention import query_heads
 from pagerunner.layers.cuts import by_inputs, by_outputs
 from pagerunner.layers.latent import PagedLatentAttention
@@ -23,10 +23,12 @@ from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepC
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
+from pagerunner.ops.indexer_heads import indexer_heads
 from pagerunner.ops.latent_heads import LatentPrep
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing
 
+MIXED_SIZES = (16, 32, 64, 128, 256)  # of indexer keys in fp8 that a Hadamard matrix mixes
 RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
 
 
@@ -42,14 +44,15 @@ class Indexer(Module):
         self.weights_proj = Linear(config.hidden_size, own.heads, dtype, plain=True)
 
     def __call__(
-        self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles
+        self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles, fp8: bool
     ) -> tuple[IndexerQueries, torch.Tensor]:
-        """The step's queries, and its tokens' keys [T, I]. Rotary parts come first, as halves."""
+        """The step's queries, and its tokens' keys [T, I]. Rotary parts come first, as halves. `fp8`: pages hold keys so."""
         q_TJI = self.wq_b(query_TR).view(-1, self.heads, self.head_dim)
-        keys_TI = self.k_norm(self.wk(x_TD))
-        rope_(q_TJI[..., : self.rope_dim], angles)
-        rope_(keys_TI[:, None, : self.rope_dim], angles)
-        weights_TJ = self.weights_proj(x_TD).float() * (self.heads * self.head_dim) ** -0.5
+        mixed = fp8 and self.head_dim in MIXED_SIZES
+        scale = (self.heads * self.head_dim) ** -0.5
+        q_TJI, keys_TI, weights_TJ = indexer_heads(
+            q_TJI, self.wk(x_TD), self.weights_proj(x_TD), self.k_norm.parameters, angles, scale, mixed
+        )
         return IndexerQueries(q_TJI, weights_TJ, self.top_k), keys_TI
 
 
@@ -124,7 +127,9 @@ class Attention(Mixer):
         both = self.a_proj(x_TD)
         query_TR, vectors_TL = self.q_a_layernorm(both[:, : self.query_rank]), both[:, self.query_rank :]
         q_THd = self._heads(self.q_b_proj(query_TR))
-        chooser = self.indexer(x_TD, query_TR, prep.angles)
+        pages = batch.kv[self.attend.layer_index]
+        fp8 = isinstance(pages, LatentPages) and pages.indexer_scales is not None
+        chooser = self.indexer(x_TD, query_TR, prep.angles, fp8)
         return only(self.attend(q_THd, vectors_TL, prep, self._up, batch, *chooser), wanted_S).flatten(1)
 
     def _heads(self, q: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""An indexer's queries, keys and weights: the kernel in Triton's interpreter against its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.interpreter_floats import install
+from pagerunner.ops.indexer_heads import MeanNorm, hadamard, indexer_heads
+from pagerunner.ops.rope import rope_angles
+
+pytest.importorskip("triton")
+install()
+
+
+def made(tokens: int, heads: int, size: int, rotary: int, dtype: torch.dtype, mixed: bool) -> tuple[object, ...]:
+    """Arguments, of which queries and weights are views with gaps."""
+    torch.manual_seed(0)
+    q = torch.randn(tokens, heads + 1, size).to(dtype)[:, :heads]
+    keys = (3 + 2 * torch.randn(tokens, size + 5)).to(dtype)[:, :size]
+    weights = torch.randn(tokens, heads + 3).to(dtype)[:, :heads]
+    norm = MeanNorm(torch.rand(size).to(dtype), torch.randn(size).to(dtype), 1e-6)
+    angles = rope_angles(torch.arange(tokens) * 7, torch.rand(rotary // 2), 1.0, dtype)
+    return q, keys, weights, norm, angles, 0.25, mixed
+
+
+@pytest.mark.parametrize(("heads", "size", "rotary"), [(3, 12, 8), (16, 16, 16), (20, 32, 8), (5, 128, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_any_sizes(heads: int, size: int, rotary: int, dtype: torch.dtype, mixed: bool) -> None:
+    mixed = mixed and size & (size - 1) == 0
+    found = indexer_heads.kernel(*made(3, heads, size, rotary, dtype, mixed))
+    want = indexer_heads.twin(*made(3, heads, size, rotary, dtype, mixed))
+    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    assert found[2].dtype == torch.float32
+
+
+def test_mixing_changes_no_product() -> None:
+    q, keys, *_ = made(4, 5, 64, 16, torch.float32, True)
+    assert isinstance(q, torch.Tensor) and isinstance(keys, torch.Tensor)
+    torch.testing.assert_close(hadamard(q) @ hadamard(keys).T, q @ keys.T, atol=1e-4, rtol=1e-4)
+    one = torch.zeros(1, 64)
+    one[0, 3] = 8.0
+    assert hadamard(one).abs().tolist() == [[1.0] * 64]
