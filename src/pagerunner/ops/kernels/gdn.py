@@ -42,7 +42,7 @@ from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 FEW = (32, 4)  # values of a program, its warps
 # the same where rows have drafts: with one warp there are no barriers, and a third less instructions for a token
 DRAFTS = (16, 1)
-# of a thread of FEW and of DRAFTS, for keys up to LARGEST_KEY: 16 or 12 warps fit, and nothing is spilled where pages are aligned
+# of a thread of FEW and of DRAFTS, for keys up to LARGEST_KEY and aligned pages: 16 or 12 warps fit, and nothing is spilled
 REGISTERS = (128, 168)
 SYSTEM_WARPS = 4
 ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
@@ -364,12 +364,12 @@ def gated_delta_rows(
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     (*saves, has_saves), (where, entries) = save_arguments(rows), row_arguments(rows, mixed_TC)
     block_v, warps = DRAFTS if entries else FEW
+    capped = key_dim <= LARGEST_KEY and state_EHKV.stride(0) % 16 == 0
     _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1)](
         *inputs, state_EHKV, out_THV, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
         has_saves, state_EHKV.element_size(), FEW_TOKENS, entries, key_heads, heads, key_dim, value_dim,
-        max(16, padded(key_dim)), block_v, num_warps=warps,
-        maxnreg=REGISTERS[entries > 0] if key_dim <= LARGEST_KEY else None,
+        max(16, padded(key_dim)), block_v, num_warps=warps, maxnreg=REGISTERS[entries > 0] if capped else None,
     )  # fmt: skip
     if not rows.few:
         _long_rows(inputs, strides, state_EHKV, out_THV, key_heads, rows)

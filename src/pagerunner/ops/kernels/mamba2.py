@@ -38,7 +38,8 @@ from pagerunner.ops.kernels.state_rows import (
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
-REGISTERS = 64  # of a thread of FEW, for states up to LARGEST_STATE: 32 warps fit, and nothing is spilled where pages are aligned
+# of a thread of FEW, for states up to LARGEST_STATE and aligned pages: 32 warps fit, and nothing is spilled
+REGISTERS = 64
 PREPARE = (16, 1)  # heads of a program, its warps
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
@@ -293,11 +294,12 @@ def mamba2_rows(
     inputs, strides = (mixed_TC, steps_TH, decay_log_H, step_bias_H), (mixed_TC.stride(0), steps_TH.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
     (*saves, has_saves), (block_p, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
+    capped = state_size <= LARGEST_STATE and state_EHPN.stride(0) % 16 == 0
     _few[(blocks(head_dim, block_p), heads, rows.step.num_rows + 1)](
         *inputs, skip_H, state_EHPN, out_THP, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
         has_saves, state_EHPN.element_size(), FEW_TOKENS, entries, groups, heads, head_dim, state_size,
-        block_p, max(16, padded(state_size)), num_warps=warps, maxnreg=REGISTERS if state_size <= LARGEST_STATE else None,
+        block_p, max(16, padded(state_size)), num_warps=warps, maxnreg=REGISTERS if capped else None,
     )  # fmt: skip
     if not rows.few:
         _long_rows(inputs, strides, skip_H, state_EHPN, out_THP, groups, rows)
