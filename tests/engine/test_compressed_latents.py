@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compressed_checkpoint
+from helpers.device import as_on_cuda, counted_graphs
 from helpers.effort import by_days, effort, share_of_the_day
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.memory.specs import LatentKV
 from pagerunner.models.configs.reader import read_model_config
 
 pytest.importorskip("transformers")
@@ -195,3 +197,17 @@ def test_a_missing_table_of_experts_is_named_and_a_wrong_one(tmp_path: Path) -> 
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="tid2eid"):
         engine(path)
+
+
+def test_slots_in_fp8_have_scales_of_their_own(models: Any) -> None:
+    """All is read as pages hold it, so chunks and graphs change nothing. A slot of 8 numbers and 8 rotary ones: 8 + 4 + 16 bytes."""
+    path, _ = models("three kinds")
+    prompts, found = [prompt(i, n) for i, n in enumerate((5, 90, 33))], []
+    with as_on_cuda(), counted_graphs() as graphs:
+        for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 24}):
+            llm = engine(path, kv_cache_dtype="fp8_e4m3", max_num_seqs=4, **options)
+            found.append([list(output.outputs[0].token_ids) for output in run(llm, prompts)])
+    assert found[0] == found[1] and graphs.replays
+    specs = [piece.spec for group in llm.memory_plan.groups for piece in group.layers]
+    slots = {spec.slot_bytes for spec in specs if isinstance(spec, LatentKV) and spec.window is None}
+    assert slots == {8 + 4 + 8 * 2}

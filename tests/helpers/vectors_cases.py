@@ -11,6 +11,7 @@ import torch
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.rope import RopeAngles
+from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.vectors_attention import Slots, Window
 
 
@@ -27,6 +28,7 @@ class Case:
     stride: int = 0
     padding: int = 0
     dtype: torch.dtype = torch.float32
+    block: int = 0  # elements of slots in fp8 that share a scale
 
 
 DECODE = ((0, 1), (3, 1), (19, 1), (200, 1), (63, 1))
@@ -37,6 +39,9 @@ CASES = {
     "decode, heavy": Case(DECODE, ratio=32, window=7),
     "decode, chosen": Case(DECODE, top_k=9),
     "decode, halves": Case(DECODE, top_k=9, dtype=torch.float16, heads=20, size=40),
+    "decode, fp8": Case(DECODE, top_k=9, block=8),
+    "decode, heavy, fp8": Case(DECODE, ratio=32, window=7, block=16, heads=20, size=40, dtype=torch.float16),
+    "prefill, fp8": Case(PREFILL, padding=3, top_k=9, block=8),
     "prefill": Case(PREFILL, padding=3),
     "prefill, window only": Case(PREFILL, ratio=0, window=5),
     "prefill, chosen": Case(PREFILL, top_k=9, padding=2, heads=17),
@@ -97,6 +102,8 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
                 window_table[slot, column] = entries[0].pop()
             window_pages[window_table[slot, column], position % page] = every[position]
         slots = torch.randn((past + new) // ratio, case.size).to(dtype)
+        if case.block:
+            slots = in_fp8(slots, case.block)[1]
         for number in range(len(slots)):
             if slot_table[slot, number // held] < 0:
                 slot_table[slot, number // held] = entries[1].pop()
@@ -114,8 +121,25 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
             picked = torch.randperm((int(rows.positions_T[token]) + 1) // ratio)[: case.top_k]
             chosen[token, : len(picked)] = picked
     window = Window(vectors_TD, window_pages, window_table, case.window)
-    slots = Slots(slot_pages, slot_table, ratio, chosen) if case.ratio else None
+    held_slots = in_fp8(slot_pages, case.block)[0] if case.block else slot_pages
+    slots = Slots(held_slots, slot_table, ratio, chosen) if case.ratio else None
     return (q_THD, window, slots, rows, case.size**-0.5, torch.randn(case.heads), angles), told
+
+
+def in_fp8(slots: torch.Tensor, block: int) -> tuple[Latents, torch.Tensor]:
+    """Slots [.., D] whose last 8 elements are rotary, as pages hold them in one array of bytes, and what they are then."""
+    size = slots.shape[-1] - 8
+    held = torch.zeros(*slots.shape[:-1], size + 4 * (size // block) + 16, dtype=torch.uint8)
+    pages = Latents(
+        held[..., :size].view(torch.float8_e4m3fn),
+        held[..., -16:].view(torch.bfloat16),
+        held[..., size:-16].view(torch.float32),
+    )
+    flat = Latents(*(part.view(1, -1, part.shape[-1]) if held.dim() == 2 else part for part in pages))
+    where = torch.ones(flat.latent_ESC.shape[:2], dtype=torch.bool).nonzero(as_tuple=True)
+    flat.write(slots.flatten(0, -2), *where)
+    found = torch.cat(flat.read(*where), -1).view(slots.shape).to(slots.dtype)
+    return pages, found
 
 
 def densely(arguments: tuple[Any, ...], told: list[tuple[torch.Tensor, torch.Tensor]], case: Case) -> torch.Tensor:

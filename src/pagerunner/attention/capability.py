@@ -50,7 +50,7 @@ class Capabilities:
     What it serves. `forms`: kinds of memory, see `memory_form`. `compute_dtypes`: dtypes of queries. `page_dtypes`: dtypes of
     pages by their names in a spec (None: all); with `same_dtype` they must be those of the queries. `head_dims`: sizes of
     heads, keys' and values' alike (None: any up to `max_head_dim`). `latent_dims`: elements of a latent and of its rotary
-    part (None: any). `slot_scales`: latents may be fp8 of any kind with scales beside each slot,
+    part (None: any). `slot_scales`: forms whose latents may be fp8 of any kind with scales beside each slot,
     and rotary parts in another dtype. `scores`: what scores may have beside a scale. `several_queries`: rows may have more than one token in
     a step.
 
@@ -74,7 +74,7 @@ class Capabilities:
     head_dims: frozenset[int] | None = None
     max_head_dim: int | None = None
     latent_dims: tuple[int, int] | None = None
-    slot_scales: bool = False
+    slot_scales: frozenset[str] = frozenset()
     scores: frozenset[str] = frozenset({SINKS, SOFTCAP})
     several_queries: bool = True
     projection: bool = False
@@ -122,9 +122,11 @@ class Capabilities:
         """See `runner.pages.latent_view`."""
         if spec.indexer_dtype not in (None, spec.dtype):
             return f"it needs indexer keys in the latents' dtype, {spec.dtype}"
-        if spec.rope_dtype not in (None, spec.dtype) and not self.slot_scales:
+        scaled = bool(spec.scale_bytes) and bool(spec.indexer_scale_bytes) == bool(spec.indexer_dim)
+        whole = memory_form(spec) in self.slot_scales and scaled and spec.rope_dtype not in (None, spec.dtype)
+        if spec.rope_dtype not in (None, spec.dtype) and not whole:
             return f"it needs rotary parts in the latents' dtype, {spec.dtype}"
-        if (spec.scale_bytes or spec.indexer_scale_bytes) and not self.slot_scales:
+        if (spec.scale_bytes or spec.indexer_scale_bytes) and not whole:
             return f"it needs fp8 latents to have one scale per page, not {spec.scale_bytes} bytes of them per slot"
         if spec.kind == "window" and spec.indexer_dim:
             return "it needs a window's vectors to have no indexer keys"
@@ -142,7 +144,7 @@ class Capabilities:
             return f"it does not compute in {dtype}"
         if not isinstance(spec, FullKV | LatentKV):
             return None
-        scaled = self.slot_scales and isinstance(spec, LatentKV) and spec.scale_bytes > 0
+        scaled = isinstance(spec, LatentKV) and spec.scale_bytes > 0 and memory_form(spec) in self.slot_scales
         if self.page_dtypes is not None and spec.dtype not in self.page_dtypes and not scaled:
             return f"it needs pages in {_listed(self.page_dtypes)}, not {spec.dtype}"
         if self.same_dtype and str(dtype) != f"torch.{spec.dtype}":

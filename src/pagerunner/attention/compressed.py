@@ -29,10 +29,11 @@ from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
-from pagerunner.batch import GroupBatch, StatePages
+from pagerunner.batch import GroupBatch, LatentPages, StatePages
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
+from pagerunner.ops.sparse_latents import held_in_fp8
 from pagerunner.ops.state_rows import StateRows
 
 BLOCK_QUERIES = 256  # bounds the scores that exist at once
@@ -93,7 +94,7 @@ class CompressedBackend:
     """See the module. One instance serves one group: its calls must not overlap."""
 
     name = "torch_compressed"
-    capabilities = Capabilities(forms=frozenset({"compressed", "chosen"}))
+    capabilities = Capabilities(forms=frozenset({"compressed", "chosen"}), slot_scales=frozenset({"compressed"}))
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -131,7 +132,12 @@ class CompressedBackend:
             done_N, vectors_ND = done_N[~lost_N], vectors_ND[~lost_N]
             index_keys_NI = None if index_keys_NI is None else index_keys_NI[~lost_N]
         slots = replace(group, write_entry=group.write_entry[done_N], write_offset=group.write_offset[done_N] // ratio)
-        if done_N.numel():
+        coded = held_in_fp8(pages)
+        if done_N.numel() and coded:
+            for held, vectors_NX in zip(coded, (vectors_ND, index_keys_NI), strict=False):
+                assert vectors_NX is not None
+                held.write(vectors_NX, slots.write_entry, slots.write_offset)
+        elif done_N.numel():
             store_pages(pages.latent.unsqueeze(2), pages.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())
             if index_keys_NI is not None and pages.indexer is not None:
                 keys = pages.indexer.unsqueeze(2)
@@ -146,10 +152,10 @@ class CompressedBackend:
             if seen >= length:
                 continue
             places = plan.places(row, pages.latent.shape[1], ratio)
-            vectors_SD = self._read(0, pages.latent, pages.scales, places, q_THD.dtype)
+            vectors_SD = self._read(0, pages, places, q_THD.dtype)
             keys_SI = None
             if chooser is not None and pages.indexer is not None and length // ratio > chooser.top_k:
-                keys_SI = self._read(1, pages.indexer, pages.scales, places, q_THD.dtype)
+                keys_SI = self._read(1, pages, places, q_THD.dtype)
             for at in range(seen, length, BLOCK_QUERIES):
                 end = min(at + BLOCK_QUERIES, length)
                 tokens = slice(first + at - start, first + end - start)
@@ -159,17 +165,17 @@ class CompressedBackend:
         return out_THD, lse_TH
 
     def _read(
-        self,
-        which: int,
-        pages_ESD: torch.Tensor,
-        scales: torch.Tensor | None,
-        places: tuple[torch.Tensor, torch.Tensor],
-        dtype: torch.dtype,
+        self, which: int, memory: LatentPages, places: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        pages = pages_ESD.unsqueeze(2)
+        """Slots' vectors (0) or indexer keys (1)."""
+        if coded := held_in_fp8(memory):
+            return torch.cat(coded[which].read(*places), -1).to(dtype)
+        held = (memory.latent, memory.indexer)[which]
+        assert held is not None
+        pages = held.unsqueeze(2)
         layout = slot_layout(pages)
         rows = slot_rows(*places, layout)
-        scale_S1 = None if scales is None else scales[places[0], which]
+        scale_S1 = None if memory.scales is None else memory.scales[places[0], which]
         return self._scratch.read(which, pages, rows, layout, dtype, scale_S1).squeeze(1)
 
 

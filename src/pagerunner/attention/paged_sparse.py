@@ -33,7 +33,7 @@ class PagedSparseBackend(PagedLatentBackend):
         PagedLatentBackend.capabilities,
         forms=frozenset({"chosen"}),
         page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        slot_scales=True,
+        slot_scales=frozenset({"chosen"}),
         shared_memory=SHARED_MEMORY,
     )
 

@@ -15,6 +15,7 @@ from pagerunner.attention.calls import VectorsCall
 from pagerunner.attention.capability import FLOATS, WINDOW_VECTORS, Capabilities
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.slot_pooling import store_slots_
+from pagerunner.ops.sparse_latents import Latents, held_in_fp8
 from pagerunner.ops.vectors_attention import Slots, Window, prepare_vectors_, vectors_attention
 
 SHARED_MEMORY = (163_840, 147_456)  # bytes that the largest program takes, in half precision and in float32
@@ -37,6 +38,7 @@ class PagedVectorsBackend:
         compute_dtypes=FLOATS,
         page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
         merged=True,
+        slot_scales=frozenset({"compressed"}),
         graphs=True,
         drafts=True,
         triton=True,
@@ -61,14 +63,23 @@ class PagedVectorsBackend:
         if given is not None:
             latent, keys, own = given.pages.latent, given.pages.indexer, given.group
             ratio, chosen = own.page_tokens // latent.shape[1], None
-            both = (latent,) if keys is None else (latent, keys)
+            plain = (latent,) if keys is None else (latent, keys)
+            both: tuple[torch.Tensor | Latents, ...] = held_in_fp8(given.pages) or plain
             where = (rows.positions_T, own.write_entry, own.write_offset)
             store_slots_(given.pooled_TX, given.norms, both, given.angles, *where, ratio)
             if given.chooser is not None and keys is not None:
                 query, scratch = given.chooser, own.plan.scratch
                 chosen = choose_slots(
-                    query.q_TJI, query.weights_TJ, query.top_k, keys, own.page_table, rows, ratio, scratch
+                    query.q_TJI,
+                    query.weights_TJ,
+                    query.top_k,
+                    keys,
+                    own.page_table,
+                    rows,
+                    ratio,
+                    scratch,
+                    given.pages.indexer_scales,
                 )
-            slots = Slots(latent, own.page_table, ratio, chosen)
+            slots = Slots(both[0], own.page_table, ratio, chosen)
         window = Window(call.vectors_TD, pages, group.page_table, plan.window)
         return vectors_attention(call.q_THD, window, slots, rows, call.scale, call.sinks_H, call.angles)

@@ -23,6 +23,7 @@ from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
+from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.state_rows import Span, StateRows, spans
 
 
@@ -123,7 +124,7 @@ class _Ring(NamedTuple):
 def store_slots_(
     pooled_TX: torch.Tensor,
     norms: Sequence[Norm],
-    pages: Sequence[torch.Tensor],
+    pages: Sequence[torch.Tensor | Latents],
     angles: RopeAngles,
     positions_T: torch.Tensor,
     write_entry_T: torch.Tensor,
@@ -132,14 +133,19 @@ def store_slots_(
 ) -> None:
     """Norm and rotate what was pooled, and store it in `pages` [E, slots of a page, D] of each pooling: slots that have a page.
 
+    Pages of numbers in fp8 with scales of their own are `Latents`, those of indexer keys without a rotary part.
+
     `angles` are those of the first token of the slot that each token would complete. `write_offset` counts tokens.
     """
     entry_T = torch.where((positions_T + 1) % ratio == 0, write_entry_T, -1)
-    for pooled_TD, norm, page in zip(
-        pooled_TX.split([page.shape[-1] for page in pages], -1), norms, pages, strict=True
-    ):
+    where = (entry_T >= 0).nonzero().squeeze(-1)
+    sizes = [norm.weight_I.shape[0] for norm in norms]
+    for pooled_TD, norm, page in zip(pooled_TX.split(sizes, -1), norms, pages, strict=True):
         vectors_TD = finish_slots(pooled_TD, norm, angles)
-        store_latent_.twin(vectors_TD, page, entry_T, write_offset_T // ratio)
+        if isinstance(page, Latents):
+            page.write(vectors_TD[where], entry_T[where], write_offset_T[where] // ratio)
+        else:
+            store_latent_.twin(vectors_TD, page, entry_T, write_offset_T // ratio)
 
 
 def finish_slots(pooled_ND: torch.Tensor, norm: Norm, angles: RopeAngles) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.batch import StepRows
+from pagerunner.batch import LatentPages, StepRows
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import fitting_scale, to_fp8
 
@@ -35,6 +35,27 @@ class Latents(NamedTuple):
         scales_NG1 = self.scales_ESG[entries_N, offsets_N].unsqueeze(-1)
         return (codes_NC.float().unflatten(-1, (scales_NG1.shape[-2], -1)) * scales_NG1).flatten(-2), rope_NP
 
+    def write(self, vectors_NL: torch.Tensor, entries_N: torch.Tensor, offsets_N: torch.Tensor) -> None:
+        """Vectors to slots in fp8. A scale is the smallest power of two that serves its block."""
+        assert self.scales_ESG is not None
+        where, dtype, size = (entries_N, offsets_N), self.latent_ESC.dtype, self.latent_ESC.shape[-1]
+        blocks_NGX = vectors_NL[:, :size].unflatten(-1, (self.scales_ESG.shape[-1], -1))
+        scale_NG = fitting_scale(blocks_NGX.abs().amax(-1), dtype)
+        codes_NGX = to_fp8(blocks_NGX, scale_NG.unsqueeze(-1), dtype)
+        self.latent_ESC.view(torch.uint8)[where] = codes_NGX.flatten(1).view(torch.uint8)
+        self.scales_ESG[where] = scale_NG
+        self.rope_ESP[where] = vectors_NL[:, size:].to(self.rope_ESP.dtype)
+
+
+def held_in_fp8(pages: LatentPages) -> tuple[Latents, ...]:
+    """A layer's slots with scales of their own, and its indexer keys, if it has these; empty if there are no such scales."""
+    if pages.rope is None:
+        return ()
+    found = (Latents(pages.latent, pages.rope, pages.slot_scales),)
+    if pages.indexer is None or pages.indexer_scales is None:
+        return found
+    return (*found, Latents(pages.indexer, pages.rope[..., :0], pages.indexer_scales.unsqueeze(-1)))
+
 
 @gpu_kernel("sparse_latents")
 def store_slots_(
@@ -50,19 +71,10 @@ def store_slots_(
 
     A scale is the smallest power of two that serves its block of a latent, or its key.
     """
-    assert pages.scales_ESG is not None
     tokens = (write_entry_T >= 0).nonzero().squeeze(-1)
-    where, dtype = (write_entry_T[tokens], write_offset_T[tokens]), pages.latent_ESC.dtype
-    size, groups = pages.latent_ESC.shape[-1], pages.scales_ESG.shape[-1]
-    pages.rope_ESP[where] = vectors_TL[tokens, size:].to(pages.rope_ESP.dtype)
-    blocks_NGX = vectors_TL[tokens, :size].unflatten(-1, (groups, -1))
-    for x, held, scales in (
-        (blocks_NGX, pages.latent_ESC, pages.scales_ESG),
-        (keys_TI[tokens].unsqueeze(1), keys_ESI, key_scales_ES.unsqueeze(-1)),
-    ):
-        scale_NG = fitting_scale(x.abs().amax(-1), dtype)
-        held.view(torch.uint8)[where] = to_fp8(x, scale_NG.unsqueeze(-1), dtype).flatten(1).view(torch.uint8)
-        scales[where] = scale_NG
+    where = write_entry_T[tokens], write_offset_T[tokens]
+    pages.write(vectors_TL[tokens], *where)
+    Latents(keys_ESI, pages.rope_ESP[..., :0], key_scales_ES.unsqueeze(-1)).write(keys_TI[tokens], *where)
 
 
 @gpu_kernel("sparse_latents")

@@ -21,6 +21,7 @@ from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
+from pagerunner.ops.sparse_latents import Latents
 
 
 class Window(NamedTuple):
@@ -33,9 +34,12 @@ class Window(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What stands for `ratio` tokens each. `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all."""
+    """What stands for `ratio` tokens each: vectors [E, S, D], or in fp8 with scales of their own.
 
-    pages_ESD: torch.Tensor
+    `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all.
+    """
+
+    pages: torch.Tensor | Latents
     table_SW: torch.Tensor
     ratio: int
     chosen_TK: torch.Tensor | None
@@ -87,7 +91,7 @@ def vectors_attention(
         seen = [(at_N <= at_T1) & (at_N > at_T1 - window.size)]
         if slots is not None:
             number_N = torch.arange(end // slots.ratio, device=q_THD.device)
-            keys.append(_read(slots.pages_ESD, slots.table_SW[slot], number_N))
+            keys.append(_read(slots.pages, slots.table_SW[slot], number_N))
             complete_TN = number_N < (at_T1 + 1) // slots.ratio
             if slots.chosen_TK is not None:
                 complete_TN = complete_TN & (slots.chosen_TK[tokens].unsqueeze(-1) == number_N).any(1)
@@ -102,7 +106,8 @@ def vectors_attention(
     return out_THD
 
 
-def _read(pages_EXD: torch.Tensor, table_W: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
+def _read(pages: torch.Tensor | Latents, table_W: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
     """Vectors by their number in the sequence. The table's columns are used again and again."""
-    size = pages_EXD.shape[1]
-    return pages_EXD[table_W[number_N // size % len(table_W)], number_N % size]
+    size = (pages.latent_ESC if isinstance(pages, Latents) else pages).shape[1]
+    where = table_W[number_N // size % len(table_W)], number_N % size
+    return torch.cat(pages.read(*where), -1) if isinstance(pages, Latents) else pages[where]

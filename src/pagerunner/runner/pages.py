@@ -99,7 +99,7 @@ def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Lay
     spec = piece.spec
     if not isinstance(spec, LatentKV) or spec.indexer_dtype not in (None, spec.dtype):
         raise TypeError(f"{spec} is not one vector per slot, with an indexer key of its dtype")
-    if spec.scale_bytes and spec.indexer_scale_bytes:
+    if spec.scale_bytes and bool(spec.indexer_scale_bytes) == bool(spec.indexer_dim):
         return _slots_with_scales(kv_bytes, group, index, piece, spec)
     if spec.scale_bytes or spec.indexer_scale_bytes or spec.rope_dtype not in (None, spec.dtype):
         raise TypeError(f"{spec} is not one vector of one dtype per slot")
@@ -131,14 +131,14 @@ def _slots_with_scales(
 
     held, rope = TORCH_DTYPES[spec.dtype], TORCH_DTYPES[spec.rope_dtype or spec.dtype]
     latent, keys = spec.latent_dim * held.itemsize, spec.indexer_offset(group.page_tokens)
-    scales = spec.indexer_scales_offset(group.page_tokens)
+    scales, has_keys = spec.indexer_scales_offset(group.page_tokens), spec.indexer_dim > 0
     return LatentPages(
         index,
         view(held, 0, spec.slot_bytes, spec.latent_dim),
-        indexer=view(held, keys, spec.indexer_dim * held.itemsize, spec.indexer_dim),
+        indexer=view(held, keys, spec.indexer_dim * held.itemsize, spec.indexer_dim) if has_keys else None,
         rope=view(rope, latent + spec.scale_bytes, spec.slot_bytes, spec.rope_dim),
         slot_scales=view(torch.float32, latent, spec.slot_bytes, spec.scale_bytes // SCALE_BYTES),
-        indexer_scales=view(torch.float32, scales, SCALE_BYTES, 1).squeeze(-1),
+        indexer_scales=view(torch.float32, scales, SCALE_BYTES, 1).squeeze(-1) if has_keys else None,
     )
 
 

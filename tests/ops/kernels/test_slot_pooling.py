@@ -14,6 +14,7 @@ from pagerunner.batch import StatePages
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.slot_pooling import Pooling, pool_slots, store_slots_
+from pagerunner.ops.sparse_latents import Latents
 
 pytest.importorskip("triton")
 STEPS = {
@@ -105,6 +106,37 @@ def test_storing(sizes: tuple[int, ...], rotary: int, dtype: torch.dtype) -> Non
         torch.testing.assert_close(
             found, want, equal_nan=True, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=2e-3
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_storing_in_fp8(dtype: torch.dtype) -> None:
+    """Slots of 24 elements and 8 rotary ones, three blocks; indexer keys of 16 with one scale."""
+    ratio, tokens, count, slots = 4, 11, 5, 3
+    norms = [Norm(torch.rand(size).to(dtype), 1e-6) for size in (32, 16)]
+    cos, sin = torch.randn(2, tokens, 1, 4).to(dtype)
+    angles = RopeAngles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    where = (
+        torch.arange(tokens) + 5,
+        torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]),
+        torch.arange(tokens) + 1,
+    )
+    pooled, found = torch.randn(tokens, 48), []
+    for op in (store_slots_.kernel, store_slots_.twin):
+        pages = []
+        for size, blocks, rotary in ((24, 3, 8), (16, 1, 0)):
+            codes, scales = (
+                torch.zeros(count, slots, size, dtype=torch.float8_e4m3fn),
+                torch.zeros(count, slots, blocks),
+            )
+            pages.append(Latents(codes, torch.zeros(count, slots, rotary, dtype=torch.bfloat16), scales))
+        op(pooled, norms, pages, angles, *where, ratio)
+        found.append(pages)
+    for got, want in zip(*found, strict=True):
+        assert 0 < int((want.scales_ESG > 0).all(-1).sum()) < count * slots
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(
+                mine.float(), other.float(), rtol=0.13, atol=1e-2
+            )  # a number may round to its neighbour
 
 
 def test_a_step_without_tokens_stores_nothing() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pagerunner.config import KVDtype
-from pagerunner.memory.specs import LatentKV, RecurrentState, Spec
+from pagerunner.memory.specs import SCALE_BYTES, LatentKV, RecurrentState, Spec
 from pagerunner.models.configs.base import ModelConfig, RopeConfig
 from pagerunner.models.configs.decoder import read_rope
 from pagerunner.models.configs.deepseek import IndexerConfig, read_indexer
@@ -19,6 +20,8 @@ _SPARSE, _HEAVY, _WINDOW = "compressed_sparse_attention", "heavily_compressed_at
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}  # as older files number them
 _RATIOS = {_SPARSE: 4, _HEAVY: 128}
 _HASHED_LAYERS = 3
+
+LATENT_BLOCK = 64  # elements of a slot in fp8 that share a scale, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +92,27 @@ class DeepseekV4Config(ModelConfig):
         return replace(self, num_layers=1, layers=(LayerConfig(1, False, False, 0),))
 
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
-        """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete."""
+        """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete.
+
+        Slots in fp8 have scales of their own, and their rotary parts and the windows are bfloat16. Example: a slot of 512 elements takes
+        604 bytes.
+        """
         found: list[Spec] = []
-        latent = self.head_dim - self.rope_dim
+        latent, scales = self.head_dim - self.rope_dim, 0
+        held: KVDtype = kv_dtype
+        block = math.gcd(latent, LATENT_BLOCK)
+        if kv_dtype.startswith("fp8") and block % SCALE_BYTES == 0:
+            held, scales = "bfloat16", latent // block * SCALE_BYTES
         for layer in self.layers:
-            found.append(LatentKV(latent, self.rope_dim, kv_dtype, window=self.window))
+            found.append(LatentKV(latent, self.rope_dim, held, window=self.window))
             if layer.ratio == 1:
                 continue
             keys = self.indexer.head_dim if layer.sparse else 0
-            found.append(LatentKV(latent, self.rope_dim, kv_dtype, compression=layer.ratio, indexer_dim=keys))
+            spec = LatentKV(latent, self.rope_dim, kv_dtype, compression=layer.ratio, indexer_dim=keys)
+            if scales:
+                own = SCALE_BYTES if keys else 0
+                spec = replace(spec, rope_dtype="bfloat16", scale_bytes=scales, indexer_scale_bytes=own)
+            found.append(spec)
             tokens, parts = (2 * layer.ratio, 4) if layer.sparse else (layer.ratio, 2)
             shapes = ((tokens, parts * self.head_dim), (tokens, parts * keys))
             kept = shapes if layer.sparse else shapes[:1]

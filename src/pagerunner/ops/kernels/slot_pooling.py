@@ -14,6 +14,7 @@ import triton.language as tl
 
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 from pagerunner.ops.kernels.state_rows import (
     row_arguments,
     row_tokens,
@@ -22,10 +23,11 @@ from pagerunner.ops.kernels.state_rows import (
     saves_of,
     state_entry,
 )
-from pagerunner.ops.kernels.vectors_attention import ready
+from pagerunner.ops.kernels.vectors_attention import ready, stored_parts
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.slot_pooling import Pooling
+from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.state_rows import StateRows
 
 BLOCK_CHANNELS = 64
@@ -262,22 +264,40 @@ def pool_slots(
 
 @triton.jit
 def _finish(
-    pooled, weight, cos, sin, page, eps, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+    pooled, weight, cos, sin, page, rope, scales, eps,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's."""
+    """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's.
+
+    FP8: C elements become codes, each BLOCK with a scale, and the others go to `rope`.
+    """
     element = (2 * tl.arange(0, BD // 2)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
     inside = element < D
     dtype = weight.dtype.element_ty
     x = tl.load(pooled + element, mask=inside, other=0.0).to(dtype).to(tl.float32)
     factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
-    tl.store(page + element, ready(x, factor, cos, sin, eps, D, P, BD, dtype).to(page.dtype.element_ty), mask=inside)
+    y = ready(x, factor, cos, sin, eps, D, P, BD, dtype)
+    if FP8 is None:
+        tl.store(page + element, y.to(page.dtype.element_ty), mask=inside)
+    else:
+        numbers = tl.reshape(y, (BD // BLOCK, BLOCK)).to(tl.float32)
+        g = tl.arange(0, BD // BLOCK)
+        element = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        scale = fitting_scale(tl.max(tl.abs(numbers), 1), FP8_MAX)
+        codes = quantise(numbers, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+        tl.store(page + element, codes, mask=element < C)
+        tl.store(scales + g, scale, mask=g < C // BLOCK)
+        tl.store(rope + element - C, numbers.to(rope.dtype.element_ty), mask=(element >= C) & (element < D))
 
 
 @triton.jit
 def _store_kernel(
-    pooled, weight, page, weight_2, page_2, cos, sin, positions, entries, offsets, pooled_stride, angle_stride,
-    page_stride, slot_stride, page_2_stride, slot_2_stride, eps, eps_2,
-    D: tl.constexpr, D_2: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BD_2: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
+    pooled, weight, page, rope, scales, weight_2, page_2, scales_2, cos, sin, positions, entries, offsets, pooled_stride,
+    angle_stride, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, page_2_stride, slot_2_stride, scale_2_page,
+    scale_2_slot, eps, eps_2,
+    D: tl.constexpr, D_2: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BD_2: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, RATIO: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -289,16 +309,21 @@ def _store_kernel(
         row, angle = pooled + token * pooled_stride, token * angle_stride
         if tl.program_id(1) == 0:
             place = page + entry * page_stride + slot * slot_stride
-            _finish(row, weight, cos + angle, sin + angle, place, eps, D, P, BD)
+            rope += entry * rope_page + slot * rope_slot
+            scales += entry * scale_page + slot * scale_slot
+            _finish(row, weight, cos + angle, sin + angle, place, rope, scales, eps, D, P, BD, C, BLOCK, FP8, FP8_MAX)
         elif D_2 > 0:
             place_2 = page_2 + entry * page_2_stride + slot * slot_2_stride
-            _finish(row + D, weight_2, cos + angle, sin + angle, place_2, eps_2, D_2, P, BD_2)
+            scales_2 += entry * scale_2_page + slot * scale_2_slot
+            _finish(
+                row + D, weight_2, cos + angle, sin + angle, place_2, rope, scales_2, eps_2, D_2, P, BD_2, D_2, BLOCK_2, FP8, FP8_MAX
+            )  # fmt: skip
 
 
 def store_slots_(
     pooled_TX: torch.Tensor,
     norms: Sequence[Norm],
-    pages: Sequence[torch.Tensor],
+    pages: Sequence[torch.Tensor | Latents],
     angles: RopeAngles,
     positions_T: torch.Tensor,
     write_entry_T: torch.Tensor,
@@ -308,12 +333,19 @@ def store_slots_(
     """See the twin."""
     if not pooled_TX.shape[0]:
         return
-    sizes = [page.shape[-1] for page in pages]
-    (norm, page), (norm_2, page_2) = ((norms[at], pages[at]) for at in (0, -1))
-    cos, sin = angles
+    sizes = [norm.weight_I.shape[0] for norm in norms]
+    parts = [stored_parts(pages[at]) for at in (0, -1)]
+    (codes, rope, scales), (codes_2, _, scales_2) = parts
+    norm, norm_2, (cos, sin) = norms[0], norms[-1], angles
+    coded = isinstance(pages[0], Latents)
+    dtype = pages[0].latent_ESC.dtype if isinstance(pages[0], Latents) else torch.float8_e4m3fn
+    latent, latent_2 = codes.shape[-1], codes_2.shape[-1]
     _store_kernel[(pooled_TX.shape[0], len(pages))](
-        pooled_TX, norm.weight_I, page, norm_2.weight_I, page_2, cos, sin, positions_T, write_entry_T, write_offset_T,
-        pooled_TX.stride(0), cos.stride(0), *page.stride()[:2], *page_2.stride()[:2], norm.eps, norm_2.eps,
-        D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]), RATIO=ratio,
+        pooled_TX, norm.weight_I, codes, rope, scales, norm_2.weight_I, codes_2, scales_2, cos, sin, positions_T, write_entry_T,
+        write_offset_T, pooled_TX.stride(0), cos.stride(0), *codes.stride()[:2], *rope.stride()[:2], *scales.stride()[:2],
+        *codes_2.stride()[:2], *scales_2.stride()[:2], norm.eps, norm_2.eps,
+        D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]),
+        C=latent, BLOCK=latent // scales.shape[-1] if coded else 1, BLOCK_2=latent_2 // scales_2.shape[-1] if coded else 1,
+        RATIO=ratio, FP8=fp8_type(dtype) if coded else None, FP8_MAX=FP8_MAX[dtype],
         num_warps=4, **dependent(pooled_TX.device),
     )  # fmt: skip

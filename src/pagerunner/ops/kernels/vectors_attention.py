@@ -10,6 +10,7 @@ Scores are in units of log2. Shape letters: see the twin; BN keys of a tile, HC 
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,12 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.latent_decode import _numbers
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.paged_heads import fp8_type
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
+from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.vectors_attention import Slots, Window
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
@@ -93,14 +97,33 @@ def prepare_vectors_(
 
 
 @triton.jit
-def _take(
-    q_low, q_high, most, total, low, high, base, live, scale,
-    D: tl.constexpr, HC: tl.constexpr, PRECISION: tl.constexpr,
+def _coded(
+    codes, rope, scales, live, dtype: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    HC: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys into the running softmax: those at `base` [BN] that are `live`."""
-    c = tl.arange(0, HC)[None, :]
-    k_low = tl.load(base[:, None] + c, mask=live[:, None] & (c < D), other=0.0).to(q_low.dtype)
-    k_high = tl.load(base[:, None] + HC + c, mask=live[:, None] & (HC + c < D), other=0.0).to(q_low.dtype)
+    """Elements [OFFSET, OFFSET + HC) of slots, of which C are in fp8, each BLOCK with a scale, and the others behind them at `rope`."""
+    wide: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype  # scales may be less than any float16
+    c, g = (OFFSET + tl.arange(0, HC))[None, :], (OFFSET // BLOCK + tl.arange(0, HC // BLOCK))[None, :]
+    held = tl.load(codes[:, None] + c, mask=live[:, None] & (c < C), other=0)
+    factor = tl.load(scales[:, None] + g, mask=live[:, None] & (g < C // BLOCK), other=0.0).to(wide)
+    x = tl.reshape(_numbers(held, wide, FP8, COMPILED), (BN, HC // BLOCK, BLOCK)) * factor[:, :, None]
+    x = tl.reshape(x, (BN, HC)).to(dtype)
+    if OFFSET + HC > C:
+        mask = live[:, None] & (c >= C) & (c < D)
+        x += tl.load(rope[:, None] + (c - C), mask=mask, other=0.0).to(dtype)
+    return x
+
+
+@triton.jit
+def _vectors(base, live, dtype: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, HC: tl.constexpr):
+    """Elements [OFFSET, OFFSET + HC) of vectors."""
+    c = (OFFSET + tl.arange(0, HC))[None, :]
+    return tl.load(base[:, None] + c, mask=live[:, None] & (c < D), other=0.0).to(dtype)
+
+
+@triton.jit
+def _take(q_low, q_high, most, total, low, high, k_low, k_high, live, scale, PRECISION: tl.constexpr):
+    """Take a tile of keys, of which some are `live`, into the running softmax."""
     scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
     scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION) * scale
     scores = tl.where(live[None, :], scores, LOWEST)
@@ -129,18 +152,29 @@ def _entries(chosen_ptr, table, index, count, first, width, PAGE: tl.constexpr, 
 
 @triton.jit
 def _paged(
-    q_low, q_high, most, total, low, high, pages, chosen_ptr, table, begin, stop, count, first, scale, width, page_stride, slot_stride,
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, D: tl.constexpr, HC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    q_low, q_high, most, total, low, high, pages, rope, scales, chosen_ptr, table, begin, stop, count, first, scale, width,
+    page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot,
+    PAGE: tl.constexpr, CHOSEN: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr,
+    BN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take tiles [begin, stop) of a segment in pages. A tile's pages are on their way while the tile before is computed."""
     index = begin * BN + tl.arange(0, BN)
     number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
     for _ in range(begin, stop):
-        base = pages + entry * page_stride + number % PAGE * slot_stride
-        held = live
+        held, place = live, number % PAGE
+        base = pages + entry * page_stride + place * slot_stride
+        if FP8 is None:
+            k_low, k_high = _vectors(base, held, q_low.dtype, 0, D, HC), _vectors(base, held, q_low.dtype, HC, D, HC)
+        else:
+            turned, factors = (
+                rope + entry * rope_page + place * rope_slot,
+                scales + entry * scale_page + place * scale_slot,
+            )
+            k_low = _coded(base, turned, factors, held, q_low.dtype, 0, D, C, BLOCK, HC, BN, FP8, COMPILED)
+            k_high = _coded(base, turned, factors, held, q_low.dtype, HC, D, C, BLOCK, HC, BN, FP8, COMPILED)
         index += BN
         number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
-        most, total, low, high = _take(q_low, q_high, most, total, low, high, base, held, scale, D, HC, PRECISION)
+        most, total, low, high = _take(q_low, q_high, most, total, low, high, k_low, k_high, held, scale, PRECISION)
     return most, total, low, high
 
 
@@ -190,12 +224,12 @@ def _leave(parts, found, head, in_h, some, most, total, low, high, D: tl.constex
 
 @triton.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen"])
 def _attend_kernel(
-    q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
+    q, vectors, window, slot_pages, slot_rope, slot_scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
     window_table, slot_table, num_heads, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
-    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
+    window_stride, window_slot, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, SLOT_PAGE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr, CHOSEN: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    NEW: tl.constexpr, CHOSEN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of a token's PARTS of keys, BH heads. NEW: rows have several tokens, whose vectors may have no page.
 
@@ -230,22 +264,24 @@ def _attend_kernel(
     most, total = tl.full((BH,), LOWEST, tl.float32), tl.zeros((BH,), tl.float32)
     low, high = tl.zeros((BH, HC), tl.float32), tl.zeros((BH, HC), tl.float32)
     most, total, low, high = _paged(
-        q_low, q_high, most, total, low, high, window, chosen_ptr, window_table + slot * window_table_stride, begin,
-        tl.minimum(stop, past_tiles), start - least, least, scale, window_width, window_stride, window_slot,
-        PAGE, False, D, HC, BN, PRECISION,
+        q_low, q_high, most, total, low, high, window, window, window, chosen_ptr, window_table + slot * window_table_stride, begin,
+        tl.minimum(stop, past_tiles), start - least, least, scale, window_width, window_stride, window_slot, 0, 0, 0, 0,
+        PAGE, False, D, D, 1, HC, BN, None, COMPILED, PRECISION,
     )  # fmt: skip
     if NEW:
         first = vectors + (own + start - own_position).to(tl.int64) * vector_stride
         for tile in range(tl.maximum(begin - past_tiles, 0), tl.minimum(stop - past_tiles, new_tiles)):
             at = tile * BN + tl.arange(0, BN)
             base, live = first + at.to(tl.int64) * vector_stride, at < end - start
-            most, total, low, high = _take(q_low, q_high, most, total, low, high, base, live, scale, D, HC, PRECISION)
+            k_low, k_high = _vectors(base, live, q_low.dtype, 0, D, HC), _vectors(base, live, q_low.dtype, HC, D, HC)
+            most, total, low, high = _take(q_low, q_high, most, total, low, high, k_low, k_high, live, scale, PRECISION)
     if RATIO > 0:
         before = past_tiles + new_tiles
         most, total, low, high = _paged(
-            q_low, q_high, most, total, low, high, slot_pages, chosen_ptr + token * chosen_stride,
+            q_low, q_high, most, total, low, high, slot_pages, slot_rope, slot_scales, chosen_ptr + token * chosen_stride,
             slot_table + slot * slot_table_stride, tl.maximum(begin - before, 0), tl.minimum(stop - before, slot_tiles), complete, 0,
-            scale, slot_width, page_stride, page_slot, SLOT_PAGE, CHOSEN, D, HC, BN, PRECISION,
+            scale, slot_width, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, SLOT_PAGE, CHOSEN, D, C, BLOCK, HC,
+            BN, FP8, COMPILED, PRECISION,
         )  # fmt: skip
     if PARTS == 1:
         angle = token * angle_stride
@@ -294,6 +330,14 @@ class Tiles(NamedTuple):
     stages: int
 
 
+def stored_parts(pages: torch.Tensor | Latents) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, rotary parts and scales of slots; the slots thrice if they have no codes."""
+    if not isinstance(pages, Latents):
+        return pages, pages, pages
+    assert pages.scales_ESG is not None
+    return pages.latent_ESC.view(torch.uint8), pages.rope_ESP, pages.scales_ESG
+
+
 def attention_tiles(heads: int, exact: bool) -> Tiles:
     """For so many heads; `exact` in float32."""
     if exact:
@@ -324,6 +368,7 @@ def vectors_attention(
         return out_THD
     tiles = attention_tiles(heads, q_THD.dtype == torch.float32)
     pages, table, ratio, chosen = (window.pages_EXD, window.table_SW, 0, None) if slots is None else slots
+    (codes, rope, factors), coded = stored_parts(pages), isinstance(pages, Latents)
     seen = window.size
     if ratio:
         seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
@@ -333,12 +378,14 @@ def vectors_attention(
     picked = rows.row_T if chosen is None else chosen
     launch = dependent(device)
     _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
-        q_THD, window.vectors_TD, window.pages_EXD, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
+        q_THD, window.vectors_TD, window.pages_EXD, codes, rope, factors, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
         rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2),
         window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
-        window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *pages.stride()[:2], picked.stride(0),
+        window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *codes.stride()[:2], *rope.stride()[:2], *factors.stride()[:2], picked.stride(0),
         angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
-        WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=pages.shape[1], D=size,
+        WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=codes.shape[1], D=size, C=codes.shape[-1],
+        BLOCK=codes.shape[-1] // factors.shape[-1] if coded else 1, FP8=fp8_type(pages.latent_ESC.dtype) if isinstance(pages, Latents) else None,
+        COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
         P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, PARTS=parts,
         NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
         PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
