@@ -19,6 +19,8 @@ from helpers.patience import patient, until
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
+from pagerunner.logs import SparingLog
+from pagerunner.server import connection
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.days(2)]
 
@@ -34,6 +36,12 @@ def endless(text_side: Path) -> Iterator[RunningServer]:
         patch.setenv(fake_core.OPTIONS_VARIABLE, msgspec.json.encode(options).decode())
         with running_server(EngineArgs(model=str(text_side), max_num_seqs=16), drain_seconds=0.2) as server:
             yield server
+
+
+@pytest.fixture(autouse=True)
+def each_warning_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even soon after another test's."""
+    monkeypatch.setattr(connection, "_behind", SparingLog(connection.logger))
 
 
 @contextmanager

@@ -426,7 +426,8 @@ class ProcessExecutor:
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """See Executor.wake_up."""
-        names: list[str] | None = None if tags is None else [*parse_tags(tags)]
+        parse_tags(tags)  # ranks end with an order that they can't read
+        names = None if tags is None else list(tags)
         self._all(lambda call_id: orders.WakeUp(call_id, names))
 
     def change_weights(self, change: RankChange) -> None:
