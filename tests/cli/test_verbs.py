@@ -34,6 +34,9 @@ class StandIn:
         self.calls.append((prompts, sampling_params, use_tqdm))
         return [self._output(prompt, "final", list(range(20))) for prompt in prompts]
 
+    def stats(self):
+        return SimpleNamespace(spec=None)
+
     def stream_chat(self, messages, sampling_params=None):
         self.calls.append(([dict(message) for message in messages], sampling_params))
         if len(messages) > 6:
@@ -257,6 +260,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "host": "127.0.0.1",
         "port": 0,
         "api_keys": ["k1", "k2"],
+        "lora_modules": [],
         "logs": (True, ("/health", "/metrics"), "warning"),
         "docs": False,
         "served_model_name": names,
