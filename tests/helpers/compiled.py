@@ -30,7 +30,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, forgotten, overwritten
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import causal_conv, gdn, indexer, mamba2, peer_sum, sparse_latents
+from pagerunner.ops.kernels import causal_conv, gdn, indexer, lora, mamba2, peer_sum, sparse_latents
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of
@@ -481,6 +481,23 @@ def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
     constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
     constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
     return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
+
+
+def adapters(name: str, features: int) -> dict[str, Any]:
+    """The two kernels of `ops/kernels/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
+    kernel = {"shrink": lora._shrink, "expand": lora._expand}[name]
+    own = {
+        "shrink": {"S": lora.WARPS, "K": features // lora.WARPS, "SPREAD": True, "NORM": 1, "KNOWN": True},
+        "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False},
+    }
+    pointers = [one for one in kernel.arg_names if one.endswith(("_TI", "_TO", "_ptr", "_WX", "_W", "_N5"))]
+    pointers += ["places", "pool", "inner"]
+    types = {one: "*i32" if one.endswith(("_WX", "_W", "_N5")) else "*bf16" for one in pointers}
+    types |= {"places": "*i64", "inner": "*fp32", "eps": "fp32"}
+    constants = {"BLOCKS": 1, "PARTS": 3, "TILE": 16, "PDL": True} | own[name]
+    aligned = [*pointers, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
+    warps = lora.WARPS if name == "shrink" else lora.expand_warps(features)
+    return gluon(kernel, types, constants, aligned, ASTSource, num_warps=warps, launch_pdl=True)
 
 
 @triton.jit

@@ -105,9 +105,12 @@ class Linear(Module):
 
     def of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer to `norm(x)`."""
+        if adapters is None or self.adapted is None:
+            return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+        if isinstance(self.matrix, torch.Tensor) and not self.joins_norm(x_TI.shape[0]):
+            return self(norm(x_TI), adapters)
         y_TO = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
-        if adapters is not None and self.adapted is not None:
-            adapters.add_(norm(x_TI), self.adapted, y_TO)
+        adapters.add_(x_TI, self.adapted, y_TO, norm.parameters)
         return y_TO
 
     def of_sum(
@@ -116,7 +119,7 @@ class Linear(Module):
         """Add the pairs' sums to `x` in place, and apply the layer to `norm(x)`."""
         y_TO = self.method.apply_to_sum(x_TI, pairs, norm.parameters, self.weights)
         if adapters is not None and self.adapted is not None:
-            adapters.add_(norm(x_TI), self.adapted, y_TO)
+            adapters.add_(x_TI, self.adapted, y_TO, norm.parameters)
         return y_TO
 
     def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:

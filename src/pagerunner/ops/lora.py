@@ -1,7 +1,7 @@
 """What adapters add to products with weight matrices: `B (A x)` for the rows that have an adapter, each its own.
 
 Adapters lie in *blocks* of 16 ranks anywhere in one flat `pool`: A's block is [16, I], and B's [16, O]. A table on the device says where,
-`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there. Blocks begin at multiples of 16 elements. An adapter of rank 40 has three blocks, and zeros fill the
+`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there; the first is there if any is. Blocks begin at multiples of 16 elements. An adapter of rank 40 has three blocks, and zeros fill the
 last. So ranks mix at no cost, and blocks may move without a change of kernels or graphs.
 
 A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
@@ -16,16 +16,21 @@ Shape letters: T tokens, R rows, W tiles, I input features, O output features, N
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.linear import Norm
 
 TILE = 16
 """Tokens of a tile, and ranks of a block."""
 OUTPUTS = 128
 """Output features that one program of `expand_` computes."""
+WIDE_OUTPUTS = 512
+"""As many with more than `FEW_TILES` tiles: each program reads what `shrink` has left, which is more than B's part of 128 features."""
+FEW_TILES = 16
 PIECE = 512
 """Input features whose sum is made at once; the sums of pieces are added in their order."""
 SPREAD_TILES = 64
@@ -50,23 +55,27 @@ class Fused(NamedTuple):
     """The products of one layer: the first one's number, how many follow each other, and their outputs in tiles.
 
     A row of `tiles` [N, 5] (int32): which of the products, its first output, the layer's first output, how many, and the product's outputs.
-    `aligned`: all products have a multiple of 16 outputs.
+    `aligned`: all products have a multiple of 16 outputs. `wide`: the same outputs in larger tiles.
     """
 
     first: int
     parts: int
     tiles_N5: torch.Tensor
     aligned: bool
+    wide_N5: torch.Tensor
 
     @classmethod
     def of(cls, first: int, outputs: Sequence[int], device: torch.device | str = "cpu") -> Fused:
         """Of products with so many outputs, which stand beside each other."""
-        rows, before = [], 0
-        for part, size in enumerate(outputs):
-            rows += [(part, at, before + at, min(OUTPUTS, size - at), size) for at in range(0, size, OUTPUTS)]
-            before += size
+        tiles = []
+        for wide in (OUTPUTS, WIDE_OUTPUTS):
+            rows, before = [], 0
+            for part, size in enumerate(outputs):
+                rows += [(part, at, before + at, min(wide, size - at), size) for at in range(0, size, wide)]
+                before += size
+            tiles.append(torch.tensor(rows, dtype=torch.int32).to(device))
         aligned = all(size % TILE == 0 for size in outputs)
-        return cls(first, len(outputs), torch.tensor(rows, dtype=torch.int32).to(device), aligned)
+        return cls(first, len(outputs), tiles[0], aligned, tiles[1])
 
 
 def most_tiles(tokens: int, slots: int) -> int:
@@ -96,11 +105,16 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
 
 
 @gpu_kernel("lora")
-def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> torch.Tensor:
-    """`A x` of each tile and each of the layer's products, [pieces, W, parts, B, tokens of a tile, ranks of a block] in float32.
+def shrink(
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
+) -> torch.Tensor:
+    """`A x`, or `A norm(x)`, of each tile and each of the layer's products, [pieces, W, parts, B, tokens of a tile, ranks of a block] in float32.
 
-    What belongs to no block holds anything.
+    It is for `expand_` alone: kernels leave `A (x * weight)` and another row for what the norm divides by. What belongs to no block holds
+    anything. `known`: a `shrink` with this work list is among the kernels before.
     """
+    if norm is not None:
+        x_TI = norm(x_TI)
     tiles, per_product = len(work.slots_W), blocks.places.shape[2]
     inner = torch.zeros(1, tiles, layer.parts, per_product, TILE, TILE)
     for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
@@ -116,8 +130,18 @@ def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> 
 
 
 @gpu_kernel("lora")
-def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> None:
-    """Add `B` of what `shrink` has left to the layer's output in place. Tokens without an adapter aren't touched."""
+def expand_(
+    y_TO: torch.Tensor,
+    inner: torch.Tensor,
+    work: WorkList,
+    blocks: Blocks,
+    layer: Fused,
+    norm: Norm | None = None,
+) -> None:
+    """Add `B` of what `shrink` of this norm has left to the layer's output in place. Tokens without an adapter aren't touched.
+
+    Nothing may be launched between the two: the output is read before `shrink` has ended.
+    """
     products = [row for row in layer.tiles_N5.tolist() if row[1] == 0]
     for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
         if slot < 0:
@@ -136,7 +160,8 @@ def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blo
             )
 
 
-class Adapters(NamedTuple):
+@dataclass(slots=True)
+class Adapters:
     """The adapters of some tokens, and what is made of them once for all layers: each row's slot of at most `slots` (`own_R`, int32, -1 for none),
     and each token's row. Without `row_T` token t is row t's.
     """
@@ -146,6 +171,8 @@ class Adapters(NamedTuple):
     slots: int
     blocks: Blocks
     work: WorkList
+    known: bool = False
+    """Whether a product has used the work list."""
 
     @classmethod
     def of_rows(
@@ -161,6 +188,8 @@ class Adapters(NamedTuple):
         each = torch.arange(len(slots_S) + 1, dtype=torch.int32, device=slots_S.device)
         return Adapters(slots_S, None, self.slots, self.blocks, work_list(slots_S, each, len(slots_S), self.slots))
 
-    def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor) -> None:
-        """Add to the layer's output what each token's adapter says. Tokens without an adapter aren't touched."""
-        expand_(y_TO, shrink(x_TI, self.work, self.blocks, layer), self.work, self.blocks, layer)
+    def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:
+        """Add to the layer's output for `x`, or for `norm(x)`, what each token's adapter says. Tokens without an adapter aren't touched."""
+        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
+        self.known = True
+        expand_(y_TO, inner, self.work, self.blocks, layer, norm)

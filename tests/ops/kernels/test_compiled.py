@@ -17,12 +17,14 @@ from helpers.effort import share_of_the_day
 from pagerunner.attention.paged_sparse import SHARED_MEMORY
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, stages_of
+from pagerunner.ops.kernels.lora import expand_warps
 
 ROOT = Path(__file__).parents[3]
 ROOM = 227 * 1024
 
 PRODUCTS = [("many", "bf16", True, 0, False), ("many", "fp16", False, 0, False), ("many", "bf16", True, 2, True)]
 ROUNDING = [("rounding", 1), ("rounding", 2), ("rounding", 64)]
+ADAPTERS = [("adapters", "shrink", 512), ("adapters", "expand", 128), ("adapters", "expand", 512)]
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 
 
@@ -126,6 +128,7 @@ CASES = [
     *drafts_cases(),
     *few_drafts_cases(),
     *recurrence_cases(),
+    *ADAPTERS,
 ]
 
 
@@ -186,6 +189,25 @@ def test_weights_are_asked_for_before_the_turn_in_full_words(case, compiled):
     before = found["steps"][: found["steps"].index("griddepcontrol.wait")]
     loads = [step for step in before if step == "ld.global.v4.b32"]
     assert len(loads) == found["early"] * (2 if case[-1] else 1) * 4
+
+
+@pytest.mark.parametrize("case", ADAPTERS, ids=str)
+def test_adapters_are_read_before_the_turn_and_sums_at_once(case, compiled):
+    """Numbers in words of 16 bytes. What the first kernel has left of eight pieces is asked for without anything between."""
+    found = compiled[case]
+    assert "error" not in found, found["error"]
+    turn = found["steps"].index("griddepcontrol.wait")
+    before, behind = found["steps"][:turn], found["steps"][turn + 1 :]
+    assert not any(".b16" in step for step in found["steps"])
+    _, name, features = case
+    if name == "shrink":
+        assert before.count("ld.global.v4.b32") == 8 and behind[0] == "griddepcontrol.launch_dependents"
+    else:
+        wide = features // 128
+        assert before[0] == "griddepcontrol.launch_dependents" and before.count(
+            "ld.global.v4.b32"
+        ) == 4 * wide * 4 // expand_warps(features)
+        assert len(set(behind[:8])) == 1 and behind[0].startswith("ld.global")
 
 
 @pytest.mark.parametrize("case", PEERS, ids=str)

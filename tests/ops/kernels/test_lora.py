@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagerunner.ops import lora
+from pagerunner.ops.linear import Norm
 from pagerunner.ops.lora import TILE, Blocks, Fused, WorkList
 
 
@@ -15,7 +16,7 @@ def placed(
     """Adapters of these ranks by slot, in blocks in random order, and what each adds to each product as one matrix."""
     most = max(-(-rank // TILE) for rank in ranks.values())
     places = torch.full((slots, len(outputs) + 1, most, 2), -1, dtype=torch.int64)
-    pool, deltas = torch.full((200_000,), float("nan")), {}
+    pool, deltas = torch.full((500_000,), float("nan")), {}
     spare = [int(x) for x in torch.randperm(40)]
     for slot, rank in ranks.items():
         for part, size in enumerate(outputs):
@@ -24,7 +25,7 @@ def placed(
             for block in range(-(-rank // TILE)):
                 for side, whole in enumerate((a, b.T)):
                     own = whole[block * TILE : (block + 1) * TILE]
-                    at = spare.pop() * 4_992
+                    at = spare.pop() * 11_008
                     places[slot, part + 1, block, side] = at
                     pool[at : at + TILE * own.shape[1]] = 0
                     pool[at : at + own.numel()] = own.flatten()
@@ -59,13 +60,20 @@ def test_most_tiles_is_a_bound_that_is_reached() -> None:
 
 
 def step(
-    blocks: Blocks, x: torch.Tensor, y: torch.Tensor, work: WorkList, layer: Fused, *, kernel: bool
+    blocks: Blocks,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    work: WorkList,
+    layer: Fused,
+    norm: Norm | None = None,
+    *,
+    kernel: bool,
 ) -> torch.Tensor:
     y = y.clone()
     if kernel:
-        lora.expand_.kernel(y, lora.shrink.kernel(x, work, blocks, layer), work, blocks, layer)
+        lora.expand_.kernel(y, lora.shrink.kernel(x, work, blocks, layer, norm), work, blocks, layer, norm)
     else:
-        lora.expand_.twin(y, lora.shrink.twin(x, work, blocks, layer), work, blocks, layer)
+        lora.expand_.twin(y, lora.shrink.twin(x, work, blocks, layer, norm), work, blocks, layer, norm)
     return y
 
 
@@ -103,3 +111,38 @@ def test_pieces_are_summed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert lora.shrink.kernel(x, work, blocks, layer).shape[0] == 3
     monkeypatch.setattr(kernels, "SPREAD_TILES", 0)
     assert torch.equal(step(blocks, x, y, work, layer, kernel=True), spread)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("most", [64, 0])
+def test_the_norm_before_a_product(most: int, offset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for an adapter that has only the second part, and with more tiles than have pieces of their own."""
+    from pagerunner.ops.kernels import lora as kernels
+
+    monkeypatch.setattr(kernels, "PIECE", 128)
+    monkeypatch.setattr(kernels, "SPREAD_TILES", most)
+    blocks, _ = placed({0: 40, 1: 5}, [32, 24], 300)
+    blocks.places[1, 1] = -1
+    work = lora.work_list.twin(
+        torch.tensor([0, 1, -1], dtype=torch.int32), torch.tensor([0, 2, 3, 4], dtype=torch.int32), 4, 4
+    )
+    norm = Norm(torch.randn(300), 0.5, offset)
+    x, y, layer = 3 * torch.randn(4, 300), torch.randn(4, 56), Fused.of(1, [32, 24])
+    got = step(blocks, x, y, work, layer, norm, kernel=True)
+    torch.testing.assert_close(got, step(blocks, norm(x), y, work, layer, kernel=False), rtol=1e-4, atol=1e-3)
+    assert torch.equal(got[3], y[3]) and torch.equal(got[2, :32], y[2, :32]), "no adapter of it"
+
+
+def test_wider_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many tiles a program has more outputs, here of two parts neither of which fills it."""
+    from pagerunner.ops.kernels import lora as kernels
+
+    outputs = [560, 24]
+    blocks, _ = placed({0: 3, 1: 20}, outputs, 40)
+    work = lora.work_list.twin(
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32), 3, 4
+    )
+    x, y, layer = torch.randn(3, 40), torch.randn(3, sum(outputs)), Fused.of(1, outputs)
+    want = step(blocks, x, y, work, layer, kernel=True)
+    monkeypatch.setattr(kernels, "FEW_TILES", 0)
+    assert torch.equal(step(blocks, x, y, work, layer, kernel=True), want)

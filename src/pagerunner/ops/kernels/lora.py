@@ -2,6 +2,9 @@
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so the bits are the same. Nothing is added atomically.
+
+What such small kernels take is waiting, not bytes. So both read what is known before their turn comes: where blocks lie, the blocks, and in
+`_expand` the output of the layer. Pieces are loaded at once.
 """
 
 from __future__ import annotations
@@ -10,11 +13,25 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.activation import WORDS
 from pagerunner.ops.kernels.launch import blocks as blocks_of
-from pagerunner.ops.kernels.launch import dependent, start_next_and_wait
-from pagerunner.ops.lora import OUTPUTS, PIECE, SPREAD_TILES, TILE, Blocks, Fused, WorkList, most_tiles
+from pagerunner.ops.kernels.launch import dependent, start_next, start_next_and_wait, wait_turn
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.lora import (
+    FEW_TILES,
+    OUTPUTS,
+    PIECE,
+    SPREAD_TILES,
+    TILE,
+    WIDE_OUTPUTS,
+    Blocks,
+    Fused,
+    WorkList,
+    most_tiles,
+)
 
-STEP = 128  # input features of one `tl.dot`
+WARPS = 4  # of a program of `_shrink`, each with its share of a piece
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,108 +72,161 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
     return WorkList(tokens_WX, slots_W)
 
 
+@triton.jit
+def _sums(x, a, TILE: tl.constexpr):
+    """`x @ a` of a piece, [tokens, ranks]: warps divide the features between them, and the first dimension is summed up at the end."""
+    return tl.sum(tl.dot(x, a, tl.zeros([x.shape[0], TILE, TILE], tl.float32), input_precision="ieee"), 0)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _shrink(
-    x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, first, products, inputs,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    x_TI, x_stride, norm_ptr, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_next_and_wait(PDL)
+    if not KNOWN:
+        wait_turn(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
-    if slot < 0:
-        return
-    part, block = own // BLOCKS, own % BLOCKS
-    place = tl.load(places + (((slot * products + first + part) * BLOCKS + block) * 2).to(tl.int64))
-    if place < 0:
-        return
-    i, k = tl.arange(0, TILE), tl.arange(0, STEP)
+    place = tl.load(
+        places + (((slot * products + first + own // BLOCKS) * BLOCKS + own % BLOCKS) * 2).to(tl.int64), slot >= 0, -1
+    )
+    i = tl.arange(0, TILE)
     tokens = tl.load(tokens_WX + w * TILE + i)
-    x = x_TI + tokens.to(tl.int64)[:, None] * x_stride
-    a = pool + tl.multiple_of(place, TILE) + i[:, None] * inputs
-    begin, end = 0, inputs
+    features = piece * (S * K) + tl.arange(0, S)[:, None] * K + tl.arange(0, K)[None, :]
+    there = features < inputs
+    a_place = pool + tl.multiple_of(place, TILE) + features[:, :, None] + i[None, None, :] * inputs
+    x_place = x_TI + tokens.to(tl.int64)[None, :, None] * x_stride + features[:, None, :]
+    valid = (tokens >= 0)[None, :, None]
+    ROWS: tl.constexpr = TILE if NORM == NO_NORM else TILE + 1
+    to = inner + ((piece * tl.num_programs(0) + w).to(tl.int64) * PARTS * BLOCKS + own) * ROWS * TILE + i
     if SPREAD:
-        begin, end = piece * PIECE, tl.minimum(piece * PIECE + PIECE, inputs)
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(begin, end, PIECE):
-        acc = tl.zeros([TILE, TILE], tl.float32)
-        for at in range(start, tl.minimum(start + PIECE, inputs), STEP):
-            inside = (at + k < inputs)[None, :]
-            x_part = tl.load(x + at + k[None, :], inside & (tokens >= 0)[:, None], 0.0)
-            a_part = tl.load(a + at + k[None, :], inside, 0.0)
-            acc = tl.dot(x_part, a_part.T, acc, input_precision="ieee")
-        total += acc
-    to = ((piece * tl.num_programs(0) + w).to(tl.int64) * PARTS * BLOCKS + own) * TILE * TILE
-    tl.store(inner + to + i[:, None] * TILE + i[None, :], total)
+        a = tl.load(a_place, (there & (place >= 0))[:, :, None], 0.0)
+        if NORM != NO_NORM:
+            weight = norm_weight(norm_ptr, features, there, NORM)
+        # The next kernel starts when all before this one have ended: it may read what they have written before its own wait.
+        wait_turn(PDL)
+        start_next(PDL)
+        if place < 0:
+            return
+        x = tl.load(x_place, there[:, None, :] & valid, 0.0)
+        if NORM != NO_NORM:
+            wide = x.to(tl.float32)
+            tl.store(to + TILE * TILE, tl.sum(tl.sum(wide * wide, 2), 0) / inputs)
+            x = (wide * weight[:, None, :]).to(a.dtype)
+        total = _sums(x, a, TILE)
+    else:
+        wait_turn(PDL)
+        start_next(PDL)
+        if place < 0:
+            return
+        total = tl.zeros([TILE, TILE], tl.float32)
+        for at in range(0, pieces * (S * K), S * K):
+            inside = features < inputs - at
+            x = tl.load(x_place + at, inside[:, None, :] & valid, 0.0)
+            total += _sums(x, tl.load(a_place + at, inside[:, :, None], 0.0), TILE)
+    tl.store(to[None, :] + i[:, None] * TILE, total)
 
 
-def shrink(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> torch.Tensor:
+def shrink(
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
+) -> torch.Tensor:
     """See ops/lora.py."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
+    pieces = blocks_of(inputs, PIECE)
     spread = tiles <= SPREAD_TILES
-    pieces = blocks_of(inputs, PIECE) if spread else 1
-    inner = torch.empty(pieces, tiles, layer.parts, per_product, TILE, TILE, dtype=torch.float32, device=x_TI.device)
+    if not spread and norm is not None:
+        x_TI, norm = norm(x_TI), None
+    rows = TILE if norm is None else TILE + 1
+    shape = pieces if spread else 1, tiles, layer.parts, per_product, rows, TILE
+    inner = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
     if tiles:
-        sizes = {
-            "BLOCKS": per_product,
-            "PARTS": layer.parts,
-            "TILE": TILE,
-            "PIECE": PIECE,
-            "STEP": STEP,
-            "SPREAD": spread,
-        }
-        _shrink[(tiles, layer.parts * per_product, pieces)](
-            x_TI, x_TI.stride(0), *work, blocks.places, blocks.pool, inner, layer.first, products, inputs, **sizes, **dependent(x_TI.device)
+        sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
+        _shrink[(tiles, layer.parts * per_product, shape[0])](
+            x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
+            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
 
 
+@triton.jit
+def _as_summed(x):
+    """`x`, whose terms the compiler can't rearrange for the product before it adds them: each would go through shared memory."""
+    if WORDS:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+    else:
+        y = x
+    return y
+
+
 @triton.jit(do_not_specialize=["first"])
 def _expand(
-    y_TO, y_stride, inner, tokens_WX, slots_W, places, pool, tiles_N5, first, products, pieces,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, tiles_N5, first, products,
+    PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
     tile = tiles_N5 + tl.program_id(1) * 5
-    part, count = tl.load(tile), tl.load(tile + 3)
-    at, column = tl.multiple_of(tl.load(tile + 1), ALIGN), tl.multiple_of(tl.load(tile + 2), ALIGN)
-    outputs = tl.multiple_of(tl.load(tile + 4), ALIGN)
-    start_next_and_wait(PDL)
+    part, at, column = tl.load(tile), tl.multiple_of(tl.load(tile + 1), ALIGN), tl.multiple_of(tl.load(tile + 2), ALIGN)
+    count, outputs = tl.multiple_of(tl.load(tile + 3), ALIGN), tl.multiple_of(tl.load(tile + 4), ALIGN)
     w = tl.program_id(0)
     slot = tl.load(slots_W + w)
-    if slot < 0:
-        return
     i, o = tl.arange(0, TILE), tl.arange(0, OUTPUTS)
+    tokens = tl.load(tokens_WX + w * TILE + i)
+    own = places + (((slot * products + first + part) * BLOCKS) * 2 + 1).to(tl.int64)
+    place = tl.load(own, slot >= 0, -1)
+    y = y_TO + tokens.to(tl.int64)[:, None] * y_stride + column + o[None, :]
+    there = (tokens >= 0)[:, None] & (o < count)[None, :] & (place >= 0)
+    base = tl.load(y, there, 0.0)
+    b_place = pool + i[:, None] * outputs + at + o[None, :]
+    b = tl.load(b_place + tl.multiple_of(place, TILE), (o < count)[None, :] & (place >= 0), 0.0)
+    wait_turn(PDL)
+    if place < 0:
+        return
+    ROWS: tl.constexpr = TILE + 1 if NORM else TILE
+    step = tl.num_programs(0).to(tl.int64) * PARTS * BLOCKS * ROWS * TILE
+    inner += ((w * PARTS + part) * BLOCKS).to(tl.int64) * ROWS * TILE
     acc = tl.zeros([TILE, OUTPUTS], tl.float32)
     for block in range(BLOCKS):
-        place = tl.load(places + (((slot * products + first + part) * BLOCKS + block) * 2 + 1).to(tl.int64))
+        if block > 0:
+            place = tl.load(own + block * 2)
+            b = tl.load(b_place + tl.multiple_of(place, TILE), (o < count)[None, :] & (place >= 0), 0.0)
         if place >= 0:
-            h = tl.zeros([TILE, TILE], tl.float32)
-            for piece in range(pieces):
-                own = ((piece * tl.num_programs(0) + w).to(tl.int64) * PARTS + part) * BLOCKS + block
-                h += tl.load(inner + own * TILE * TILE + i[:, None] * TILE + i[None, :])
-            place = tl.multiple_of(place, TILE)
-            b = tl.load(pool + place + i[:, None] * outputs + at + o[None, :], (o < count)[None, :], 0.0)
+            mine = inner + block * ROWS * TILE
+            flat = tl.zeros([TILE * TILE], tl.float32)
+            square = tl.zeros([TILE], tl.float32)
+            for piece in tl.static_range(PIECES):
+                flat += tl.load(mine + piece * step + tl.arange(0, TILE * TILE))
+                if NORM:
+                    square += tl.load(mine + piece * step + TILE * TILE + i)
+            h = tl.reshape(_as_summed(flat), [TILE, TILE])
+            if NORM:
+                h *= (1.0 / tl.sqrt_rn(square + eps))[:, None]
             acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
-    tokens = tl.load(tokens_WX + w * TILE + i)
-    y = y_TO + tokens.to(tl.int64)[:, None] * y_stride + column + o[None, :]
-    there = (tokens >= 0)[:, None] & (o < count)[None, :]
-    base = tl.load(y, there, 0.0)
     tl.store(y, (base.to(tl.float32) + acc).to(base.dtype), there)
 
 
-def expand_(y_TO: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> None:
+def expand_warps(outputs: int) -> int:
+    """Warps of a program of `_expand` with so many outputs: 64 sums a thread at most."""
+    return 4 if outputs <= 128 else 8
+
+
+def expand_(
+    y_TO: torch.Tensor,
+    inner: torch.Tensor,
+    work: WorkList,
+    blocks: Blocks,
+    layer: Fused,
+    norm: Norm | None = None,
+) -> None:
     """See ops/lora.py."""
-    pieces, tiles = inner.shape[:2]
+    pieces, tiles, _, _, rows, _ = inner.shape
     _, products, per_product, _ = blocks.places.shape
+    tiles_N5, outputs = (layer.tiles_N5, OUTPUTS) if tiles <= FEW_TILES else (layer.wide_N5, WIDE_OUTPUTS)
     if tiles:
-        sizes = {
-            "BLOCKS": per_product,
-            "PARTS": layer.parts,
-            "TILE": TILE,
-            "OUTPUTS": OUTPUTS,
-            "ALIGN": TILE if layer.aligned else 1,
-        }
-        _expand[(tiles, len(layer.tiles_N5))](
-            y_TO, y_TO.stride(0), inner, *work, blocks.places, blocks.pool, layer.tiles_N5, layer.first, products, pieces,
-            **sizes, **dependent(y_TO.device)
+        sizes = {"PIECES": pieces, "BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": outputs}
+        _expand[(tiles, len(tiles_N5))](
+            y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, tiles_N5, layer.first,
+            products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, **dependent(y_TO.device), num_warps=expand_warps(outputs),
         )  # fmt: skip
