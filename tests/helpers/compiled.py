@@ -437,8 +437,19 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
-def _sparse(kernel: Any, narrow: str, fp8: bool, constants: dict[str, Any], tiles: Any, held: str) -> dict[str, Any]:
-    """A kernel of DeepSeek-V3.2's attention at its sizes. `narrow`: the type of queries, and of pages if they aren't `fp8`; `held` names these."""
+def _sparse(
+    kernel: Any,
+    narrow: str,
+    fp8: bool,
+    constants: dict[str, Any],
+    tiles: Any,
+    held: str,
+    odd: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """A kernel of DeepSeek-V3.2's attention at its sizes. `narrow`: the type of queries, and of pages if they aren't `fp8`; `held` names these.
+
+    `odd` strides aren't multiples of 16.
+    """
     names = [name for name in kernel.arg_names if name not in constants]
     integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr")
     types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("position_ptr", "table", "table_ptr"), "*i64")
@@ -451,14 +462,15 @@ def _sparse(kernel: Any, narrow: str, fp8: bool, constants: dict[str, Any], tile
     types = {name: type for name, type in (dict.fromkeys(pointers, "*" + narrow) | types).items() if name in names}
     strides = [name for name in names if name.endswith(("_token", "_head", "_page", "_slot", "_stride"))]
     aligned = [*(name for name, type in types.items() if type[0] == "*"), *strides]
+    aligned = [name for name in aligned if name not in odd]
     constants |= {"FP8": tl.float8e4nv if fp8 else None, "PRECISION": "tf32x3" if narrow == "fp32" else "tf32"}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": True}
     return gluon(kernel, types, constants | {"PAGE": 64, "PDL": True}, aligned, ASTSource, **options)
 
 
-def chosen(narrow: str, heads: int, fp8: bool) -> dict[str, Any]:
-    """Attention to chosen latents, `ops/kernels/sparse_latents.py`."""
-    tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2)
+def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
+    """Attention to chosen latents, `ops/kernels/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
+    tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2, fp8)
     constants = {
         "K": 2048,
         "C": 512,
@@ -466,11 +478,12 @@ def chosen(narrow: str, heads: int, fp8: bool) -> dict[str, Any]:
         "G": 4 if fp8 else 1,
         "BC": 512,
         "BP": 64,
-        "SPLIT": True,
+        "SPLIT": split,
         "COMPILED": True,
     }
     constants |= {"BH": tiles.heads, "BN": tiles.slots}
-    return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes")
+    odd = ("rope_slot", "scale_slot") if fp8 else ()
+    return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes", odd)
 
 
 def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:

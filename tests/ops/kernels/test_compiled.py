@@ -107,10 +107,12 @@ def dense_cases() -> list[tuple[Any, ...]]:
 
 
 def sparse_cases() -> list[tuple[Any, ...]]:
-    """One of attention to chosen latents and one of an indexer's scores, by dtype, heads, whether pages are fp8, and tokens of a row."""
-    chosen = itertools.product(["chosen"], ("bf16", "fp32"), (16, 128), (False, True))
+    """Some of attention to chosen latents and one of an indexer's scores, by dtype, heads, whether pages are fp8, and whether slots are
+    divided among programs, or tokens of a row.
+    """
+    chosen = itertools.product(["chosen"], ("bf16", "fp32"), (16, 32, 128), (False, True), (True, False))
     scores = itertools.product(["scores"], ("bf16", "fp32"), (64, 128), (False, True), (1, 4))
-    return [*turns(list(chosen), 2), *turns(list(scores), 0)]
+    return [*turns(list(chosen), 4), *turns(list(scores), 0)]
 
 
 SPARSE = sparse_cases()

@@ -196,12 +196,15 @@ class Tiles(NamedTuple):
     programs: int
 
 
-def chosen_tiles(heads: int, item: int) -> Tiles:
-    """`item`: bytes of a query's element. Latents of 512 elements are what these are made for."""
+def chosen_tiles(heads: int, item: int, fp8: bool) -> Tiles:
+    """`item`: bytes of a query's element. Latents of 512 elements are what these are made for.
+
+    `fp8` slots take tiles of 32. With 64, ptxas 12.8 loses the place of an operand (docs/performance.md), and registers are kept in memory.
+    """
     if item == 4:
         return Tiles(16, 16, 8, 1, 1)
     block = min(64, max(16, padded(heads)))
-    return Tiles(block, 64, 8, 2, 1)
+    return Tiles(block, 32, 8, 3, 1) if fp8 else Tiles(block, 64, 8, 2, 1)
 
 
 def split_count(tokens: int, heads: int, slots: int, device: torch.device, tiles: Tiles) -> int:
@@ -259,7 +262,7 @@ def chosen_values(
 ) -> torch.Tensor:
     """See the twin."""
     tokens, heads, _ = q_THC.shape
-    tiles = chosen_tiles(heads, q_THC.dtype.itemsize)
+    tiles = chosen_tiles(heads, q_THC.dtype.itemsize, pages.scales_ESG is not None)
     splits = split_count(tokens, heads, chosen_TK.shape[1], q_THC.device, tiles)
     schedule = scratch.get(("parts", tokens, splits))
     if schedule is None:
