@@ -82,13 +82,15 @@ class Engine:
         self.core: EngineCore = build_core(EngineArgs(model=path, **args, **transfer))
         self.updates: dict[str, list[RequestUpdate]] = {}
 
-    def add(self, prompt: list[int], params: KVTransferParams | None = None, tokens: int = 6, salt: str = "") -> str:
+    def add(
+        self, prompt: list[int], params: KVTransferParams | None = None, tokens: int = 6, salt: str = "", lora: str = ""
+    ) -> str:
         name = f"r{next(_numbers)}"
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         self.core.add(
             EngineRequest(
                 request_id=name, prompt_token_ids=prompt, params=sampling, seed=0, max_tokens=tokens, kv_transfer=params,
-                cache_salt=salt,
+                cache_salt=salt, lora=lora,
             )
         )  # fmt: skip
         return name
@@ -118,9 +120,9 @@ class Engine:
         self.last(name)
         return max(update.num_cached_tokens for update in self.updates[name])
 
-    def lend(self, prompt: list[int], salt: str = "") -> KVTransferParams | None:
+    def lend(self, prompt: list[int], salt: str = "", lora: str = "") -> KVTransferParams | None:
         """Where a prompt's pages are lent, after it was computed."""
-        update = self.last(self.add(prompt, LEND, tokens=1, salt=salt))
+        update = self.last(self.add(prompt, LEND, tokens=1, salt=salt, lora=lora))
         assert update.finish_reason == "length" and len(update.new_token_ids) == 1
         return update.kv_transfer_params
 

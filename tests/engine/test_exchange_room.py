@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.test_exchange import OTHER, PROMPT, Engine, checkpoint, own_secret
 from engine.test_host_tier import LateTransfers
+from helpers.adapters import random_adapter
 from helpers.patience import until
+from pagerunner import LoRARequest
 from pagerunner.engine.worker import build
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import ExchangeState
@@ -139,3 +142,23 @@ def test_a_loan_that_is_not_needed_is_given_back(checkpoint: Callable[[str], str
     until(lambda: first.core._exchange.loans.tick() or not first.core._exchange.stats().loans)
     first.close()
     second.close()
+
+
+def test_pages_go_to_prompts_with_the_same_adapter_alone(checkpoint, tmp_path: Path) -> None:
+    """Names may differ on both sides; contents may not. The base's pages are there too, and are never taken for an adapter's."""
+    pair = [Engine(checkpoint("qwen3"), "kv_both", enable_lora=True, max_loras=2) for _ in range(2)]
+    paths = [random_adapter(Path(checkpoint("qwen3")), tmp_path / str(seed), rank=4, seed=seed) for seed in range(2)]
+    for engine, names in zip(pair, (("a", "b"), ("other", "a")), strict=True):
+        engine.core.load_adapters(LoRARequest(name, 1, str(path)) for name, path in zip(names, paths, strict=True))
+    prefill, decode = pair
+    wanted = {lora: prefill.tokens(prefill.add(PROMPT, lora=lora)) for lora in ("", "a", "b")}
+    assert len({tuple(tokens) for tokens in wanted.values()}) == 3
+    cases = [("a", "a", 0, "b"), ("a", "other", 144, "a"), ("", "a", 0, "b"), ("b", "a", 144, "b")]
+    for lent, asked, cached, tokens in cases:
+        salt = lent + asked  # so that none finds what another one has left
+        prefill.tokens(prefill.add(PROMPT, salt=salt))
+        name = decode.add(PROMPT, prefill.lend(PROMPT, salt, lent), salt=salt, lora=asked)
+        assert decode.tokens(name) == wanted[tokens], f"pages of {lent!r} for {asked!r}"
+        assert decode.found(name) == cached
+    for engine in pair:
+        engine.close()

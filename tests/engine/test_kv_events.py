@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import zmq
 
+from helpers.adapters import random_adapter
+from helpers.checkpoints import make_checkpoint
 from helpers.patience import patient, until
 from helpers.plans import mixed, one_group
 from helpers.router import Router
-from pagerunner import LLM, SamplingParams
+from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.config import KVEventsConfig, engine_args, kv_events
 from pagerunner.engine.core import kv_events as module
 from pagerunner.engine.core.kv_events import Publisher, offset
@@ -332,3 +334,31 @@ def test_host_memory_is_a_medium_of_its_own(model: str) -> None:
         assert "Cleared" not in reader.kinds[1:], "host memory sleeps with its pages"
         llm.reset_prefix_cache()
         assert found("GPU") == found("CPU") == [0] * 4 and reader.kinds[-1] == "Cleared"
+
+
+def test_a_router_knows_whose_adapter_has_computed_a_block(tmp_path: Path) -> None:
+    """One prompt, of the base, of two adapters, and of one's new version. Each finds its own blocks, and a router knows so before."""
+    model = make_checkpoint(tmp_path, "qwen3")
+    paths = [random_adapter(model, tmp_path / f"a{seed}", rank=4, seed=seed) for seed in range(3)]
+    llm = engine(str(model), enable_lora=True, max_loras=2, kv_offloading_size=0.05)
+    first, second = (LoRARequest(f"a{seed}", 7 + seed, str(paths[seed])) for seed in range(2))
+    changed = LoRARequest("a0", 7, str(paths[2]), load_inplace=True)
+    salted = {**prompt(1), "cache_salt": "mine"}
+    hashes: list[set[int]] = []
+    with router(llm._core._publishers[0]) as reader:
+        for one, given in (
+            (None, prompt(1)),
+            (first, prompt(1)),
+            (second, prompt(1)),
+            (first, salted),
+            (changed, prompt(1)),
+        ):
+            name, known = "" if one is None else one.lora_name, set(reader.stored)
+            for cached in (0, 96):
+                [output] = llm.generate([given], GREEDY, use_tqdm=False, lora_request=one)
+                assert output.num_cached_tokens == cached
+                one = one and LoRARequest(one.lora_name, one.lora_int_id)  # what the name stands for
+            up_to_date(llm, reader)
+            assert reader.finds(prompt(1)["prompt_token_ids"], given.get("cache_salt", ""), lora=name) == 96
+            hashes.append(reader.stored - known)
+        assert all(len(own) == 6 for own in hashes) and len(set().union(*hashes)) == 30, "no block is of two"

@@ -52,7 +52,7 @@ class Router:
         self.next = 0
         self.gaps = 0
         self.rank = -1
-        self.beginnings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.beginnings: dict[int, tuple[tuple[str, str], tuple[int, ...]]] = {}
         self.media: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
         self.kinds: list[str] = []
 
@@ -105,15 +105,19 @@ class Router:
 
     def store(self, event: Stored) -> None:
         size = event.block_size
-        assert event.group_idx == 0 and event.lora_id is event.lora_name is None
+        assert event.group_idx == 0 and (event.lora_id is None) is (event.lora_name is None)
+        name = event.lora_name or ""
         assert len(event.token_ids) == size * len(event.block_hashes)
-        parent: tuple[str, tuple[int, ...]] = ("", ())
+        parent: tuple[tuple[str, str], tuple[int, ...]] = (("", name), ())
         if event.parent_block_hash is not None:
             parent = self.beginnings[event.parent_block_hash]  # a router passes over blocks behind unknown ones
         for number, block in enumerate(event.block_hashes):
-            keys = event.extra_keys[number] if event.extra_keys else None
-            salt = keys[0] if keys else parent[0]
-            parent = salt, (*parent[1], *event.token_ids[number * size : (number + 1) * size])
+            keys = (event.extra_keys[number] if event.extra_keys else None) or []
+            if name:  # of every block, and before the salt
+                assert keys[0] == name
+                keys = keys[1:]
+            salt = keys[0] if keys else parent[0][0]
+            parent = (salt, name), (*parent[1], *event.token_ids[number * size : (number + 1) * size])
             assert self.beginnings.setdefault(block, parent) == parent, "two beginnings with one hash"
             self.media[event.medium].add(block)
 
@@ -122,8 +126,8 @@ class Router:
         """Blocks on the device."""
         return self.media["GPU"]
 
-    def finds(self, prompt: Sequence[int], salt: str = "", medium: str = "GPU") -> int:
+    def finds(self, prompt: Sequence[int], salt: str = "", medium: str = "GPU", lora: str = "") -> int:
         """How many leading tokens of a prompt are cached, as far as the reader knows."""
         known = {self.beginnings[block] for block in self.media[medium]}
-        hits = [len(tokens) for of, tokens in known if of == salt and tuple(prompt[: len(tokens)]) == tokens]
+        hits = [len(tokens) for of, tokens in known if of == (salt, lora) and tuple(prompt[: len(tokens)]) == tokens]
         return max(hits, default=0)

@@ -20,6 +20,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain, PrefixIndex
 from pagerunner.memory.rules import GroupRule, LatentRule, WindowRule
+from pagerunner.types.lora import AdapterInfo
 
 _HASH_BYTES = 32  # a page of fewer than 16 tokens has its place behind the hash of its unit
 
@@ -83,14 +84,22 @@ class BlockShape:
 class Block:
     """The `tokens` of a block and, by its `parent`, all before them. `key` is the hash of both, and `pages` are groups and keys.
 
-    `salt` is that of the prompts that may find it; only first blocks have it. `uses`: media that hold it, and next blocks.
+    `salt` is that of the prompts that may find it; only first blocks have it. `adapter` is that of the prompt that has named it; others with the same
+    content may have other names. `uses`: media that hold it, and next blocks.
     """
 
-    __slots__ = ("key", "pages", "parent", "salt", "tokens", "uses")
+    __slots__ = ("adapter", "key", "pages", "parent", "salt", "tokens", "uses")
 
     def __init__(
-        self, key: bytes, pages: list[tuple[int, PageKey]], parent: Block | None, tokens: array[int], salt: str
+        self,
+        key: bytes,
+        pages: list[tuple[int, PageKey]],
+        parent: Block | None,
+        tokens: array[int],
+        salt: str,
+        adapter: AdapterInfo | None = None,
     ) -> None:
+        self.adapter = adapter
         self.key = key
         self.pages = pages
         self.parent = parent
@@ -163,7 +172,7 @@ class BlockLog:
         size, key = shape.tokens, shape.key(chain, number)
         pages = shape.pages(chain, number) if self._divided else [(shape.groups[0], key)]
         part = array("I", tokens[number * size : (number + 1) * size])
-        block = self.blocks[key] = Block(key, pages, parent, part, "" if number else chain.salt)
+        block = self.blocks[key] = Block(key, pages, parent, part, "" if number else chain.salt, chain.adapter)
         if parent is not None:
             parent.uses += 1
         if self._divided:

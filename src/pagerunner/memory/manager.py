@@ -38,7 +38,7 @@ from pagerunner.memory.room import Room
 from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.snapshots import Snapshots
 from pagerunner.memory.step_work import StepWork
-from pagerunner.types import PageCopy, PageTransfer, StateSave, TableWrite
+from pagerunner.types import AdapterInfo, PageCopy, PageTransfer, StateSave, TableWrite
 
 
 class KVManager:
@@ -95,10 +95,11 @@ class KVManager:
             return Refusal(tokens, plan.groups[0].pages_needed(tokens), plan.num_pages(0), "pages")
         return Refusal(tokens, plan.slabs_needed(tokens), plan.num_slabs, "slabs")
 
-    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: str = "") -> PrefixChain:
-        """The prefix chain of a new request; requests with equal arguments may share pages. `adapter` is the digest of its adapter's content."""
-        seed = chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id, adapter)
-        return PrefixChain(seed, self._recent, cache_salt)
+    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: AdapterInfo | None = None) -> PrefixChain:
+        """The prefix chain of a new request. Requests may share pages if salts, parents and the digests of their adapters are equal."""
+        digest = "" if adapter is None else adapter.digest
+        seed = chain_seed(cache_salt, "" if self.enable_prefix_caching else parent_id, digest)
+        return PrefixChain(seed, self._recent, cache_salt, adapter)
 
     def admit(
         self,

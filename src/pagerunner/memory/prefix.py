@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from pagerunner.types.lora import AdapterInfo
+
 UNIT_TOKENS = 16
 _UNIT_BYTES = 4 * UNIT_TOKENS
 
@@ -66,14 +68,17 @@ class RecentPrompts:
 class PrefixChain:
     """One request's hashes: `hashes[i]` covers tokens [0, 16 * (i + 1)). Computed once and extended as tokens arrive.
 
-    `salt` is the part of the seed that readers of KV events are told.
+    `salt` and `adapter` are the parts of the seed that readers of KV events are told.
     """
 
-    __slots__ = ("_recent", "hashes", "salt", "seed")
+    __slots__ = ("_recent", "adapter", "hashes", "salt", "seed")
 
-    def __init__(self, seed: bytes, recent: RecentPrompts | None = None, salt: str = "") -> None:
+    def __init__(
+        self, seed: bytes, recent: RecentPrompts | None = None, salt: str = "", adapter: AdapterInfo | None = None
+    ) -> None:
         self.seed = seed
         self.salt = salt
+        self.adapter = adapter
         self.hashes: list[bytes] = []
         self._recent = recent
 

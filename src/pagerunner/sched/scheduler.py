@@ -147,10 +147,9 @@ class Scheduler:
         """
         self.check(request)
         manager, adapter = self.manager, adapter or self._adapter(request)
-        digest = "" if adapter is None else adapter.digest
         sequence = Sequence(
             request,
-            manager.chain(request.cache_salt, request.parent_id, digest),
+            manager.chain(request.cache_salt, request.parent_id, adapter),
             shares=manager.enable_prefix_caching or request.parent_id != "",
             max_model_len=self.max_model_len,
             arrival=self._state.counts.arrivals,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
+import msgspec
 import uvicorn
 
 from pagerunner import limits
@@ -151,7 +152,8 @@ async def load_modules(engine: AsyncEngine, modules: Sequence[LoRARequest]) -> N
     for module in modules:
         while module.lora_name not in engine.adapters.infos:
             try:
-                await engine.adapters.load(module)
+                number = engine.adapters.number(module.lora_name)
+                await engine.adapters.load(msgspec.structs.replace(module, lora_int_id=number))
             except InvalidRequestError:  # another process loads it, or just has
                 await asyncio.sleep(_MODULE_SECONDS)
 

@@ -38,7 +38,7 @@ from pagerunner.tiers.peers import PULL_BYTES, PeerStore
 from pagerunner.tiers.policy import LOAD_FAILED, Tiering
 from pagerunner.tiers.stats import ExchangeStats
 from pagerunner.tiers.wire import Name
-from pagerunner.types import EngineRequest, RequestUpdate
+from pagerunner.types import AdapterInfo, EngineRequest, RequestUpdate
 from pagerunner.types.kv_transfer import KVTransferParams
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Exchange:
         self._peers = PeerStore(secret, {}, config.peers, self._news.set, config.num_threads, reader)
         self._is_open = False
         self._refusals = SparingLog(log, most=5)
-        self._to_lend: dict[str, EngineRequest] = {}
+        self._to_lend: dict[str, tuple[EngineRequest, AdapterInfo | None]] = {}
         self._answers: list[_Answer] = []
         self._lent: dict[bytes, list[list[int]]] = {}
         self._pulls: dict[int, _Pull] = {}
@@ -161,7 +161,7 @@ class Exchange:
 
     # -- requests and updates
 
-    def take(self, request: EngineRequest) -> bool:
+    def take(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> bool:
         """Whether a request is kept back, as its pages are to be pulled first. Raises InvalidRequestError for an engine that isn't allowed."""
         params, config = request.kv_transfer, self._config
         if params is None or request.pooling is not None:
@@ -186,15 +186,15 @@ class Exchange:
         if request.params.prompt_logprobs is not None:  # all of the prompt is computed, and the loan given back
             self._peers.leave(self._made)
             return False
-        prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt)
+        prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt, adapter=adapter)
         self._pulls[self._made] = _Pull(self._made, token, [request], time.monotonic() + STORE_SECONDS, prompt, chain)
         return True
 
-    def queued(self, request: EngineRequest) -> None:
+    def queued(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> None:
         """The scheduler has a request. Its last update waits if its pages are to be lent."""
         params, alone = request.kv_transfer, request.parent_id in ("", request.request_id)
         if params is not None and params.do_remote_decode and alone and request.pooling is None:
-            self._to_lend[request.request_id] = request
+            self._to_lend[request.request_id] = request, adapter
 
     def hold(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
         """Keep back the last updates of requests whose pages are to be lent."""
@@ -202,11 +202,12 @@ class Exchange:
             return updates
         passed = []
         for update in updates:
-            request = self._to_lend.pop(update.request_id, None) if update.finish_reason else None
-            if request is None or update.finish_reason not in ("stop", "length"):
+            found = self._to_lend.pop(update.request_id, None) if update.finish_reason else None
+            if found is None or update.finish_reason not in ("stop", "length"):
                 passed.append(update)
                 continue
-            prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt)
+            request, adapter = found
+            prompt, chain = request.prompt_token_ids, self._manager.chain(request.cache_salt, adapter=adapter)
             chain.cover(prompt, len(prompt))
             self._answers.append(_Answer(update, chain, len(prompt), time.monotonic() + STORE_SECONDS))
         return passed

@@ -67,13 +67,14 @@ def parse_module(text: str) -> LoRARequest:
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, and what its config calls its base."""
+    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, what its config calls its base, and its user's number of it."""
 
     name: str
     path: str
     digest: str
     rank: int
     base_model_name: str = ""
+    lora_int_id: int = 1
 
 
 class AdapterEnd(msgspec.Struct, frozen=True):

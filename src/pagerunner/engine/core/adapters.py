@@ -80,7 +80,12 @@ class AdapterWork:
                 self.loaded[end.number] = ConfigError(end.error)
                 continue
             info = AdapterInfo(
-                request.lora_name, request.lora_path, end.digest, end.rank, request.base_model_name or end.base
+                request.lora_name,
+                request.lora_path,
+                end.digest,
+                end.rank,
+                request.base_model_name or end.base,
+                request.lora_int_id,
             )
             self.books.names[info.name] = self.loaded[end.number] = info
             self.version += 1

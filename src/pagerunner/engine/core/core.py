@@ -101,11 +101,14 @@ class EngineCore:
                     "kv_transfer_params",
                 )
             self._one_scheduler().check(request)
-            if self._exchange.take(request):
+            if self._exchange.take(request, self._adapter_of(request)):
                 return
         self._scheduler.add(request)
         if self._exchange is not None:
-            self._exchange.queued(request)
+            self._exchange.queued(request, self._adapter_of(request))
+
+    def _adapter_of(self, request: EngineRequest) -> AdapterInfo | None:
+        return self.adapters.books.of(request.lora) if request.lora else None
 
     def _check_ids(self, request: EngineRequest) -> None:
         """Check ids once more. The frontend has checked them, but an id outside the vocabulary would end the device's context.

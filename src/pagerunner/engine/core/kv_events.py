@@ -38,7 +38,8 @@ _Batch = tuple[int, float, list[Change | None]]
 class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Blocks that follow each other, and can be found from now on. `token_ids` are all their tokens.
 
-    `extra_keys` has an entry for each block: None, or what a prompt must have besides equal tokens, which is its `cache_salt`.
+    `lora_name` and `lora_id` are those of the adapter of the prompt that computed them. `extra_keys` has an entry for each block: None, or what a prompt
+    must have besides equal tokens, which is its adapter's name and, in its first block, its `cache_salt`.
     """
 
     block_hashes: list[int]
@@ -86,7 +87,8 @@ def events_of(changes: Sequence[Change | None], shape: BlockShape) -> list[Event
 
 def _joins(change: Change, following: Change) -> bool:
     alike = change.medium == following.medium and change.here is following.here
-    return alike and (not change.here or following.block.parent is change.block)
+    block, behind = change.block, following.block
+    return alike and (not change.here or (behind.parent is block and _name(behind) == _name(block)))
 
 
 def _stored(run: Sequence[Change], shape: BlockShape) -> BlockStored:
@@ -97,10 +99,10 @@ def _stored(run: Sequence[Change], shape: BlockShape) -> BlockStored:
         parent_block_hash=None if first.parent is None else _hash(first.parent),
         token_ids=[token for block in blocks for token in block.tokens],
         block_size=shape.tokens,
-        lora_id=None,
+        lora_id=None if first.adapter is None else first.adapter.lora_int_id,
         medium=run[0].medium,
-        lora_name=None,
-        extra_keys=[[block.salt] if block.salt else None for block in blocks] if first.salt else None,
+        lora_name=_name(first) or None,
+        extra_keys=[_extra(block) for block in blocks] if _extra(first) else None,
         group_idx=0,
         kv_cache_spec_kind=shape.kind,
         kv_cache_spec_sliding_window=shape.window,
@@ -109,6 +111,14 @@ def _stored(run: Sequence[Change], shape: BlockShape) -> BlockStored:
 
 def _removed(run: Sequence[Change]) -> BlockRemoved:
     return BlockRemoved([_hash(change.block) for change in run], run[0].medium, 0)
+
+
+def _name(block: Block) -> str:
+    return "" if block.adapter is None else block.adapter.name
+
+
+def _extra(block: Block) -> list[str] | None:
+    return [text for text in (_name(block), block.salt) if text] or None
 
 
 def _hash(block: Block) -> int:

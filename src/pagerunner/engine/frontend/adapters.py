@@ -25,6 +25,12 @@ class EngineAdapters:
             return first.adapters
         return {name: info for name, info in first.adapters.items() if all(name in one.adapters for one in others)}
 
+    def number(self, name: str) -> int:
+        """The lora_int_id for an adapter whose user has said none: the one that it has, or the next."""
+        infos = self.infos
+        known = infos.get(name)
+        return max((one.lora_int_id for one in infos.values()), default=0) + 1 if known is None else known.lora_int_id
+
     async def load(self, request: LoRARequest) -> None:
         """Have all engines read an adapter; requests may name it afterwards. With `load_inplace` the name gets what the directory holds now.
 

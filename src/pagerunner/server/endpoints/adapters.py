@@ -43,7 +43,8 @@ class AdapterControl:
         asked = await read_as(request, LoadAdapterRequest)
         if asked.lora_name in self._service.model_names:
             raise HttpError(400, f"lora_name {short(asked.lora_name)!r} is the model's own name.", "lora_name")
-        adapter = LoRARequest(asked.lora_name, 1, asked.lora_path, asked.base_model_name, asked.load_inplace)
+        number = self._service.engine.adapters.number(asked.lora_name)
+        adapter = LoRARequest(asked.lora_name, number, asked.lora_path, asked.base_model_name, asked.load_inplace)
         if asked.lora_path and not Path(asked.lora_path).is_dir():
             raise HttpError(404, f"lora_path {short(asked.lora_path)!r} is no directory of the server.", "lora_path")
         try:
