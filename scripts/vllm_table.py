@@ -82,6 +82,7 @@ DIFFERS = {
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",
 }
 OWN = {
+    "--batch-invariant": "vLLM's variable `VLLM_BATCH_INVARIANT=1`, which is understood too; see [Batch invariance](batch-invariance.md)",
     "--admin-key": "opens control endpoints: sleep, memory, the live figures of `/ui`",
     "--allowed-origin": "instead of CORS flags: web pages that may call the server",
     "--reasoning-field": "where answers carry reasoning; vLLM has one name a version",

@@ -17,6 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 TransferBackend = Literal["nccl", "gloo"]
 SpeculativeMethod = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
+INVARIANCE = "VLLM_BATCH_INVARIANT"  # vLLM's variable for batch_invariant
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -54,6 +55,7 @@ class SharedArgs(msgspec.Struct, kw_only=True, frozen=True):
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    batch_invariant: bool = False
 
     @property
     def teams(self) -> int:
@@ -104,6 +106,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
         `enable_lora`: requests may name adapters (docs/adapters.md). Those of `max_loras` adapters run at once, each with a rank of at most
         `max_lora_rank`; `max_cpu_loras` are kept in host memory (default: as many).
+        `batch_invariant`: log-probabilities are bitwise the same whatever else a step computes (docs/batch-invariance.md).
         `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
         at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
         KVEventsConfig). `kv_cache_metrics_sample` is the share of pages whose time in memory is measured,
@@ -179,6 +182,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         self._check_executor()
         self._check_target()
         self._check_lora()
+        self._check_invariance()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and any(size < 1 for size in sizes):
             raise ConfigError(f"cudagraph_capture_sizes must be whole numbers of at least 1, got {sizes!r}.")
@@ -228,6 +232,25 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                     f"enable_lora is for engines of one rank so far, and {name} is {ranks}. Leave one of them out; data_parallel_size alone makes whole "
                     "engines, which serve adapters each."
                 )
+
+    def _check_invariance(self) -> None:
+        asked = os.environ.get(INVARIANCE, "0")
+        one_of(INVARIANCE, asked, ("0", "1"))
+        if asked == "1" and not self.batch_invariant:
+            msgspec.structs.force_setattr(self, "batch_invariant", True)
+        if not self.batch_invariant:
+            return
+        way = "batch_invariant=True" if asked == "0" else f"{INVARIANCE}=1"
+        teams, fp8 = self.num_ranks, self.kv_cache_dtype.startswith("fp8")
+        for name, value, refused, why in (
+            ("tensor_parallel_size times pipeline_parallel_size times teams", teams, teams > 1, "ranks' sums are made in other orders by size"),
+            ("speculative_config", self.speculative_config, self.speculative_config is not None, "rows with drafts have kernels of their own"),
+            ("enable_lora", True, self.enable_lora, "adapters' products are divided by the rows that have some"),
+            ("kv_cache_dtype", self.kv_cache_dtype, fp8, "scales of fp8 pages follow what was stored at once"),
+            ("attention_backend", self.attention_backend, self.attention_backend in ("flashinfer", "torch_ref"), "it sums by what else a step has"),
+        ):  # fmt: skip
+            if refused:
+                raise ConfigError(f"{way} isn't there for {name}={value!r}: {why}. Leave one of them out.")
 
     def _check_target(self) -> None:
         target = self.target_itl_ms

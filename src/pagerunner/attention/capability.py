@@ -59,7 +59,7 @@ class Capabilities:
     device memory, so they may be captured. `plans_on_host`: its plan depends on the step's host lists, so it is planned
     before each replay too. `min_sharing_rows`: steps of fewer rows don't look for pages that all rows share (0: none do).
     `drafts`: it serves strided batches (`StepRows.stride`), in graphs. `merged`: it takes raw vectors of a window together with slots
-    (`VectorsCall`).
+    (`VectorsCall`). `invariant`: set to `fixed`, it computes a token in the same order of sums whatever else is in the step.
 
     What it runs on. `devices`: types (None: any). `package`: what must be installed, the module's name and the
     distribution's. `triton`: on CUDA its kernels are Triton's (elsewhere their torch twins run).
@@ -84,6 +84,7 @@ class Capabilities:
     min_sharing_rows: int = 0
     drafts: bool = False
     merged: bool = False
+    invariant: bool = False
     devices: frozenset[str] | None = None
     package: tuple[str, str] | None = None
     triton: bool = False

@@ -41,6 +41,7 @@ class CpuBackend(PagedBackend):
         wanted=True,
         devices=frozenset({"cpu"}),
         cpu_kernels=True,
+        invariant=True,
     )
     ops = PagedOps(paged.store_kv_, paged.prepare_heads_, paged.paged_attention, paged.projected_attention)
 

@@ -49,6 +49,8 @@ class PagedBackend:
         drafts=True,
         triton=True,
     )
+    fixed = False
+    """Whether plans are `fixed`, see PagedPlan."""
     ops: ClassVar[PagedOps] = PagedOps(store_kv_, prepare_heads_, paged_attention, projected_attention)
 
     def new_state(self, shape: GraphShape | None) -> GraphShape | None:
@@ -73,6 +75,7 @@ class PagedBackend:
             usual_query_len=usual_query_len(lens) if lens else rows.max_query_len,
             fresh=fresh,
             sharing=state is None or state.sharing,
+            fixed=self.fixed,
         )
 
     def run(self, call: AttentionCall) -> torch.Tensor:
@@ -103,7 +106,7 @@ class PagedBackend:
             q_SHD, k_SKD, v_SKV = (x.index_select(0, wanted_S) for x in inputs)
         if not q_SHD.shape[0]:
             return q_SHD[..., : v_SKV.shape[-1]]
-        rows, plan = call.rows.of_tokens(wanted_S), PagedPlan(one_token=True, usual_query_len=1)
+        rows, plan = call.rows.of_tokens(wanted_S), PagedPlan(one_token=True, usual_query_len=1, fixed=self.fixed)
         return self.ops.paged_attention(q_SHD, k_SKD, v_SKV, pages, group.page_table, rows, plan, call.scores)
 
 

@@ -54,11 +54,14 @@ def select_backends(
     device: torch.device,
     dtype: torch.dtype,
     scores: Collection[str] = (),
+    *,
+    batch_invariant: bool = False,
 ) -> list[Backend]:
     """One backend per group: the one named `wanted`, or for "auto" the first that can serve all of the group's layers.
 
     `scores` are what the model's attention scores have beside a scale (`ModelConfig.attention_scores`). Recurrent and latent
-    groups have backends of their own. FlashInfer leaves groups that it can't serve to others.
+    groups have backends of their own. FlashInfer leaves groups that it can't serve to others. With `batch_invariant` a backend has to be able
+    to make its sums in a fixed order, and does.
 
     Raises:
         ConfigError: `wanted` is unknown or serves no group, or nothing can serve a group; the message says why not.
@@ -69,6 +72,8 @@ def select_backends(
     for group in groups:
         candidates = _candidates(group.kind, wanted, device)
         backend, reasons = _first_that_serves(group, candidates, device, dtype, scores)
+        if batch_invariant:
+            _fix(group, backend, reasons)
         logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
         found.append(backend)
         refusals += reasons
@@ -76,6 +81,15 @@ def select_backends(
         why = "; ".join(dict.fromkeys(refusals)) or "all of them are recurrent"
         raise ConfigError(f"attention_backend {wanted!r} can't serve any layer of this model: {why}.")
     return found
+
+
+def _fix(group: GroupPlan, backend: Backend, reasons: Sequence[str]) -> None:
+    if not isinstance(backend, PagedBackend) or not backend.capabilities.invariant:
+        raise ConfigError(
+            f"batch_invariant=True isn't there for group {group.name} ({group.kind}): its layers are served by {backend.name}, whose sums depend on "
+            f"what else a step computes{''.join(f'; {reason}' for reason in reasons)}. Leave batch_invariant out."
+        )
+    backend.fixed = True
 
 
 def _names(wanted: str, device: torch.device) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "disable_custom_all_reduce": "add up what ranks on GPUs have by NCCL alone, and not by pagerunner's own kernel",
         "data_parallel_size": "engines behind one server, each with all weights and, on GPUs, devices of its own; with --enable-expert-parallel one engine, whose experts "
         "are divided among all ranks, and as many teams of ranks, each with requests of its own",
+        "batch_invariant": "make log-probabilities bitwise the same whatever else a step computes",
         "attention_backend": "attention implementation; auto takes the first that supports the model",
         "speculative_config": 'draft tokens, of which one step takes several: JSON such as {"method": "ngram", "num_speculative_tokens": 4}; '
         "--spec-method, --spec-model and --spec-tokens set a key each",

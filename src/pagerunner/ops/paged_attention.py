@@ -46,6 +46,7 @@ class PagedPlan:
       and 100 tokens it is 100. Where the host doesn't know the lengths, it is an upper bound.
     - `fresh`: the rows' lengths, where the host knows that no row has tokens from earlier steps; otherwise empty.
     - `sharing`: all rows may begin with the same pages.
+    - `fixed`: a token's sums are made in an order that nothing but its position decides (docs/batch-invariance.md).
     - `scratch`: what kernels compute in the first layer and the other layers read. Each step and each capture has a plan of its
       own, so that a graph computes `scratch` in each replay.
     """
@@ -56,6 +57,7 @@ class PagedPlan:
     usual_query_len: int = 0
     fresh: tuple[int, ...] = ()
     sharing: bool = True
+    fixed: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def oldest(self, position: int) -> int:

@@ -26,6 +26,7 @@ from pagerunner.lora.adapter import Targets
 from pagerunner.lora.loader import AdapterLoader
 from pagerunner.lora.region import Products, Region, RowAdapters, plain_buffer
 from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.models.checkpoint.fixed import fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
     Model,
@@ -97,6 +98,8 @@ def load_model(
         panels = store_in_panels(model) if config.device == "cpu" else 0
         if panels:
             logger.info("%d matrices in panels, for the CPU kernels.", panels)
+        if config.batch_invariant:
+            fix_products(model, config.device)
         if resolved.model.format is not None:
             logger.info("weights in %s's format: %s.", resolved.model.format.writer, summary(model.modules()))
         drafter = model.drafter if model.drafter is not None and not model.drafter.prefix else None
@@ -145,7 +148,14 @@ def make_runner(
     everybody = teams or (comm if stage is None else stage.world)
     ranks = config.num_ranks
     dtype = getattr(torch, config.dtype)
-    backends = select_backends(plan.groups, config.attention_backend, device, dtype, resolved.model.attention_scores)
+    backends = select_backends(
+        plan.groups,
+        config.attention_backend,
+        device,
+        dtype,
+        resolved.model.attention_scores,
+        batch_invariant=config.batch_invariant,
+    )
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     drafts = config.speculative
     tables = PageTables(plan, device, keep_ends=model.drafter is not None)
@@ -257,7 +267,13 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
     """
     config = resolved.config
     sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.max_model_len)
-    choices = (config.dtype, config.kv_cache_dtype, config.attention_backend, config.poison_fresh_pages)
+    choices = (
+        config.dtype,
+        config.kv_cache_dtype,
+        config.attention_backend,
+        config.poison_fresh_pages,
+        config.batch_invariant,
+    )
     graphs = (config.enforce_eager, config.cudagraph_capture_sizes, config.speculative)
     adapters = (config.max_loras, config.max_lora_rank) if config.enable_lora else ()
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]

@@ -17,6 +17,7 @@ typedef struct {
     long q_stride, k_stride, v_stride, k_entry, v_entry, k_slot, v_slot, page_tokens, table_stride, table_width;
     long tokens, rows, row_tokens, heads, kv_heads, head_dim, value_dim, window, chunk; // row_tokens: a row has at most so many
     float eps, scale, softcap;
+    int fixed; // sums are made in the same order whatever else a step computes
 } Attention;
 
 // Turn pairs by their angles: halves of x, or with `adjacent` neighbours.
@@ -340,12 +341,13 @@ static void attend(const Piece *piece, float *scratch)
     float *q = scratch, *scores = q + all * size, *out = scores + all * KEYS, *space = out + all * value_size;
     Softmax *softmax = (Softmax *)(space + PANEL * size);
     const float *all_keys[2][KEYS], *all_values[2][KEYS];
-    int many = queries >= MANY;
+    int many = queries >= MANY || call->fixed;
     copy_queries(piece, queries, many, q);
     for (long i = 0; i < all; i++) softmax[i] = (Softmax){-INFINITY, 0.0f};
     memset(out, 0, all * value_size * sizeof(float));
-    long block = oldest(call, position), first = 1, turn = 0;
-    find_slots(piece, start, block, min(KEYS, end - block), all_keys[0], all_values[0]);
+    long lowest = oldest(call, position), block = call->fixed ? lowest / KEYS * KEYS : lowest, unseen = lowest - block, first = 1, turn = 0;
+    find_slots(piece, start, lowest, min(KEYS, end - block) - unseen, all_keys[0] + unseen, all_values[0] + unseen);
+    for (long j = 0; j < unseen; j++) all_keys[0][j] = all_keys[0][unseen], all_values[0][j] = all_values[0][unseen]; // pages may be gone
     for (; block < end; block += KEYS, first = 0, turn ^= 1) {
         long count = min(KEYS, end - block), behind = min(KEYS, end - block - KEYS);
         const float **keys = all_keys[turn], **values = all_values[turn], **ahead = behind > 0 ? all_keys[turn ^ 1] : NULL;
@@ -390,7 +392,7 @@ static void attention(const void *argument, const Worker *worker)
         long heads = 1, cuts = 1;
         for (; row < call->rows; row++) {
             long queries = call->query_start[row + 1] - call->query_start[row];
-            heads = queries * group_of(call) < MANY ? together : 1;
+            heads = queries * group_of(call) < MANY && !call->fixed ? together : 1;
             cuts = (call->kv_heads + heads - 1) / heads;
             long pieces = (queries + most - 1) / most * cuts;
             if (number < row_piece + pieces) break;

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pagerunner.ops.logsumexp import row_logsumexp
 from pagerunner.types import TokenLogprobs
 
 NUM_REPORTED = 4  # tensors that `gather_logprobs` returns
@@ -19,7 +20,7 @@ def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: in
     """For float32 logits: the chosen tokens' log-probabilities [L] and ranks [L], the `num_top` best ids [L, K] and their
     log-probabilities [L, K]. The rank is 1 plus how many tokens are more likely, so tied tokens share a rank.
     """
-    total_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    total_L1 = row_logsumexp(logits_LV).unsqueeze(-1)
     own_L1 = logits_LV.gather(1, chosen_L[:, None])
     rank_L = (logits_LV > own_L1).sum(dim=-1) + 1
     top = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)

@@ -1,0 +1,131 @@
+"""`batch_invariant`: log-probabilities are bitwise the same, whatever else a step computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
+from pagerunner import LLM, ConfigError, EngineArgs, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "use_tqdm": False, "dtype": "float32", "batch_invariant": True, "num_gpu_blocks_override": 400, "max_model_len": 256,
+}  # fmt: skip
+RANDOM = Random(5)
+PROMPTS = [[RANDOM.randrange(3, 300) for _ in range(length)] for length in (131, 1, 2, 17, 40, 64, 65, 90)]
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=3)
+
+Numbers = list[list[tuple[int, float]]]
+
+
+def numbers(output: Any) -> Numbers:
+    """A request's tokens, and the log-probabilities of the tokens that are told at each place, in full."""
+    (one,) = output.outputs
+    return [sorted((token, entry.logprob) for token, entry in place.items()) for place in one.logprobs]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "gemma3_text"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with biases, norms of heads, windows of 20 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "gemma3_text":
+        return make_window_checkpoint(folder, request.param)
+    return make_checkpoint(folder, request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return LLM(str(path), enable_prefix_caching=False, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[Numbers]:
+    return [numbers(llm.generate([prompt], DRAWN, False)[0]) for prompt in PROMPTS]
+
+
+def generated(llm: LLM, params: SamplingParams = DRAWN) -> list[Numbers]:
+    return [numbers(output) for output in llm.generate(PROMPTS, params, False)]
+
+
+def test_others_change_nothing(llm: LLM, alone: list[Numbers]) -> None:
+    assert generated(llm) == alone
+    several = [prompt for prompt in PROMPTS for _ in range(5)]
+    assert [numbers(output) for output in llm.generate(several, DRAWN, False)] == [
+        one for one in alone for _ in range(5)
+    ]
+
+
+def test_chunks_and_prefix_hits_change_nothing(path: Path, alone: list[Numbers]) -> None:
+    chunked = LLM(str(path), max_num_batched_tokens=23, poison_fresh_pages=True, **OPTIONS)
+    assert generated(chunked) == alone
+    again = chunked.generate(PROMPTS, DRAWN, False)
+    assert [numbers(output) for output in again] == alone and again[0].num_cached_tokens
+
+
+def test_eager_steps_and_preemption_change_nothing(path: Path, llm: LLM) -> None:
+    prompts, long = (
+        [[5 + n, *PROMPTS[4][1:]] for n in range(4)],
+        SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, seed=1),
+    )
+    alone = [numbers(llm.generate([prompt], long, False)[0]) for prompt in prompts]
+    pages = 24 if path.name.startswith("gemma3") else 17
+    tight = LLM(
+        str(path), enforce_eager=True, enable_prefix_caching=False, **(OPTIONS | {"num_gpu_blocks_override": pages})
+    )
+    assert [numbers(output) for output in tight.generate(prompts, long, False)] == alone
+    assert tight.stats().preemptions_total or path.name.startswith("gemma3")  # whose windows leave pages for all
+
+
+def test_prefill_is_decode(llm: LLM, alone: list[Numbers]) -> None:
+    """What a trainer computes of a whole text is what was told when its tokens were drawn."""
+    outputs = llm.generate(PROMPTS, DRAWN, False)
+    texts = [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), False)
+    for prompt, text, output, score in zip(PROMPTS, texts, outputs, scored, strict=True):
+        drawn = [
+            entry[token].logprob for token, entry in zip(text[len(prompt) :], output.outputs[0].logprobs, strict=True)
+        ]
+        told = [entry[token].logprob for token, entry in zip(text, score.prompt_logprobs or [], strict=True) if entry]
+        assert told[len(prompt) - 1 :] == drawn
+
+
+def test_without_it_sums_are_made_in_other_orders(path: Path, alone: list[Numbers]) -> None:
+    """So the tests above can fail."""
+    usual = LLM(str(path), max_num_batched_tokens=23, **(OPTIONS | {"batch_invariant": False}))
+    assert generated(usual) != alone
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"attention_backend": "flashinfer"}, "attention_backend='flashinfer'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_covered_is_refused_by_name(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        EngineArgs(model="m", batch_invariant=True, **options)
+
+
+def test_layers_that_are_not_covered_are_refused(tmp_path: Path) -> None:
+    path = make_window_checkpoint(tmp_path, "qwen3_moe")
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        LLM(str(path), **OPTIONS)
+    with pytest.raises(ConfigError, match="in float32 with a C compiler"):
+        LLM(str(make_checkpoint(tmp_path, "qwen3")), **(OPTIONS | {"dtype": "bfloat16"}))
+
+
+def test_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert EngineArgs(model="m").batch_invariant is expected
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT must be one of 0, 1, got 'yes'"):
+        EngineArgs(model="m")
