@@ -18,7 +18,7 @@ import pytest
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.bench.latency_plot import latency_svg
 from pagerunner.bench.serve_data import custom_requests, random_requests, sharegpt_requests
-from pagerunner.bench.serving import Sample, arrivals, series, summarize
+from pagerunner.bench.serving import Sample, Target, arrivals, series, summarize
 from pagerunner.cli import bench_serve
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
@@ -274,8 +274,24 @@ def test_the_tokenizer_of_an_adapter_is_its_models(monkeypatch: pytest.MonkeyPat
     answer = httpx.Response(200, json={"data": cards}, request=httpx.Request("GET", "http://s"))
     monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
     for asked, found in (("sql", ("sql", "/m")), ("m", ("m", "/m")), (None, ("m", "/m"))):
-        namespace = argparse.Namespace(served_model_name=None, model=asked)
+        namespace = argparse.Namespace(served_model_name=None, model=asked, lora_modules=["sql"])
         assert bench_serve._find_model(namespace, "http://s", {}) == found
+    namespace.lora_modules = ["sql", "law"]
+    with pytest.raises(ConfigError, match="--lora-modules: the server serves m, sql, not law"):
+        bench_serve._find_model(namespace, "http://s", {})
+
+
+def test_each_request_takes_one_of_the_adapters() -> None:
+    """As with vLLM's flag: at random, by the seed. Without the flag all go to the model."""
+    target = Target(url="u", model="m", chat=False, extra={})
+
+    def models(names: list[str], seed: int = 0) -> list[str]:
+        namespace = argparse.Namespace(lora_modules=names, seed=seed)
+        return [one.model for one in bench_serve._targets(namespace, target, 40)]
+
+    assert models([]) == ["m"] * 40
+    one = models(["a", "b"])
+    assert set(one) == {"a", "b"} and one == models(["a", "b"]) and one != models(["a", "b"], seed=1)
 
 
 def test_a_server_that_is_not_there(capsys: Any) -> None:

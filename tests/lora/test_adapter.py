@@ -255,6 +255,18 @@ def test_experts_whose_shape_says_nothing_are_refused(tmp_path: Path) -> None:
     assert read(path, experts(inner=4, transposed=True)).rank == 2
 
 
+def test_the_version_of_peft_says_what_a_shape_does_not(tmp_path: Path) -> None:
+    config = {"target_parameters": ["mlp.experts.gate_up_proj"], "r": 2, "lora_alpha": 2}
+    tensors = pair(EXPERTS, 8, 8, 6)
+    a_ERI, b_ORE = tensors[f"{EXPERTS}.lora_A.weight"].view(3, 2, 8), tensors[f"{EXPERTS}.lora_B.weight"].view(8, 2, 3)
+    expected_EOI = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+    for version, want_EOI in (("0.19.0", expected_EOI.transpose(1, 2)), ("0.21.2.dev0", expected_EOI)):
+        path = write_adapter(tmp_path / version, {**config, "peft_version": version}, tensors)
+        adapter = read(path, experts(inner=4))
+        got = torch.cat([_delta(adapter, f"{EXPERTS}.2.{part}") for part in ("gate_proj", "up_proj")])
+        assert torch.allclose(got, want_EOI[2], atol=1e-5)
+
+
 def test_experts_tensors_without_their_target(tmp_path: Path) -> None:
     config = {"target_parameters": ["mlp.experts.down_proj"], "r": 2}
     with pytest.raises(CheckpointError, match="isn't among target_parameters"):

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def build_parser() -> Parser:
     add("--endpoint", metavar="PATH", help="(default: the backend's)")
     add("--model", help="model directory, demo or served name (default: the first that the server names)")
     add("--served-model-name", metavar="NAME", help="name in requests, where it isn't --model")
+    add("--lora-modules", nargs="+", default=[], metavar="NAME", help="adapters of the server; each request takes one")
     add("--tokenizer", metavar="DIR", help="tokenizer of random and sharegpt prompts (default: the model's)")
     add("--seed", type=not_negative, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
     data = parser.add_argument_group("requests").add_argument
@@ -104,9 +106,10 @@ def run(namespace: argparse.Namespace) -> int:
         chat=namespace.backend == "openai-chat",
         extra=extra,
     )
+    targets = _targets(namespace, target, len(requests))
     planned = [
-        Planned(at, request.prompt_len, msgspec.Raw(target.body(request)))
-        for at, request in zip(times, requests, strict=True)
+        Planned(at, request.prompt_len, msgspec.Raw(own.body(request)))
+        for at, request, own in zip(times, requests, targets, strict=True)
     ]
     timeouts = Timeouts(first_byte=namespace.first_byte_timeout, whole=namespace.request_timeout)
     most = namespace.max_concurrency
@@ -134,6 +137,14 @@ def run(namespace: argparse.Namespace) -> int:
         for error, count in Counter(sample.error for sample in samples if sample.error).most_common(_ERRORS_NAMED):
             note(namespace, f"{count} of {len(samples)} requests failed: {error}")
     return 0
+
+
+def _targets(namespace: argparse.Namespace, target: Target, count: int) -> list[Target]:
+    """One for each request: the model, or one of the adapters at random."""
+    if not namespace.lora_modules:
+        return [target] * count
+    own = random.Random(namespace.seed)
+    return [msgspec.structs.replace(target, model=own.choice(namespace.lora_modules)) for _ in range(count)]
 
 
 def _warm_up(namespace: argparse.Namespace, share: ClientShare) -> None:
@@ -203,8 +214,10 @@ def _find_model(namespace: argparse.Namespace, base: str, headers: dict[str, str
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"No model server answers at {base}/v1/models: {error}") from error
     name = namespace.served_model_name or namespace.model or first
+    known = ", ".join(names)
+    if others := [one for one in namespace.lora_modules if one not in names]:
+        raise ConfigError(f"--lora-modules: the server serves {known}, not {others[0]}.")
     if name not in names:
-        known = ", ".join(names)
         raise ConfigError(f"The server serves {known}, not {name}; say so with --served-model-name.")
     return name, names[name]
 

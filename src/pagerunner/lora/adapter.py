@@ -28,6 +28,8 @@ from pagerunner.models.checkpoint.loader import opened, own_name
 from pagerunner.quant.sinks import FLOATS, name_of
 
 TENSORS = "adapter_model.safetensors"
+NEW_ORDER = (0, 19, 1)
+"""The version of PEFT from which on A of experts together is for their inputs, whichever dimension of the parameter these are."""
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _OTHER_TENSORS = {
@@ -229,16 +231,14 @@ class _Reading:
         outputs, inputs = (features, inner) if down else (2 * inner, features)
         asked = f"{theirs.removesuffix('.base_layer')}.{matrix}"
         rank = self._rank(asked, theirs, a.shape[0] / experts)
-        if outputs == inputs and not owner.transposed:
+        version, square = self.config.version, outputs == inputs
+        if square and not owner.transposed and version is None:
             raise CheckpointError(
                 f"{self.file}: {theirs} is of matrices of {inputs} by {outputs}, so its shape doesn't say whether it was written by PEFT 0.19.1 or "
                 "later, or before, when A and B had each other's place. Save the adapter with a tensor for each expert."
             )
-        if (
-            tuple(a.shape) == (experts * rank, outputs)
-            and tuple(b.shape) == (inputs, rank * experts)
-            and not owner.transposed
-        ):
+        swapped = (tuple(a.shape), tuple(b.shape)) == ((experts * rank, outputs), (inputs, rank * experts))
+        if swapped and not owner.transposed and not (square and version is not None and version >= NEW_ORDER):
             a_ERI = b.view(inputs, rank, experts).permute(2, 1, 0)
             b_EOR = a.view(experts, rank, outputs).transpose(1, 2)
         else:

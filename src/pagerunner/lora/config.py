@@ -51,7 +51,10 @@ _KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a config says of the forward pass. `directory` is for messages; `base` is the base model's name there, or ""."""
+    """What a config says of the forward pass. `directory` is for messages; `base` is the base model's name there, or "".
+
+    `version` is that of PEFT that has written it, as (0, 19, 1), None if the file doesn't say.
+    """
 
     directory: str
     base: str
@@ -65,6 +68,7 @@ class AdapterConfig:
     parameters: tuple[str, ...]
     layers: tuple[int, ...]
     layers_patterns: tuple[str, ...]
+    version: tuple[int, ...] | None = None
 
     def rank_of(self, name: str) -> int:
         """The rank of a module's adapter, by the module's whole name."""
@@ -150,6 +154,7 @@ class _Reader:
             parameters,
             tuple(layers),
             self._layers_patterns(),
+            self._version(),
         )
 
     def refuse(self, field: str, why: str) -> Any:
@@ -169,6 +174,10 @@ class _Reader:
         if self.values.get("init_lora_weights", True) not in _KEEP_BASE:
             why = "the base's weights were changed before the training; save the adapter converted (path_initial_model_for_weight_conversion)"
             self.refuse("init_lora_weights", why)
+
+    def _version(self) -> tuple[int, ...] | None:
+        found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(self.values.get("peft_version")))
+        return tuple(map(int, found.groups())) if found else None
 
     def _flag(self, field: str) -> bool:
         value = self.values.get(field, False)
