@@ -134,10 +134,12 @@ class PageChecker:
         self.reads_checked = 0
         self._widths = [group.rule.table_width(plan.max_model_len) for group in plan.groups]
         self._states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
+        self.contents: dict[str, str] = {}  # of requests' adapters, digests
         self._attended = [number for number in range(len(plan.groups)) if number not in self._states]
 
     def _private(self, request: EngineRequest) -> object:
-        return (request.cache_salt, "" if self.prefix_caching else request.parent_id or request.request_id)
+        parent = "" if self.prefix_caching else request.parent_id or request.request_id
+        return request.cache_salt, parent, self.contents.get(request.request_id, "")
 
     def lose_pages(self) -> None:
         """The page memory was unmapped."""

@@ -19,6 +19,7 @@ from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ForgettingRule
+from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.scheduler import Scheduler
@@ -180,6 +181,7 @@ class Traffic(RuleBasedStateMachine):
             enable_chunked_prefill=self.chunked,
             max_in_flight=self.depth,
             tiers=self.make_tiers(data),
+            adapters=self.make_adapters(data),
             looks_ahead=(looks_ahead := data.draw(st.booleans())),
             draft_length=AnyLength(max(most_drafts(self.plan), 0), data.draw(st.integers(0, 9))),
             host_drafter=data.draw(self.drafters),
@@ -199,6 +201,14 @@ class Traffic(RuleBasedStateMachine):
     def make_tiers(self, data: st.DataObject) -> Tiering | None:
         """What decides about another memory."""
         return None
+
+    def make_adapters(self, data: st.DataObject) -> Adapters | None:
+        """The books of adapters, of which requests have those that `adapter_for` names."""
+        return None
+
+    def adapter_for(self, request_id: str) -> str:
+        """The name of a new request's adapter, or ""."""
+        return ""
 
     @rule(
         text=st.integers(0, len(TEXTS) - 1),
@@ -241,6 +251,7 @@ class Traffic(RuleBasedStateMachine):
                 arrival_time=float(self.made),
                 cache_salt=salt,
                 parent_id=str(self.made) if siblings > 1 else "",
+                lora=self.adapter_for(f"{self.made}-{number}"),
             )
             try:
                 self.scheduler.add(request)

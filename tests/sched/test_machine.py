@@ -54,7 +54,7 @@ class _LeaksPages(SlabPool):
 
 
 class _IgnoresSalt(KVManager):
-    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: str = "") -> PrefixChain:
+    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: Any = None) -> PrefixChain:
         return super().chain("", parent_id)
 
 
@@ -102,7 +102,7 @@ class _UnchainedHashes(PrefixChain):
 
 
 class _ConfusesPrefixes(KVManager):
-    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: str = "") -> PrefixChain:
+    def chain(self, cache_salt: str = "", parent_id: str = "", adapter: Any = None) -> PrefixChain:
         return _UnchainedHashes(super().chain(cache_salt, parent_id, adapter).seed)
 
 

@@ -87,6 +87,31 @@ def test_models_are_adapters_too(server: RunningServer, paths: list[Path], expec
     assert chat.model == "first"
 
 
+def test_the_memory_for_adapters_is_shown(server: RunningServer, expected: list[list[int]]) -> None:
+    for _ in range(2):
+        assert tokens(server, "first") == expected[0]
+    answer = server.get("/memory", **ADMIN).json()
+    [bytes_] = [one["bytes"] for one in answer["plan"]["other"] if one["name"] == "adapters"]
+    there = answer["state"]["adapters"]
+    assert there["num_bytes"] == bytes_ and len(there["slots"]) == 2
+    [slot] = [one for one in there["slots"] if one["names"] == ["first"]]
+    assert (
+        0 < slot["num_bytes"] <= bytes_ // 2
+        and not slot["requests"]
+        and not slot["arriving"]
+        and len(slot["digest"]) == 32
+    )
+    metrics = {
+        line.split("{")[0]: float(line.rpartition(" ")[2])
+        for line in server.get("/metrics").text.splitlines()
+        if "pagerunner:lora_" in line and line[0] != "#"
+    }
+    assert metrics["pagerunner:lora_bytes"] == bytes_ and metrics["pagerunner:lora_used_bytes"] >= slot["num_bytes"]
+    assert (
+        metrics["pagerunner:lora_hits_total"] >= 1 and metrics["pagerunner:lora_fill_bytes_total"] >= slot["num_bytes"]
+    )
+
+
 def test_loading_and_unloading(server: RunningServer, paths: list[Path], expected: list[list[int]]) -> None:
     answer = load(server, "second", paths[1])
     assert answer.status_code == 200 and answer.text == "Success: LoRA adapter 'second' added successfully."

@@ -147,4 +147,4 @@ class AdapterLoader:
                 self._stream.wait_event(event)
                 self.region.fill(fill.slot, packed)
             self._stream.synchronize()
-        self._ends.put(AdapterEnd(fill.number, fill.digest))
+        self._ends.put(AdapterEnd(fill.number, fill.digest, num_bytes=packed.elements.nbytes))

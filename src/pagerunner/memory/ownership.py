@@ -100,8 +100,29 @@ class ExchangeState(msgspec.Struct, frozen=True, kw_only=True):
     pulled_total: int
 
 
+class AdapterSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot of the memory for adapters: the digest of what it holds ("": nothing), the names that stand for that now, requests that use it, and its bytes.
+
+    With `arriving` they are on their way.
+    """
+
+    digest: str
+    names: list[str]
+    requests: int
+    num_bytes: int
+    arriving: bool
+
+
+class AdaptersState(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory for adapters: all of its bytes, and its slots."""
+
+    num_bytes: int
+    slots: list[AdapterSlot]
+
+
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, and what other engines have to do with it.
+    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, what other engines have to do with it, and the memory for
+    `adapters`.
 
     Of `prefix_queries_total` tokens of prompts, the page memory had `prefix_hits_total`.
     """
@@ -115,6 +136,7 @@ class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits_total: int = 0
     host: HostState | None = None
     exchange: ExchangeState | None = None
+    adapters: AdaptersState | None = None
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:

@@ -12,12 +12,14 @@ request for a ninth comes. After 64 more requests for the eight, one of the slot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.ownership import AdapterSlot, AdaptersState
 from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoraStats
 
@@ -33,12 +35,15 @@ class _Slot:
     users: int = 0
     filling: int = 0  # the number of the fill that is under way
     used: int = 0  # when it was used last
+    num_bytes: int = 0  # of what is in it
 
 
 class Adapters:
     """The books of one engine's adapters. They outlive schedulers, which may be made again (`EngineCore.recover`)."""
 
-    def __init__(self, max_loras: int) -> None:
+    def __init__(self, max_loras: int, num_bytes: int = 0) -> None:
+        """All slots together have so many bytes."""
+        self._num_bytes = num_bytes
         self.names: dict[str, AdapterInfo] = {}
         self.held: dict[str, Sequence] = {}
         self.order: Callable[[Sequence], Any] = lambda sequence: sequence.key[2]
@@ -47,7 +52,8 @@ class Adapters:
         self._fills: list[AdapterFill] = []
         self._first: Sequence | None = None  # the first of those that wait for a slot
         self._changed = False
-        self._numbers, self._uses, self._num_fills = count(1), count(1), 0
+        self._numbers, self._uses = count(1), count(1)
+        self._num_hits = self._num_fills = self._fill_bytes = 0
         self._failed: list[tuple[Sequence, str]] = []
 
     # -- names
@@ -115,7 +121,8 @@ class Adapters:
         slot = next((one for one in self._slots if one.filling == end.number), None)
         if slot is None:
             return False
-        slot.filling, self._changed = 0, True
+        slot.filling, slot.num_bytes, self._changed = 0, end.num_bytes, True
+        self._fill_bytes += end.num_bytes
         if end.error:
             place = self._place.pop(slot.digest)
             slot.digest = ""
@@ -152,8 +159,55 @@ class Adapters:
         for one in sequences:
             if one.adapter is not None:
                 (waiting if one.grant is None else running).add(one.adapter.name)
-        counts = len(self.names), len(self._place), self._num_fills
-        return LoraStats(len(self._slots), sorted(running), sorted(waiting), *counts)
+        return LoraStats(
+            max_loras=len(self._slots),
+            running=sorted(running),
+            waiting=sorted(waiting),
+            registered=len(self.names),
+            resident=len(self._place),
+            num_bytes=self._num_bytes,
+            used_bytes=sum(slot.num_bytes for slot in self._slots),
+            hits_total=self._num_hits,
+            fills_total=self._num_fills,
+            fill_bytes_total=self._fill_bytes,
+        )
+
+    def memory_state(self) -> AdaptersState:
+        """What is in the slots now."""
+        names: dict[str, list[str]] = {}
+        for name, info in self.names.items():
+            names.setdefault(info.digest, []).append(name)
+        slots = [
+            AdapterSlot(
+                digest=slot.digest,
+                names=names.get(slot.digest, []),
+                requests=slot.users,
+                num_bytes=slot.num_bytes,
+                arriving=slot.filling > 0,
+            )
+            for slot in self._slots
+        ]
+        return AdaptersState(num_bytes=self._num_bytes, slots=slots)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Recount. Raises AssertionError where the books disagree with each other or with these sequences, which are all there are."""
+        users = Counter(one.adapter_slot for one in sequences if one.adapter_slot >= 0)
+        assert [slot.users for slot in self._slots] == [users[place] for place in range(len(self._slots))], "users"
+        in_slots = {slot.digest: place for place, slot in enumerate(self._slots) if slot.digest}
+        assert self._place == in_slots, "two slots have one adapter, or one that nobody finds"
+        fills = {fill.number for fill in self._fills}
+        assert fills <= {slot.filling for slot in self._slots}, "a fill for nobody"
+        for slot in self._slots:
+            assert slot.digest or not (slot.users or slot.filling or slot.num_bytes), "an empty slot is used"
+        for sequence in sequences:
+            if sequence.adapter_slot >= 0 and sequence.adapter is not None:
+                assert self._slots[sequence.adapter_slot].digest == sequence.adapter.digest, "another one's slot"
+                assert sequence.grant is None or not self._slots[sequence.adapter_slot].filling, (
+                    "runs before its adapter"
+                )
+            assert sequence.grant is None or sequence.adapter is None or sequence.adapter_slot >= 0, (
+                "runs without a slot"
+            )
 
     def _gives(self, sequence: Sequence) -> bool:
         """Give the sequence a slot, if it may have one. Whether it has one that is filled."""
@@ -165,6 +219,7 @@ class Adapters:
         assert sequence.adapter is not None
         first, digest = self._first, sequence.adapter.digest
         place = self._place.get(digest)
+        found = place is not None
         if place is None:
             if first is not None and first is not sequence:
                 return False  # it was before
@@ -179,6 +234,7 @@ class Adapters:
             first.passed += 1
         if first is sequence:
             self._first, self._changed = None, True
+        self._num_hits += found
         self._slots[place].users += 1
         sequence.adapter_slot = place
         return True
@@ -192,7 +248,7 @@ class Adapters:
         slot = self._slots[place]
         if slot.digest:
             del self._place[slot.digest]
-        slot.digest, slot.filling = adapter.digest, self.number()
+        slot.digest, slot.filling, slot.num_bytes = adapter.digest, self.number(), 0
         self._place[adapter.digest] = place
         self._fills.append(AdapterFill(slot.filling, place, adapter.digest, adapter.path))
         self._num_fills += 1

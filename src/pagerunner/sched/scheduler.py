@@ -351,8 +351,11 @@ class Scheduler:
         """Who holds which pages now."""
         running = self._state.running
         holders = {sequence.request_id: sequence.grant for sequence in running if sequence.grant is not None}
-        state = memory_state(self.manager, holders)
-        return state if self.tiers is None else msgspec.structs.replace(state, host=self.tiers.memory_state())
+        return msgspec.structs.replace(
+            memory_state(self.manager, holders),
+            host=None if self.tiers is None else self.tiers.memory_state(),
+            adapters=None if self._state.adapters is None else self._state.adapters.memory_state(),
+        )
 
     def live(self, *, paused: bool = False) -> list[LiveRequest]:
         """The running requests, then the first of those that wait, and why. `paused`: nothing is scheduled for now."""

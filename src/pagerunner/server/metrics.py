@@ -85,8 +85,14 @@ _COSTS = {
 _LORA_MOMENTS = {
     "registered": ("pagerunner:lora_adapters", "Adapters that requests may name."),
     "resident": ("pagerunner:lora_adapters_on_device", "Adapters that are in slots of the device's memory."),
+    "num_bytes": ("pagerunner:lora_bytes", "The device's memory for adapters, all slots."),
+    "used_bytes": ("pagerunner:lora_used_bytes", "Bytes of the adapters that are in slots."),
 }
-_LORA_FILLS = "Adapters that were brought to slots of the device's memory."
+_LORA_TOTALS = {
+    "hits_total": ("pagerunner:lora_hits", "Requests that found their adapter in a slot, or on its way to one."),
+    "fills_total": ("pagerunner:lora_fills", "Adapters that were brought to slots of the device's memory."),
+    "fill_bytes_total": ("pagerunner:lora_fill_bytes", "Their bytes."),
+}
 _TIER_MOMENTS = {
     "usage": (
         "vllm:kv_offload_cpu_cache_usage_perc",
@@ -426,7 +432,8 @@ class Metrics(EngineObserver):
         self._shown_adapters = labels
         for field, (name, text) in _LORA_MOMENTS.items():
             figures.set(name, text, self._values, getattr(lora, field))
-        figures.raise_to("pagerunner:lora_fills", _LORA_FILLS, self._values, lora.fills_total)
+        for field, (name, text) in _LORA_TOTALS.items():
+            figures.raise_to(name, text, self._values, getattr(lora, field))
 
     def _of_teams(self) -> list[Metrics]:
         return [self.of_engine(self.engine + team) for team in range(max(len(self.last.teams), 1))]

@@ -78,13 +78,17 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class AdapterEnd(msgspec.Struct, frozen=True):
-    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`."""
+    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`.
+
+    A fill says how many bytes it has copied.
+    """
 
     number: int
     digest: str = ""
     rank: int = 0
     base: str = ""
     error: str = ""
+    num_bytes: int = 0
 
 
 class AdapterFill(msgspec.Struct, frozen=True):
@@ -97,11 +101,19 @@ class AdapterFill(msgspec.Struct, frozen=True):
 
 
 class LoraStats(msgspec.Struct, frozen=True):
-    """Adapters of requests that run and that wait, by name; how many may run at once, how many are registered, and fills of slots so far."""
+    """Adapters of requests that run and that wait, by name; how many may run at once, how many are registered, and how many are in slots.
+
+    `num_bytes` is the memory of all slots, and `used_bytes` are those of the adapters in them. So far `hits_total` requests found their adapter in a slot or on its
+    way to one; others had `fills_total` slots filled, with `fill_bytes_total`.
+    """
 
     max_loras: int
     running: list[str]
     waiting: list[str]
     registered: int
     resident: int
+    num_bytes: int
+    used_bytes: int
+    hits_total: int
     fills_total: int
+    fill_bytes_total: int
