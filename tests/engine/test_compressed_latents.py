@@ -211,3 +211,32 @@ def test_slots_in_fp8_have_scales_of_their_own(models: Any) -> None:
     specs = [piece.spec for group in llm.memory_plan.groups for piece in group.layers]
     slots = {spec.slot_bytes for spec in specs if isinstance(spec, LatentKV) and spec.window is None}
     assert slots == {8 + 4 + 8 * 2}
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_contexts_around_every_boundary(models: Any, recorded: bool) -> None:
+    """Slots of 4 and of 32, the window of 20, the 7 slots that are chosen at most, and pages: prompts end around each, and 6 tokens pass it."""
+    path, reference = models("three kinds")
+    lengths = sorted(
+        {edge + more for edge in (4, 20, 7 * 4, 32, 64, 128) for more in (-5, -1, 0, 1) if edge + more > 0}
+    )
+    with as_on_cuda(), counted_graphs() as graphs:
+        llm = engine(path, enforce_eager=not recorded, max_num_seqs=12)
+        check(reference, run(llm, [prompt(length, length) for length in lengths]))
+    assert bool(graphs.replays) == recorded
+
+
+def test_sleep_changes_no_bit(models: Any) -> None:
+    path, _ = models("three kinds")
+    llm = engine(path, enable_sleep_mode=True)
+    texts = [prompt(i, n) for i, n in enumerate((70, 33))]
+
+    def answers() -> list[Any]:
+        made = [output.outputs[0] for output in run(llm, texts)]
+        return [(list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]) for one in made]
+
+    before = answers()
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert answers() == before
