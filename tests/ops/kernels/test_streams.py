@@ -71,13 +71,21 @@ def test_no_tokens() -> None:
     assert x.shape == (0, 32) and streams.shape == (0, 4, 32) and gates.out_TM.shape == (0, 4)
 
 
-def test_more_parts_than_are_added_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("few", [0, 256], ids=["many tokens", "few"])
+def test_more_parts_than_are_added_together(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagerunner.ops.kernels import streams
 
-    for name, value in (("BLOCK_PARTS", 2), ("BLOCK_FEATURES", 16), ("multiprocessors", lambda device: 9)):
+    for name, value in (
+        ("BLOCK_PARTS", 2),
+        ("BLOCK_FEATURES", 16),
+        ("multiprocessors", lambda device: 9),
+        ("FEW", few),
+    ):
         monkeypatch.setattr(streams, name, value)
-    shape = (2, 4, 70)
-    args = (torch.randn(shape), left(*shape, torch.float32), weights(4, 70, 24), 3, Norm(torch.rand(70), 1e-6))
+    shape = (67 if few == 0 else 2, 4, 70)
+    norm = Norm(torch.rand(70).to(dtype), 1e-6)
+    args = (torch.randn(shape).to(dtype), left(*shape, dtype), weights(4, 70, 24), 3, norm)
     got, want = enter_sublayer.kernel(*args), enter_sublayer.twin(*args)
     for mine, other in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         close(mine, other)

@@ -1,7 +1,7 @@
 """Slots pooled from a ring of inputs, and what makes vectors in pages of them. Twins: `pagerunner.ops.slot_pooling`.
 
 A step of few tokens is one launch: the program of a row and some channels pools the slots that the row completes, then writes its state. It alone
-reads and writes these channels of the row. Longer rows have a program for each token, and then one for each row's state.
+reads and writes these channels of the row. Longer rows have a program for each slot, and then one for each row's state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from pagerunner.ops.slot_pooling import Pooling
 from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.state_rows import StateRows
 
-BLOCK_CHANNELS = 64
-BLOCK_PLACES = 16  # tokens of a slot whose inputs are on their way together
+BLOCK_CHANNELS = 32
+WARPS = 4
+BLOCK_PLACES = 64  # tokens of a slot whose inputs are on their way together
 
 
 @triton.jit
@@ -103,16 +104,16 @@ def _ring(
 ):  # fmt: skip
     """Write to `target` a ring of what comes before position `upto`, and not before `least`."""
     element = block * BC + tl.arange(0, BC)
-    for at in range(0, W, BW):
-        place = at + tl.arange(0, BW)
-        position = (upto - 1 - (upto - 1 - place + W) % W)[:, None]
-        there = mask & (place < W)[:, None] & (position >= least) & (element < D)[None, :]
+    oldest = tl.maximum(upto - W, least)
+    for at in range(0, upto - oldest, BW):
+        position = (oldest + at + tl.arange(0, BW))[:, None]
+        there = mask & (position < upto) & (element < D)[None, :]
         for strip in tl.static_range(STRIPS):
             channel = strip * D + element[None, :]
             value = _inputs(
                 x, state, journal, position, channel, there, first, start, base, x_stride, W, STRIPS * D, JOURNAL
             )
-            tl.store(target + place[:, None] * (STRIPS * D) + channel, value, mask=there)
+            tl.store(target + (position + W) % W * (STRIPS * D) + channel, value, mask=there)
 
 
 @triton.jit
@@ -190,19 +191,24 @@ def _rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tokens_kernel(
     x, states, journals, bias, x_2, states_2, journals_2, bias_2, out, table, slots, query_start, positions, accepted, row_T,
-    x_stride, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
+    num_tokens, x_stride, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
     D: tl.constexpr, D_2: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr,
-    BC: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_rows_kernel`, a program for each token, which computes its slot alone."""
+    """As `_rows_kernel`, a program for each RATIO tokens, which computes their slots alone: one, or several of short rows."""
     start_next_and_wait(PDL)
-    token, block = tl.program_id(0), tl.program_id(1)
-    row = tl.load(row_T + token)
-    last = tl.cast(tl.load(positions + token), tl.int32)
-    if (row >= 0) & ((last + 1) % RATIO == 0):
+    block = tl.program_id(1)
+    token_T = tl.program_id(0) * RATIO + tl.arange(0, BT)
+    inside = (tl.arange(0, BT) < RATIO) & (token_T < num_tokens)
+    completes = (tl.load(positions + token_T, mask=inside, other=0) + 1) % RATIO == 0
+    done = inside & completes & (tl.load(row_T + token_T, mask=inside, other=-1) >= 0)
+    token = tl.min(tl.where(done, token_T, num_tokens), 0)
+    for _ in range(tl.sum(done.to(tl.int32), 0)):
+        row = tl.load(row_T + token)
+        last = tl.cast(tl.load(positions + token), tl.int32)
         first = tl.load(query_start + row)
         start = tl.cast(tl.load(positions + first), tl.int32)
         base = start
@@ -221,6 +227,7 @@ def _tokens_kernel(
                 x_2, states_2 + entry * state_stride, journals_2 + entry * journal_stride, bias_2, own + D, block - parts, last,
                 first, start, base, x_2_stride, D_2, RATIO, OVERLAP, JOURNAL, BC, BW,
             )  # fmt: skip
+        token = tl.min(tl.where(done & (token_T > token), token_T, num_tokens), 0)
 
 
 def pool_slots(
@@ -253,11 +260,12 @@ def pool_slots(
     programs = sum(blocks(size, BLOCK_CHANNELS) for size in sizes)
     if not rows.few:
         slots, query_start, _, positions, accepted = where
-        _tokens_kernel[(step.num_tokens, programs)](
-            *given, slots, query_start, positions, accepted, step.row_T, *strides, **both, **tiles, num_warps=2
-        )
+        _tokens_kernel[(blocks(step.num_tokens, ratio), programs)](
+            *given, slots, query_start, positions, accepted, step.row_T, step.num_tokens, *strides, **both, BT=padded(ratio), **tiles,
+            num_warps=WARPS,
+        )  # fmt: skip
     _rows_kernel[(step.num_rows, programs)](
-        *given, *where, start, position, target, *strides, **both, HAS_SAVES=has_saves, OUTPUTS=rows.few, **tiles, num_warps=2
+        *given, *where, start, position, target, *strides, **both, HAS_SAVES=has_saves, OUTPUTS=rows.few, **tiles, num_warps=WARPS
     )  # fmt: skip
     return out_TX
 
