@@ -8,6 +8,7 @@ Weights are random. `--config FILE` takes another shape, `--set num_experts=64` 
 
 Tokens of every prompt are compared with those of the same prompt under a salt, whose pages never leave the device, and the exit status is 1 if they are others. What
 is computed has sums in another order than what is found. How far that goes is measured: a token that differs must be a near tie, as its log-probability says.
+Where that goes further than a nat, as with 48 layers of random experts in bfloat16, such tokens say nothing and aren't compared.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8_192)
     parser.add_argument("--pages-gib", type=float, default=8)
     parser.add_argument("--host-gib", type=float, default=80)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--seqs", type=int, default=64, help="most requests that run at once")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode while pages move; 0 for none")
     parser.add_argument("--move-gib", type=float, default=10)
     parser.add_argument(
@@ -61,10 +64,11 @@ def engine(options: argparse.Namespace, directory: Path) -> LLM:
     return LLM(
         str(write_config(directory, **fields)),
         load_format="dummy",
+        dtype=options.dtype,
         skip_tokenizer_init=True,
         use_tqdm=False,
         max_model_len=longest,
-        max_num_seqs=max(options.decoding, 8),
+        max_num_seqs=max(options.decoding, options.seqs),
         max_num_batched_tokens=min(8_192, longest),
         kv_cache_memory_bytes=int(options.pages_gib * GIB),
         kv_offloading_size=options.host_gib or None,
@@ -169,25 +173,31 @@ class Answers:
 
     def judge(self, llm: LLM, options: argparse.Namespace) -> None:
         """The same prompts under a salt, by which nothing is found: computed, and then found on the device. What is between these two is rounding."""
-        rounding, away, equal = 0.0, [], 0
+        rounding, away, equal, same = 0.0, [], 0, 0
         for number, found in enumerate(self.found):
             fresh = [prompt(number, options.tokens, "fresh")]
             (_, [computed]), (_, [here]) = (run(llm, fresh, 24, logprobs=LIKELY) for _ in range(2))
             rounding = max(rounding, apart(computed, here))
             away.append(apart(found, here))
             equal += made([found]) == made([here])
+            same += made([computed])[0][0] == made([here])[0][0]
             self.note("found on the device", [here], [number])
             self.note("computed", [computed], [number])
         most = max(2 * rounding, 1e-3)
-        self.wrong += [
-            f"prompt {number}: first tokens are {far:.3f} nats apart" for number, far in enumerate(away) if far > most
-        ]
-        for number, tokens, what in self.others:
-            if said := stray(tokens, self.found[number], 2 * most):
-                self.wrong.append(f"prompt {number}, {what}: {said}")
+        self.wrong += [f"prompt {n}: first tokens are {far:.3f} nats apart" for n, far in enumerate(away) if far > TIE]
+        if told := rounding < 1.0:
+            for number, tokens, what in self.others:
+                if said := stray(tokens, self.found[number], 2 * most):
+                    self.wrong.append(f"prompt {number}, {what}: {said}")
+        beside = (
+            f"those of computing {rounding:.4f}"
+            if told
+            else f"first tokens of {same} are also those of computing: between sums in another order random weights decide otherwise, so what runs beside other rows, "
+            "or is computed, isn't compared (--dtype float32 compares it)"
+        )
         print(
             f"24 tokens equal those from pages that never left the device: {equal} of {options.prompts}; log-probabilities are {max(away):.4f} nats apart at most, "
-            f"and those of computing {rounding:.4f}",
+            f"and {beside}",
             flush=True,
         )
 

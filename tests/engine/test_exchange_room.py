@@ -16,7 +16,7 @@ from pagerunner import LoRARequest
 from pagerunner.engine.worker import build
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import ExchangeState
-from pagerunner.tiers import policy
+from pagerunner.tiers import bounds
 from pagerunner.tiers.policy import LOAD_FAILED
 from pagerunner.types import EngineRequest, SamplingParams
 
@@ -79,7 +79,7 @@ def test_a_prompt_waits_for_room_that_loads_to_the_device_hold(
 
     host.num_bytes = second.core.memory_plan.groups[0].page_bytes
     second.core._scheduler.manager.reset_prefix_cache()
-    monkeypatch.setattr(policy, "LEAST_PATIENCE", 600.0)
+    monkeypatch.setattr(bounds, "LEAST_PATIENCE", 600.0)
     transfers, late.lag = late.made[-1], 10**9
     again, large = second.add(prompts[11]), second.add(prompts[12], lent[12])
     assert second.found(large) == 0 and not second.ended(again), "it has no room even alone, and waits for no load"

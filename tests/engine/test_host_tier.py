@@ -19,7 +19,7 @@ from pagerunner.engine.worker import build
 from pagerunner.errors import CapacityError, ConfigError
 from pagerunner.memory.report import plan_json, plan_table
 from pagerunner.runner.transfers import Transfers
-from pagerunner.tiers import policy
+from pagerunner.tiers import bounds
 from pagerunner.tiers.host import HostTier
 from pagerunner.types import EngineRequest, PageTransfer, TransferEnd
 
@@ -170,8 +170,8 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_late_bytes_reach_nobody(
     wanted: list[list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy, "LEAST_PATIENCE", 0.0)
-    monkeypatch.setattr(policy, "PATIENCE", 0.0)
+    monkeypatch.setattr(bounds, "LEAST_PATIENCE", 0.0)
+    monkeypatch.setattr(bounds, "PATIENCE", 0.0)
     late.lag = 12
     llm = engine(checkpoint("qwen3"), **TIER)
     assert [run(llm, prompts)[0] for prompts in ROUNDS] == wanted
@@ -199,8 +199,8 @@ def test_a_request_whose_load_goes_wrong_ends_if_that_is_asked_for(
         if how == "bad":
             faults.setattr(late, "bad", 1)
         else:
-            faults.setattr(policy, "LEAST_PATIENCE", 0.0)
-            faults.setattr(policy, "PATIENCE", 0.0)
+            faults.setattr(bounds, "LEAST_PATIENCE", 0.0)
+            faults.setattr(bounds, "PATIENCE", 0.0)
         for begin in range(0, len(PROMPTS), at_once):
             before, some = len(loads), PROMPTS[begin : begin + at_once]
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in some], PARAMS, use_tqdm=False)

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize
 
 from helpers.traffic import Traffic
 from pagerunner.memory import growth, rules
-from pagerunner.tiers import below, policy
+from pagerunner.tiers import below, bounds
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import TransferEnd
@@ -23,7 +23,7 @@ def make_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long chunks are short, and little is patience."""
     for module in (rules, growth):
         monkeypatch.setattr(module, "SHORT_CHUNK", 24)
-    monkeypatch.setattr(policy, "LEAST_PATIENCE", _PATIENCE)
+    monkeypatch.setattr(bounds, "LEAST_PATIENCE", _PATIENCE)
     monkeypatch.setattr(below, "LEAST_PATIENCE", 1.0)
     monkeypatch.setattr("pagerunner.tiers.host._OS_PAGE", 16)
     monkeypatch.setattr("pagerunner.tiers.host._ONE_GROUP_SLAB", 4_096)

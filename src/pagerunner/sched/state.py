@@ -157,7 +157,8 @@ class SchedulerState:
         if first:
             sequence.reported = True
             if self.tiers is not None and sequence.shares:
-                self.tiers.wish(sequence.chain, sequence.prompt_len)
+                external, cached = sequence.external_tokens, sequence.cached_tokens
+                self.tiers.wish(sequence.chain, sequence.prompt_len, external if external == cached else 0)
             self.counts.prompt_tokens += sequence.prompt_len
         return RequestUpdate(
             request_id=sequence.request_id,

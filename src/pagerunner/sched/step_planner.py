@@ -74,7 +74,7 @@ class StepPlanner:
                 state.waiting.put_back(sequence)
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
-            state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences)
+            state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences, runs=bool(state.running))
         if state.waiting and state.free_slots and preempted == state.counts.preemptions and not manager.waits:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
         for steps in range(self._stages - 1, 0, -1):  # if nobody else can run, a step may wait for another one's tokens

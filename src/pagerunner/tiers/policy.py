@@ -23,6 +23,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
+from pagerunner.tiers import bounds
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
@@ -32,22 +33,7 @@ from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
 from pagerunner.types import TransferEnd
 
-MOST_WISHES = 256
-"""Prompts that wait to be stored. One more is passed over, and counted."""
-LOOK_AHEAD = 32
-"""Requests of the waiting line that are looked up before it is their turn."""
-MOST_SNAPSHOTS = 4
-"""Of a prompt with recurrent state, the prefixes that are stored: its end, and where others branched off."""
-STORED_AT_ONCE = 0.5
-"""The share of the page memory that stores may keep from being evicted. A store ends three or four steps after its prompt, if two steps are in flight: with
-pages for seven prompts and one computed in each step, a quarter would store two of three.
-"""
 LOAD_FAILED = 'The pages of its prompt could not be loaded, and kv_load_failure_policy is "fail"; "recompute" computes them instead.'
-MOST_LOST = 3
-"""So often what was set aside for a request may be taken by running ones before it is computed."""
-PATIENCE = 10.0
-LEAST_PATIENCE = 2.0
-"""A load that takes PATIENCE times as long as expected, and at least so many seconds, is given up."""
 
 
 class Tiering:
@@ -78,7 +64,7 @@ class Tiering:
         self._rules = tuple(group.rule for group in groups)
         self._page_bytes = [group.page_bytes for group in groups]
         self._has_state = any(rule.snapshots for rule in self._rules)
-        self._most_stored = int(STORED_AT_ONCE * manager.plan.kv_bytes)
+        self._most_stored = int(bounds.STORED_AT_ONCE * manager.plan.kv_bytes)
         self._pieces = Pieces(manager.plan)
         self._coming: list[dict[PageKey, int]] = [
             {} for _ in self._rules
@@ -90,6 +76,7 @@ class Tiering:
         self._ahead: dict[Waiting, Ahead] = {}
         self._lost: Counter[Waiting] = Counter()
         self._seen: tuple[int, int] = (-1, -1)
+        self._pages_begun = 0  # by loads that begin with the plan in the making
         self._refused: Refused | None = None
         self._refused_at = -1
 
@@ -124,15 +111,17 @@ class Tiering:
             self._wishes = self._put_by | self._wishes
             self._put_by = {}
 
-    def wish(self, chain: PrefixChain, tokens: int) -> None:
-        """Store what the device has of a chain's first `tokens` tokens, as soon as there is room."""
+    def wish(self, chain: PrefixChain, tokens: int, loaded: int = 0) -> None:
+        """Store what the device has of a chain's first `tokens` tokens, as soon as there is room. Host memory has the first `loaded` of them: they
+        have just come from there.
+        """
         units = min(tokens // UNIT_TOKENS, len(chain.hashes))
-        if not units:
+        hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens) if units else 0
+        if not units or (0 < hit <= loaded and self.below is None):
             return
-        if len(self._wishes) >= MOST_WISHES:
+        if len(self._wishes) >= bounds.MOST_WISHES:
             self.counts.stores_skipped += 1
         else:
-            hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens)
             self._wishes[chain.hashes[units - 1]] = Wish(chain, tokens, hit)
 
     def storing(self, chain: PrefixChain, tokens: int) -> bool:
@@ -141,11 +130,12 @@ class Tiering:
         last = chain.hashes[units - 1] if units else b""
         return last in self._wishes or last in self._put_by or last in self._bringing
 
-    def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool) -> None:
+    def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool, runs: bool = True) -> None:
         """Begin what can be begun with the plan in the making. `waiting` are in the order of their turns; `arrivals` counts those that ever came.
 
-        `idle`: no request is there, so what is wished and can't be stored now never can.
+        `idle`: no request is there, so what is wished and can't be stored now never can. `runs`: some of them run.
         """
+        self._pages_begun = 0
         self._look_after()
         if self.below is not None:
             self.below.arrivals(self._arrived)
@@ -155,12 +145,22 @@ class Tiering:
             self.counts.stores_skipped += len(self._wishes)  # what is put by waits for memory that isn't locked yet
             self._wishes.clear()
         if self._seen != (self._manager.version, arrivals) or self._line and self._room_may_be():
-            behind = dict.fromkeys(self._ahead)
-            for request in islice(filter(self._to_look_up, waiting), LOOK_AHEAD):
-                behind.pop(request, None)
-                if request not in self._ahead and not self.look_up(request, behind):
-                    break
-            self._seen = (self._manager.version, arrivals)
+            done = self._look_ahead(waiting, runs)
+            self._seen = (self._manager.version, arrivals) if done else (-1, -1)
+
+    def _look_ahead(self, waiting: Iterable[Waiting], runs: bool) -> bool:
+        """Look up the first of the line. False if some are left for the next plan, as this one begins loads enough."""
+        behind = dict.fromkeys(self._ahead)
+        for request in islice(filter(self._to_look_up, waiting), bounds.LOOK_AHEAD):
+            behind.pop(request, None)
+            if request in self._ahead:
+                continue
+            enough = not runs or self.rates.seconds(self._loading()) >= bounds.BUS_SECONDS
+            if enough and self._pages_begun >= bounds.LOADED_AT_ONCE:
+                return False
+            if not self.look_up(request, behind):
+                break
+        return True
 
     def _look_after(self) -> None:
         """Set nothing aside for who is gone. Who has lost it, as a running request needed the pages, is looked up again, but not for ever."""
@@ -170,7 +170,7 @@ class Tiering:
             elif any(lease.state == "ended" for lease in ahead.leases):
                 self.let_go(request)
                 self._lost[request] += 1
-                request.looked_up = self._lost[request] > MOST_LOST
+                request.looked_up = self._lost[request] > bounds.MOST_LOST
         for request in [one for one in self._lost if one.grant is not None or one.finished]:
             del self._lost[request]
         for request in [one for one in self._line if one.finished]:
@@ -258,7 +258,7 @@ class Tiering:
 
     def _put_off(self, last: bytes, wish: Wish) -> None:
         """Try again to store this when more host memory can be used. Others go on meanwhile, as it may be that no more ever can."""
-        if len(self._put_by) >= MOST_WISHES:
+        if len(self._put_by) >= bounds.MOST_WISHES:
             self.counts.stores_skipped += 1
         else:
             self._put_by[last] = wish
@@ -267,7 +267,7 @@ class Tiering:
         """Lengths of prefixes that the device can supply, longest first: one, or those of the last snapshots."""
         found: list[int] = []
         limit = tokens
-        while len(found) < (MOST_SNAPSHOTS if self._has_state else 1):
+        while len(found) < (bounds.MOST_SNAPSHOTS if self._has_state else 1):
             limit = joint_hit(self._rules, self._manager.index.pages, chain, limit)
             if not limit:
                 break
@@ -391,6 +391,7 @@ class Tiering:
                     manager.let_go(kept)
                 return None
             leases.append(lease)
+            self._pages_begun += sum(map(len, lease.keys))
             self._begun(lease, shared, [], loads=True, request=request, before=before)
         return leases
 
@@ -463,7 +464,7 @@ class Tiering:
         num_bytes = self._bytes_of(lease.keys)
         for coming, new in zip(self._coming, fresh, strict=False):  # a load has none
             coming.update(dict.fromkeys(new, lease.number))
-        patience = max(LEAST_PATIENCE, PATIENCE * self.rates.seconds(num_bytes + before))
+        patience = max(bounds.LEAST_PATIENCE, bounds.PATIENCE * self.rates.seconds(num_bytes + before))
         until = self._clock() + patience
         self._under_way[lease.number] = Transfer(lease, loads, pages, fresh, num_bytes, until, request, front)
         return num_bytes
