@@ -1,0 +1,174 @@
+"""A thousand adapters in few slots, and one name that stands for another content again and again while requests run."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_exchange import Engine
+from helpers.adapters import random_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.effort import TEST_DAY, effort
+from helpers.patience import until
+from pagerunner import LoRARequest
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.lora import loader as loader_module
+from pagerunner.lora.loader import AdapterLoader
+
+SLOTS, KEPT, REGISTERED, IN_TURN = 4, 8, 1_000, 200
+PROMPTS = [[7, 8, 9, 10 + number] * 6 for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+def versions(base: Path, folder: Path, count: int) -> list[Path]:
+    """As many adapters, whose files are the same but for their scale."""
+    first = random_adapter(base, folder / "0", rank=2, seed=1)
+    config = json.loads((first / "adapter_config.json").read_text())
+    for number in range(1, count):
+        path = folder / str(number)
+        path.mkdir()
+        os.link(first / "adapter_model.safetensors", path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 4 + 0.5 * number}))
+    return [folder / str(number) for number in range(count)]
+
+
+def loader_of(core: EngineCore) -> AdapterLoader:
+    loader = core._executor.adapters
+    assert isinstance(loader, AdapterLoader)
+    return loader
+
+
+def run(engine: Engine, names: list[str]) -> list[list[int]]:
+    """Their tokens. Steps follow each other without waiting."""
+    while not all(map(engine.ended, names)):
+        engine.step()
+    return [engine.tokens(name) for name in names]
+
+
+def account(engine: Engine) -> dict[str, Any]:
+    """What is held, with no request in the engine. The books are recounted."""
+    core = engine.core
+    while core.has_work or core.adapters.busy:
+        core.step() if core.has_work else core.poll_adapters(0.01)
+    loader, scheduler = loader_of(core), core._scheduler
+    until(lambda: not loader._work)
+    core.adapters.books.check([])
+    scheduler.manager.check_integrity()
+    gc.collect()
+    state = scheduler.memory_state()
+    assert state.adapters is not None and not any(slot.requests or slot.arriving for slot in state.adapters.slots)
+    return {
+        "pages": list(scheduler.manager.pool.used),
+        "slots": [slot.num_bytes for slot in state.adapters.slots],
+        "host": sum(packed.elements.nbytes for packed in loader._kept.values()),
+        "kept": len(loader._kept),
+        "tensors": sum(isinstance(one, torch.Tensor) for one in gc.get_objects()),
+        "threads": threading.active_count(),
+        "held": len(core.adapters.books.held),
+        "under way": loader._under_way,
+    }
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize("slots", [2, 4, 8])
+def test_a_thousand_adapters_of_which_two_hundred_are_used_in_turn(base: Path, tmp_path: Path, slots: int) -> None:
+    """Each is read from its directory again when its turn comes. What is held is the same after each round."""
+    engine = Engine(str(base), None, enable_lora=True, max_loras=slots, max_cpu_loras=KEPT, max_lora_rank=8)
+    paths = versions(base, tmp_path, REGISTERED)
+    infos = engine.core.load_adapters(LoRARequest(f"n{n}", n + 1, str(path)) for n, path in enumerate(paths))
+    assert len({info.digest for info in infos}) == REGISTERED
+    rounds, accounts = [], []
+    for count in (20, IN_TURN, IN_TURN):
+        names = [engine.add(PROMPTS[0], tokens=3, lora=f"n{5 * n}") for n in range(count)]
+        rounds.append(run(engine, names))
+        accounts.append(account(engine))
+    assert rounds[0] == rounds[1][:20] and rounds[1] == rounds[2] and len({tuple(tokens) for tokens in rounds[0]}) > 1
+    first, second, third = accounts
+    assert third == second and second["kept"] == KEPT and second["pages"] == first["pages"]
+    stats = engine.core.adapters.books.stats([])
+    assert (stats.registered, stats.resident) == (REGISTERED, slots)
+    assert (
+        stats.hits_total + stats.fills_total == 20 + 2 * IN_TURN and stats.hits_total < IN_TURN
+    )  # who is in a slot may pass others
+    engine.close()
+
+
+def test_who_waits_for_a_directory_holds_up_nobody(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four slow directories take all readers. Base requests run meanwhile, and adapters in host memory come to slots and run."""
+    engine = Engine(str(base), None, enable_lora=True, max_loras=SLOTS + 3, max_cpu_loras=SLOTS + 3, max_lora_rank=8)
+    paths = versions(base, tmp_path, 20)
+    for first in (5, 0):  # host memory has room for the last seven
+        engine.core.load_adapters(LoRARequest(f"n{n}", 1, str(paths[n])) for n in range(first, first + 5))
+    loader, gate = loader_of(engine.core), threading.Event()
+    for number in range(10, 12):
+        engine.core.load_adapters([LoRARequest(f"n{number}", 1, str(paths[number]))])
+    read = loader_module.read_adapter
+
+    def slow(path: Path, *rest: Any) -> Any:
+        assert gate.wait(60)
+        return read(path, *rest)
+
+    monkeypatch.setattr(loader_module, "read_adapter", slow)
+    assert len(loader._kept) == SLOTS + 3
+    late = [engine.add(PROMPTS[n], lora=f"n{n + 5}") for n in range(4)]
+    for _ in range(3):
+        engine.step()
+    assert [engine.tokens(engine.add(PROMPTS[0], lora=lora)) for lora in ("", "n0", "n1")]
+    assert not any(engine.ended(name) for name in late)
+    gate.set()
+    assert all(len(engine.tokens(name)) == 6 for name in late)
+    engine.close()
+
+
+def test_a_name_that_changes_under_load_mixes_no_versions(base: Path, tmp_path: Path) -> None:
+    """Pages are short, so requests are preempted; the engine sleeps now and then. Each request's tokens are those of the version that it came with."""
+    paths = versions(base, tmp_path, 4)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    whole = Engine(str(base), None, max_loras=4, **options)
+    wanted: dict[str, list[list[int]]] = {}
+    for number, info in enumerate(whole.core.load_adapters(LoRARequest(f"v{n}", 1, str(paths[n])) for n in range(4))):
+        wanted[info.digest] = run(whole, [whole.add(prompt, tokens=24, lora=f"v{number}") for prompt in PROMPTS])
+    assert len({str(tokens) for tokens in wanted.values()}) == 4
+    engine = Engine(
+        str(base),
+        None,
+        max_loras=2,
+        num_gpu_blocks_override=8,
+        max_model_len=64,
+        enable_sleep_mode=True,
+        kv_cache_memory_bytes=None,
+        **options,
+    )
+    core, books, rng = engine.core, engine.core.adapters.books, random.Random(TEST_DAY)
+    core.load_adapters([LoRARequest("x", 1, str(paths[0]))])
+    came: dict[str, list[int]] = {}
+    changes = itertools.cycle(range(4))
+    for turn in range(effort(30, 300)):
+        which = rng.randrange(len(PROMPTS))
+        came[engine.add(PROMPTS[which], tokens=24, lora="x")] = wanted[books.names["x"].digest][which]
+        if turn % 3 == 0 and not core.adapters._loads:
+            core.adapters.begin(LoRARequest("x", 1, str(paths[next(changes)]), load_inplace=True))
+        for _ in range(rng.randrange(6)):
+            engine.step()
+            books.check(core._scheduler._state.sequences.values())
+        if turn % 10 == 9:
+            engine.take(core.sleep(1, "keep") or ())
+            assert books.stats([]).resident == 0
+            core.wake_up()
+    assert dict(zip(came, run(engine, list(came)), strict=True)) == came
+    assert core.stats().preemptions_total > 0 and core.adapters.version > 3
+    engine.close()
+    whole.close()
