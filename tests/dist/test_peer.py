@@ -36,11 +36,15 @@ def ends_of(ranks: int, rooms: list[torch.Tensor], limits: Limits | None = None)
     return [PeerSums(peers, rank, limits) for rank in range(ranks)]
 
 
-def numbers(choose: random.Random, ranks: int, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> torch.Tensor:
+def numbers(
+    choose: random.Random, ranks: int, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]
+) -> torch.Tensor:
     """A part for each rank, of very different sizes, so that another order of the ranks has other bits."""
     torch.manual_seed(choose.randrange(2**31))
     shape = choose.choice(shapes)
-    return (torch.randn(ranks, *shape) * 10.0 ** torch.arange(ranks).view(-1, *[1] * len(shape))).to(choose.choice(dtypes))
+    return (torch.randn(ranks, *shape) * 10.0 ** torch.arange(ranks).view(-1, *[1] * len(shape))).to(
+        choose.choice(dtypes)
+    )
 
 
 ALL = [torch.bfloat16, torch.float16, torch.float32]
@@ -48,19 +52,29 @@ ALL = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.days(2)
 @pytest.mark.parametrize(
-    ("ranks", "calls", "once", "most_words"),
-    [(2, 8, None, 2000), (3, 5, None, 0), (4, 4, None, 700), (2, 6, 900, 0), (4, 6, 900, 300), (2, 6, None, 2**20), (3, 4, None, 2**20)],
+    ("ranks", "calls", "most_words", "bare"),
+    [
+        (2, 8, 2000, (0, 0)),
+        (3, 5, 0, (0, 0)),
+        (4, 4, 700, (0, 0)),
+        (2, 6, 2**20, (0, 0)),
+        (3, 4, 2**20, (0, 0)),
+        (2, 6, 0, (2**20, 2**20)),
+        (3, 6, 0, (2**20, 2**20)),
+        (2, 6, 0, (2**20, 0)),
+        (4, 8, 300, (9000, 1000)),
+    ],
 )
 def test_sums_of_mixed_sizes_are_the_twins_bits(
-    ranks: int, calls: int, once: int | None, most_words: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, calls: int, most_words: int, bare: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of more than `once` bytes are made in two, and
-    those of up to `most_words` bytes go as words."""
+    """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of up to `most_words` bytes go as words. `bare`:
+    up to how many bytes they go as bare words, and up to how many of these at once, and not in two rounds."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
     monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
-    if once is None:
-        monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
-    limits = Limits(most_words, 2**31, 2**31 if once is None else once)
+    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 10)
+    monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
+    limits = Limits(most_words, 2**31, *bare)
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
     ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks + most_words)
@@ -83,8 +97,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
     for end in ends:
         assert end._rounds.tolist() == ends[0]._rounds.tolist()
         assert end._words_rounds.tolist() == ends[0]._words_rounds.tolist()
-    rounds = int(ends[0]._rounds[0] + ends[0]._words_rounds[0])
-    assert rounds > calls or 0 < most_words < 2**20, "a program has had several rounds"
+        assert end._bare_rounds.tolist() == ends[0]._bare_rounds.tolist()
+    rounds = int(ends[0]._rounds[0] + ends[0]._words_rounds[0] + ends[0]._bare_rounds[0])
+    assert rounds > calls or 0 < most_words < 2**20 or bare[0] > bare[1], "a program has had several rounds"
 
 
 @pytest.mark.days(2)
@@ -157,13 +172,13 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
 
     for ranks, limits in LIMITS.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
-        names = "peer_words", "peer_units", "peer_sum_twice"
+        names = "peer_words", "peer_units", "peer_bare", "peer_bare_twice"
         end._kernels = SimpleNamespace(**{name: Kernel(ranks, name) for name in names}, DTYPES={torch.bfloat16: None})
         for num_bytes in (2**13, 2**18, 2**18 + 2, limits.most):
             end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
-    words, units, twice = names
+    words, units, bare, twice = names
     assert launched == [
-        *[(2, words)] * 2, (2, units), (2, units), (3, words), *[(3, units)] * 3, (4, words), (4, words), (4, units), (4, twice),
+        *[(2, words)] * 2, *[(2, units)] * 2, (3, words), *[(3, units)] * 3, (4, bare), (4, twice), (4, units), (4, twice),
     ]  # fmt: skip
 
 
@@ -181,9 +196,14 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
 
     done: list[tuple[str, int]] = []
     named = lambda name: SimpleNamespace(  # noqa: E731
-        rank=1, size=2, add_=lambda x, _: done.append((name, x.nbytes)), all_reduce_=lambda x, _: done.append((name, x.nbytes)),
-        gather=lambda x, out: done.append((name, out.nbytes)), all_gather=lambda x: done.append((name, x.nbytes)),
-        all_to_all=lambda x: done.append((name, x.nbytes)), most_bytes=most,
+        rank=1,
+        size=2,
+        add_=lambda x, _: done.append((name, x.nbytes)),
+        all_reduce_=lambda x, _: done.append((name, x.nbytes)),
+        gather=lambda x, out: done.append((name, out.nbytes)),
+        all_gather=lambda x: done.append((name, x.nbytes)),
+        all_to_all=lambda x: done.append((name, x.nbytes)),
+        most_bytes=most,
     )
 
     def sums(rooms: list[int], rank: int) -> Any:
@@ -191,7 +211,9 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
         return named("peers")
 
     told = iter([b"theirs", b""])
-    host: Any = SimpleNamespace(rank=1, size=2, calls=0, broadcast_bytes=lambda data, root: data if root else next(told))
+    host: Any = SimpleNamespace(
+        rank=1, size=2, calls=0, broadcast_bytes=lambda data, root: data if root else next(told)
+    )
     looking = [False]
     nccl: Any = named("nccl")
     nccl.rehearsing = lambda: looking[0]
@@ -219,7 +241,9 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
     looking[0] = True
     host.calls = names.count("peers")
     comm.all_reduce_(torch.empty(4, 4))
-    assert len(done) == len(names) + 1 and host.calls == names.count("peers"), "another rank may have nothing to compile"
+    assert len(done) == len(names) + 1 and host.calls == names.count("peers"), (
+        "another rank may have nothing to compile"
+    )
 
 
 class OneProcess:
@@ -264,7 +288,12 @@ def test_all_numbers_of_all_ranks_are_gathered_to_the_bit(ranks: int, monkeypatc
     monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
     ends = ends_of(ranks, rooms, Limits(9000, 2**31))
-    for shape, dtype in (((3, 700), torch.float32), ((5,), torch.bfloat16), ((2000,), torch.int64), ((2, 3), torch.int8)):
+    for shape, dtype in (
+        ((3, 700), torch.float32),
+        ((5,), torch.bfloat16),
+        ((2000,), torch.int64),
+        ((2, 3), torch.int8),
+    ):
         num_bytes = torch.empty(shape, dtype=dtype).nbytes
         x = torch.randint(256, (ranks, num_bytes), dtype=torch.uint8).view(dtype).view(ranks, *shape)
         found = [torch.empty_like(x) for _ in range(ranks)]
@@ -336,7 +365,12 @@ def test_ranks_have_all_rooms_or_all_have_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("by_kernel", "opens", "machines", "ways", "said"),
-    [(True, True, 1, PeerComm, 0), (True, False, 1, SimpleNamespace, 1), (False, True, 1, SimpleNamespace, 0), (True, True, 2, SimpleNamespace, 0)],
+    [
+        (True, True, 1, PeerComm, 0),
+        (True, False, 1, SimpleNamespace, 1),
+        (False, True, 1, SimpleNamespace, 0),
+        (True, True, 2, SimpleNamespace, 0),
+    ],
 )
 def test_all_ranks_add_up_in_the_same_way(
     by_kernel: bool, opens: bool, machines: int, ways: type, said: int,
@@ -347,7 +381,9 @@ def test_all_ranks_add_up_in_the_same_way(
     monkeypatch.setattr(worker, "CudaDriver", lambda _: Shared(next(ranks), opens=opens))
     sees = iter(["GPU-a GPU-b", "GPU-a GPU-b" if machines == 1 else "GPU-c"])
     monkeypatch.setattr(worker, "visible_devices", lambda: next(sees))
-    found = in_ranks(2, tmp_path / "meeting", lambda host: worker._joined(host, torch.device("cpu"), by_kernel=by_kernel))
+    found = in_ranks(
+        2, tmp_path / "meeting", lambda host: worker._joined(host, torch.device("cpu"), by_kernel=by_kernel)
+    )
     assert [type(comm) for comm in found] == [ways] * 2
     told = [record.getMessage() for record in caplog.records if record.name == worker.__name__]
     assert len(told) == said
@@ -357,7 +393,9 @@ def test_all_ranks_add_up_in_the_same_way(
 class AskedDriver:
     """The calls of `cuda.bindings.driver` with which memory is shared. Devices have atomic operations on each other's memory, or not."""
 
-    CUresult = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NOT_SUPPORTED": 801})
+    CUresult = enum.IntEnum(
+        "CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NOT_SUPPORTED": 801}
+    )
     CUdevice_P2PAttribute = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     CUipcMemHandle = SimpleNamespace
 
@@ -391,9 +429,17 @@ def test_memory_is_opened_only_where_atomic_operations_reach_it(monkeypatch: pyt
     calls = AskedDriver()
     assert driver_of(0, calls).open_shared(handle) == 8192
     (asked, *pair), (opened, what, how) = calls.calls
-    assert (asked, pair, opened, what.reserved, how) == ("cuDeviceGetP2PAttribute", [3, 0, 2], "cuIpcOpenMemHandle", b"handle", 1)
+    assert (asked, pair, opened, what.reserved, how) == (
+        "cuDeviceGetP2PAttribute",
+        [3, 0, 2],
+        "cuIpcOpenMemHandle",
+        b"handle",
+        1,
+    )
     calls = AskedDriver(atomics=0)
-    with pytest.raises(DriverError, match="^device 0 has no atomic operations on the memory of device 2, as .* NVLink$"):
+    with pytest.raises(
+        DriverError, match="^device 0 has no atomic operations on the memory of device 2, as .* NVLink$"
+    ):
         driver_of(0, calls).open_shared(handle)
     assert [name for name, *_ in calls.calls] == ["cuDeviceGetP2PAttribute"]
     assert driver_of(2, AskedDriver(atomics=0)).open_shared(handle) == 8192, "ranks that share a device"
@@ -414,8 +460,16 @@ def test_ranks_that_share_a_device_send_through_the_host(tmp_path: Path) -> None
         assert comm.all_to_all(torch.arange(2) + 10 * host.rank).tolist() == [host.rank, 10 + host.rank]
         looking[0] = True
         assert host.rank or comm.all_to_all(x).shape == (2,)
-        shape = comm.all_gather(x).shape if host.rank else (2, 2)  # nothing is sent: another rank may have nothing to compile
-        return gathered.tolist(), x.tolist(), residual.tolist(), comm.broadcast_bytes(b"ab" if host.rank else None, 1), tuple(shape)
+        shape = (
+            comm.all_gather(x).shape if host.rank else (2, 2)
+        )  # nothing is sent: another rank may have nothing to compile
+        return (
+            gathered.tolist(),
+            x.tolist(),
+            residual.tolist(),
+            comm.broadcast_bytes(b"ab" if host.rank else None, 1),
+            tuple(shape),
+        )
 
     one, other = in_ranks(2, tmp_path / "meeting", act)
     assert one == other == ([[256, 1], [512, 2]], [768, 3], [768, 4], b"ab", (2, 2))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="is
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    """Of words, and of numbers with flags: what each rank got wrong, and the rounds that its programs counted."""
+    """Of words, of numbers with flags, and of bare words: what each rank got wrong, and the rounds that its programs counted."""
     code = "from helpers import waiting_ranks; waiting_ranks.main()"
     seconds = patient(30)
     done = run_python(code, [str(seconds)], dict(os.environ), timeout=2 * seconds + 30)
@@ -35,7 +35,14 @@ def test_a_word_is_taken_when_it_is_of_the_round(found: list[Any]) -> None:
 
 
 def test_numbers_are_taken_behind_their_flag(found: list[Any]) -> None:
-    """In one launch or in two rounds of one, around the round whose number has another sign."""
+    """Around the round whose number has another sign."""
     (wrong, counted), (others_wrong, others) = found[1]
+    assert (wrong, others_wrong) == (0, 0)
+    assert counted == others and counted[0][0] < 0 < counted[0][1]
+
+
+def test_a_bare_word_is_taken_when_it_is_there(found: list[Any]) -> None:
+    """Once or in two rounds. Numbers that are none are sent as others that are none, as the room's zeros mean that nothing has come."""
+    (wrong, counted), (others_wrong, others) = found[2]
     assert (wrong, others_wrong) == (0, 0)
     assert counted == others and counted[0][0] < 0 < counted[0][1]

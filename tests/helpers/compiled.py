@@ -378,8 +378,9 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
 
 PEERS = {
     "peer_words": {"W": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "GATHER": False},
+    "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.bfloat16},
+    "peer_bare_twice": {"PART": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True},
     "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
-    "peer_sum_twice": {"PART": 2048, "SLOT": 16384, "FLAGS": 2**26, "RELAY": True},
 }
 
 
@@ -398,7 +399,7 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
     }
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
     pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]
-    types = dict.fromkeys(pointers, "*i32" if name == "peer_words" else "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(pointers, "*i32" if "DTYPE" in constants else "*bf16") | {"eps": "fp32"}
     types |= {"peers_ptr": "*i64", "rounds_ptr": "*i32"}
     return gluon(
         kernel,
@@ -406,7 +407,7 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
         constants,
         [*pointers, "num"],
         ASTSource,
-        num_warps=2 if name == "peer_words" else 8,
+        num_warps=2 if name in ("peer_words", "peer_bare_twice") else 8,
         launch_pdl=True,
     )
 

@@ -36,7 +36,7 @@ def noting(rank: int, size: int, limits: Limits) -> tuple[PeerComm, list[tuple[A
         end = PeerSums(torch.tensor(rooms), rank, limits)
         end._kernels = SimpleNamespace(
             DTYPES=end._kernels.DTYPES,
-            **{name: _Kernel(name, launched) for name in ("peer_words", "peer_units", "peer_sum_twice")},
+            **{name: _Kernel(name, launched) for name in ("peer_words", "peer_units", "peer_bare", "peer_bare_twice")},
         )
         return end
 

@@ -29,16 +29,20 @@ from pagerunner.ops.peer_sums import Limits, PeerSums, room_bytes
 
 interpreter_floats.install()
 kernels: Any = importlib.import_module("pagerunner.ops.kernels.peer_sum")
-RANKS = 2
+RANKS, LIMITS = 2, Limits(2**19, 2**31)
 
 
 def wait_slowly(seconds: float) -> None:
     """Let this process's kernels dawdle where they look for what another rank sends. So the others are ahead of it as far as they can be."""
-    arrived = kernels._arrived
+    arrived, look = kernels._arrived, kernels._look
 
     def slowly_arrived(*given: Any) -> Any:
         time.sleep(seconds)
         return arrived(*given)
+
+    def slow_look(*given: Any) -> Any:
+        time.sleep(seconds)
+        return look(*given)
 
     def slow_flag(flag_ptr: Any) -> Any:
         """Without PTX, which the interpreter doesn't know."""
@@ -46,7 +50,7 @@ def wait_slowly(seconds: float) -> None:
         time.sleep(seconds)
         return seen
 
-    kernels._arrived, kernels._flag = slowly_arrived, slow_flag
+    kernels._arrived, kernels._look, kernels._flag = slowly_arrived, slow_look, slow_flag
 
 
 def words(choose: random.Random) -> tuple[torch.Tensor, str]:
@@ -55,8 +59,18 @@ def words(choose: random.Random) -> tuple[torch.Tensor, str]:
     return torch.randn(RANKS, count).to(torch.bfloat16), choose.choice(["add", "add", "gather"])
 
 
+def bare(choose: random.Random) -> tuple[torch.Tensor, str]:
+    """A part for each rank that goes as bare words, once or in two rounds, sometimes with numbers that are none."""
+    count = choose.choice([2, 64, 600, 1500, 6000])
+    dtype = choose.choice([torch.bfloat16, torch.float16, torch.float32])
+    parts = torch.randn(RANKS, count).to(dtype)
+    if choose.random() < 0.5:
+        parts.view(torch.int16)[choose.randrange(RANKS), : 2 * choose.randrange(1, count // 2 + 1)] = -1
+    return parts, "add"
+
+
 def flags(choose: random.Random) -> tuple[torch.Tensor, str]:
-    """One whose numbers are followed by a flag. Those of 700 numbers and more go in two rounds."""
+    """One whose numbers are followed by a flag."""
     shape = choose.choice([(1, 3), (3, 40), (2, 450)])
     return torch.randn(RANKS, *shape), choose.choice(["add", "norm", "gather"])
 
@@ -77,7 +91,11 @@ def called(end: PeerSums, kind: str, parts: torch.Tensor, rank: int) -> tuple[to
 
 
 def ranks_agree(
-    make: Callable[[random.Random], tuple[torch.Tensor, str]], calls: int, last: dict[str, list[int]], seconds: float
+    make: Callable[[random.Random], tuple[torch.Tensor, str]],
+    calls: int,
+    last: dict[str, list[int]],
+    seconds: float,
+    limits: Limits = LIMITS,
 ) -> Any:
     """How many of so many calls had other numbers than they should, and the rounds that were counted, of each rank.
 
@@ -88,7 +106,7 @@ def ranks_agree(
     results = context.SimpleQueue()
 
     def act(rank: int) -> None:
-        end = PeerSums(torch.tensor([room.data_ptr() for room in rooms]), rank, Limits(2**19, 2**31, once=1000))
+        end = PeerSums(torch.tensor([room.data_ptr() for room in rooms]), rank, limits)
         end._how["WAIT"] = True
         for name, numbers in last.items():
             getattr(end, name).copy_(torch.tensor(numbers))
@@ -99,7 +117,7 @@ def ranks_agree(
             parts, kind = make(choose)
             time.sleep(own.choice([0, 0, 0, 0.03]) if call else 0.1 * rank)
             found, wanted = called(end, kind, parts, rank)
-            wrong += not torch.equal(found, wanted)
+            wrong += not torch.allclose(found, wanted, rtol=0, atol=0, equal_nan=True)
         results.put((rank, wrong, [getattr(end, name).tolist() for name in last]))
 
     processes = [context.Process(target=act, args=(rank,), daemon=True) for rank in range(RANKS)]
@@ -118,11 +136,12 @@ def ranks_agree(
 
 def main() -> None:
     """Few programs, so that each has several rounds."""
-    peer_sums._PROGRAMS, peer_sums._WORD_PROGRAMS = 2, 3
+    peer_sums._PROGRAMS, peer_sums._WORD_PROGRAMS, peer_sums._BARE_PROGRAMS = 2, 3, 2
     seconds = float(sys.argv[1])
     found = [
         ranks_agree(words, 12, {"_words_rounds": [-2, -1, -1]}, seconds),
         ranks_agree(flags, 10, {"_rounds": [2**31 - 3, 0]}, seconds),
+        ranks_agree(bare, 16, {"_bare_rounds": [2**31 - 3, 0]}, seconds, Limits(0, 2**31, bare=2**31, once=1000)),
     ]
     print(json.dumps(found), flush=True)
     os._exit(0)

@@ -11,22 +11,24 @@ from pagerunner.ops.linear import Norm
 
 _PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
 _WORD_PROGRAMS, _SLOT_WORDS = 128, 1024
+_BARE_PROGRAMS = 256
 
 
 class Limits(NamedTuple):
     """Largest sums in bytes, by the way they go.
 
-    `words`: with the number of the round, which are twice as many bytes. `most`: at all; NCCL makes larger ones. `once`: each rank sends all of its
-    numbers to each other one; larger ones go in two rounds, which only powers of two of ranks can.
+    `words`: with the number of the round, which are twice as many bytes. `bare`: as bare words, whatever `words` says; up to `once` each rank sends
+    all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones.
     """
 
     words: int
     most: int
+    bare: int = 0
     once: int = 2**31
 
 
-LIMITS = {2: Limits(2**19, 2**31), 3: Limits(2**16, 2**19), 4: Limits(2**18, 2**23, once=2**20)}
-"""By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL: they need none."""
+LIMITS = {2: Limits(2**19, 2**31), 3: Limits(2**16, 2**19), 4: Limits(2**18, 2**24, bare=2**24, once=2**17)}
+"""By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL."""
 MORE_RANKS = Limits(2**16, 2**17)
 """Of five to eight ranks, which haven't been measured."""
 
@@ -40,12 +42,17 @@ def _words_bytes(size: int) -> int:
     return 2 * 8 * _SLOT_WORDS * _WORD_PROGRAMS * size
 
 
-def room_bytes(size: int) -> int:
-    """Of a rank's room: a part for words and one for units. Each has two halves, which rounds take in turns, of a slot for each program and sender.
+def _bare_bytes(size: int) -> int:
+    return 4 * 4 * _SLOT_WORDS * _BARE_PROGRAMS * size
 
-    Behind the units' slots is a flag for each program and sender. Programs count the rounds of each part by itself, so words and units may alternate.
+
+def room_bytes(size: int) -> int:
+    """Of a rank's room: parts for words, for bare words and for units. Each has two halves, which rounds take in turns, of a slot for each program and
+    sender; bare words have two more, for sums.
+
+    Behind the units' slots is a flag for each program and sender. Programs count the rounds of each part by itself, so the ways may alternate.
     """
-    return _words_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
+    return _words_bytes(size) + _bare_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
 
 
 class Units(NamedTuple):
@@ -71,9 +78,11 @@ class PeerSums:
         launch: Any = importlib.import_module("pagerunner.ops.kernels.launch")
         self._rank, self._size, self._device = rank, peers.shape[0], peers.device
         self.limits = limits or limits_of(self._size)
-        self._words_part, self._units_part = peers, peers + _words_bytes(self._size)
-        self._words_rounds, self._rounds = (
-            torch.zeros(programs, dtype=torch.int32, device=peers.device) for programs in (_WORD_PROGRAMS, _PROGRAMS)
+        self._words_part, self._bare_part = peers, peers + _words_bytes(self._size)
+        self._units_part = self._bare_part + _bare_bytes(self._size)
+        self._words_rounds, self._bare_rounds, self._rounds = (
+            torch.zeros(programs, dtype=torch.int32, device=peers.device)
+            for programs in (_WORD_PROGRAMS, _BARE_PROGRAMS, _PROGRAMS)
         )
         self._how: dict[str, Any] = {"N": self._size, "WAIT": peers.is_cuda, **launch.dependent(peers.device)}
 
@@ -94,21 +103,23 @@ class PeerSums:
         """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
         out = x if residual is None else residual
         kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "SEND": send, "TAKE": take}
-        part = max(512, 1 << (-(-x.numel() // (_PROGRAMS // 2 * self._size)) - 1).bit_length())
-        if self._as_words(x, out):
+        bare = x.nbytes <= self.limits.bare and x.nbytes % 4 == 0 and out.dtype == x.dtype
+        if bare or self._as_words(x, out):
             aligned = out if out.data_ptr() % 4 == 0 else out.clone()
-            self._run_words(x if x.data_ptr() % 4 == 0 else x.clone(), aligned, kind)
+            source = x if x.data_ptr() % 4 == 0 else x.clone()
+            if bare:
+                self._run_bare(source, aligned, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
+            else:
+                self._run_words(source, aligned, kind)
             if aligned is not out:
                 out.copy_(aligned)
-        elif x.nbytes > self.limits.once and part * x.itemsize <= _SLOT_BYTES:
-            self._run_twice(x, out, part, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
         else:
             self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
         known = x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
-        return known and self.limits.words < x.nbytes <= self.limits.once
+        return known and max(self.limits.words, self.limits.bare) < x.nbytes
 
     def add_norm_(
         self,
@@ -157,6 +168,21 @@ class PeerSums:
             num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
 
+    def _run_bare(self, x: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:
+        words, out_words = (one.view(-1).view(torch.int32) for one in (x, out))
+        num, dtype = words.numel(), self._kernels.DTYPES[x.dtype]
+        how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype}
+        given = (words, out_words, self._bare_part, self._bare_rounds, num, self._rank)
+        if x.nbytes <= self.limits.once:
+            del kind["RELAY"]
+            width = _few_words(num)
+            programs = min(_BARE_PROGRAMS, -(-num // width))
+            self._kernels.peer_bare[(programs,)](*given, W=width, num_warps=max(2, width // 128), **how, **kind)
+            return
+        part = min(_SLOT_WORDS, max(256, 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()))
+        programs = min(_BARE_PROGRAMS, -(-num // (part * self._size)))
+        self._kernels.peer_bare_twice[(programs,)](*given, PART=part, num_warps=part // 128, **how, **kind)
+
     def _run_units(self, units: Units, kind: dict[str, Any]) -> None:
         x, out, weight, normed, width, eps = units
         num, block = x.numel(), 1 << (width - 1).bit_length()
@@ -168,13 +194,6 @@ class PeerSums:
             PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
             PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
-        )  # fmt: skip
-
-    def _run_twice(self, x: torch.Tensor, out: torch.Tensor, part: int, **kind: bool) -> None:
-        num = x.numel()
-        self._kernels.peer_sum_twice[(-(-num // (part * self._size)),)](
-            x, out, self._units_part, self._rounds, num, self._rank, PART=part, PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize,
-            FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size, num_warps=max(4, min(16, part // 256)), **self._how, **kind,
         )  # fmt: skip
 
 

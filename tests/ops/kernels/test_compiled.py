@@ -117,7 +117,12 @@ def sparse_cases() -> list[tuple[Any, ...]]:
 
 SPARSE = sparse_cases()
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
-PEERS = [("peers", "peer_words", 3), ("peers", "peer_units", 3), ("peers", "peer_sum_twice", 4)]
+PEERS = [
+    ("peers", "peer_words", 3),
+    ("peers", "peer_units", 3),
+    ("peers", "peer_bare", 3),
+    ("peers", "peer_bare_twice", 4),
+]
 CASES = [
     *PEERS,
     *turns(PRODUCTS, 1),
@@ -218,8 +223,10 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
     _, name, ranks = case
     steps: list[str] = compiled[case]["steps"]
     early = steps[: steps.index("griddepcontrol.wait")]
-    read_early = {"peer_words": ["ld.global.b64"], "peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2}
-    assert early == ["griddepcontrol.launch_dependents", *read_early.get(name, [])], "addresses and a norm's weight"
+    read_early = {"peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2}
+    assert early == ["griddepcontrol.launch_dependents", *read_early.get(name, ["ld.global.b64"])], (
+        "addresses and a norm's weight"
+    )
     if name == "peer_words":
         sent = [place for place, step in enumerate(steps) if step == "st.global.v2.b64"]
         taken = [place for place, step in enumerate(steps) if step == "ld.volatile.global.v2.b64"]
@@ -229,11 +236,16 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
         behind = steps[steps.index("st.global.v4.b32") + 1]
         assert behind == "bar.sync", "no thread sends the next round's words before all have this one's"
         return
+    if name.startswith("peer_bare"):
+        looked = "ld.volatile.global.v4.b32"
+        first = steps.index(looked)
+        assert steps[:first].count("st.global.v4.b32") >= ranks - 1, "no rank looks before it has sent its own"
+        assert steps[first : first + ranks] == [looked] * ranks, "all ranks' words are asked for at once"
+        return
     told = [place for place, step in enumerate(steps) if step.startswith("atom.")]
-    assert len(told) == (2 if name == "peer_sum_twice" else 1)
-    for place in told:
-        assert steps[place - 2 : place + 1] == ["st.global.v4.b32", "bar.sync", "atom.global.sys.release.exch.b32"]
-    assert steps.count("ld.acquire.sys.global.b32") == ranks * len(told)
+    assert len(told) == 1
+    assert steps[told[0] - 2 : told[0] + 1] == ["st.global.v4.b32", "bar.sync", "atom.global.sys.release.exch.b32"]
+    assert steps.count("ld.acquire.sys.global.b32") == ranks
     assert min(place for place, step in enumerate(steps) if ".acquire" in step or ".cg" in step) > told[0]
 
 

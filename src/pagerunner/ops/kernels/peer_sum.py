@@ -3,11 +3,13 @@
 `peer_words` (few numbers): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
 there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
 another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
+`peer_bare` (sums): 4 bytes go as their complement, which is never 0. Whoever has read them puts a 0 there. So again the numbers themselves say when
+they are there, in half as many bytes.
+`peer_bare_twice` (larger sums, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
+added up is written to all. So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many.
 `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
-`peer_sum_twice` (still more, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
-added up is written to all.
 
-All three start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
+All of them start before their predecessor has ended, and let their successor start at once (`kernels/launch.py`): a product behind a sum reads its first
 weights while the sum waits for other ranks.
 """
 
@@ -19,7 +21,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int32: tl.float16}
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int32: tl.float16, torch.float32: tl.float32}
 """Of the numbers in a word. Words that are only gathered have none, which nobody asks."""
 
 
@@ -132,6 +134,162 @@ def peer_words(
         tl.store(rounds_ptr + program, round)
 
 
+@triton.jit
+def _known(words):
+    """Words as they may be sent: the only one whose complement is 0 has two numbers that are none, or one, and is another such word."""
+    return tl.where(words == -1, 0x7FFF7FFF, words)
+
+
+@triton.jit
+def _added(low, high, words, DTYPE: tl.constexpr):
+    """Sums of numbers in words, with those of one more rank."""
+    if DTYPE == tl.float32:
+        return low + words.to(tl.float32, bitcast=True), high
+    return low + _low(words, DTYPE), high + _high(words, DTYPE)
+
+
+@triton.jit
+def _rounded(low, high, DTYPE: tl.constexpr):
+    if DTYPE == tl.float32:
+        return low.to(tl.int32, bitcast=True)
+    return _word(low, high, DTYPE)
+
+
+@triton.jit
+def _with_old(total, old, DTYPE: tl.constexpr):
+    """Words whose numbers are the sums of both."""
+    low, high = tl.zeros_like(total).to(tl.float32), tl.zeros_like(total).to(tl.float32)
+    low, high = _added(low, high, total, DTYPE)
+    low, high = _added(low, high, old, DTYPE)
+    return _rounded(low, high, DTYPE)
+
+
+@triton.jit
+def _look(slots, own_words, mask, rank, N: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr):
+    """What all ranks' words add up to, in the order of the ranks, and whether all of them were there: they are asked for at once."""
+    there = tl.zeros_like(own_words) == 0
+    low, high = tl.zeros_like(own_words).to(tl.float32), tl.zeros_like(own_words).to(tl.float32)
+    for peer in tl.static_range(N):
+        got = tl.load(slots + peer * STEP, mask=mask & (peer != rank), other=-1, volatile=True)
+        there = there & (got != 0)
+        low, high = _added(low, high, tl.where(peer == rank, own_words, ~got), DTYPE)
+    return low, high, tl.min(there.to(tl.int32))
+
+
+@triton.jit
+def _all_there(
+    slots, own_words, mask, rank, N: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, WAIT: tl.constexpr
+):
+    """The sum of all ranks' words, once they are there, as words. Their places are free again."""
+    low, high, there = _look(slots, own_words, mask, rank, N, STEP, DTYPE)
+    if WAIT:
+        while there == 0:
+            low, high, there = _look(slots, own_words, mask, rank, N, STEP, DTYPE)
+    for peer in tl.static_range(N):
+        tl.store(slots + peer * STEP, tl.zeros_like(own_words), mask=mask & (peer != rank))
+    return _known(_rounded(low, high, DTYPE))
+
+
+@triton.jit(do_not_specialize=["rank"])
+def peer_bare(
+    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
+    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See PeerSums. Units and rounds are those of `peer_words`, in a part of the room that only bare words use.
+
+    A rank clears a word when it has it. The sender's next word for this place is of the round after the next one, which it begins when it has all words
+    of the next round, and these were sent behind the clearing. Ranks send to the next one first, so that none gets the words of all at once.
+    """
+    start_next(PDL)
+    program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
+    own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
+    wait_turn(PDL)
+    round = tl.load(rounds_ptr + program)
+    unit = program
+    while unit * W < num:
+        round += 1
+        place = unit * W + at
+        mask = place < num
+        slots = ((round & 1) * PROGRAMS + program) * N * SLOT
+        x = _known(tl.load(x_ptr + place, mask=mask, other=0))
+        if SEND:
+            for step in tl.static_range(1, N):
+                theirs = tl.load(peers_ptr + (rank + step) % N).to(tl.pointer_type(tl.int32))
+                tl.store(tl.multiple_of(theirs, 16) + slots + rank * SLOT + at, ~x, mask=mask)
+        if TAKE:
+            if ADD:
+                old = tl.load(out_ptr + place, mask=mask, other=0)
+            total = _all_there(own + slots + at, x, mask, rank, N, SLOT, DTYPE, WAIT)
+            if ADD:
+                total = _with_old(total, old, DTYPE)
+            tl.store(out_ptr + place, total, mask=mask)
+        unit += programs
+        tl.debug_barrier()  # no thread sends the next round's words before all have cleared those of this one
+    if TAKE:
+        tl.store(rounds_ptr + program, round)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def peer_bare_twice(
+    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
+    N: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum of `peer_bare` in two rounds: each of N ranks, a power of two, adds up PART of a unit's N * PART words, and sends that to all, itself too.
+
+    What is added up goes to a third and fourth half of the program's slots. The bits are the same.
+    """
+    start_next(PDL)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    at, every = tl.arange(0, PART), tl.arange(0, N * PART)
+    own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
+    wait_turn(PDL)
+    round = tl.load(rounds_ptr + program)
+    unit = program
+    while unit * N * PART < num:
+        round += 1
+        slots = ((round & 1) * PROGRAMS + program) * N * SLOT
+        sums = slots + 2 * PROGRAMS * N * SLOT
+        first = unit * N * PART
+        if SEND:
+            parts = ()
+            for step in tl.static_range(1, N):  # all are asked for before the first is sent
+                place = first + (rank + step) % N * PART + at
+                parts = parts + (tl.load(x_ptr + place, mask=place < num, other=0),)
+            for step in tl.static_range(1, N):
+                peer = (rank + step) % N
+                theirs = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int32))
+                mask = first + peer * PART + at < num
+                tl.store(tl.multiple_of(theirs, 16) + slots + rank * SLOT + at, ~_known(parts[step - 1]), mask=mask)
+        if RELAY:
+            place = first + rank * PART + at
+            mask = place < num
+            x = _known(tl.load(x_ptr + place, mask=mask, other=0))
+            total = _all_there(own + slots + at, x, mask, rank, N, SLOT, DTYPE, WAIT)
+            for step in tl.static_range(N):
+                theirs = tl.load(peers_ptr + (rank + step) % N).to(tl.pointer_type(tl.int32))
+                tl.store(tl.multiple_of(theirs, 16) + sums + rank * SLOT + at, ~total, mask=mask)
+        if TAKE:
+            mask = first + every < num
+            if ADD:
+                old = tl.load(out_ptr + first + every, mask=mask, other=0)
+            slot = own + sums + every // PART * SLOT + every % PART
+            got = tl.load(slot, mask=mask, other=-1, volatile=True)
+            if WAIT:
+                while tl.min((got != 0).to(tl.int32)) == 0:
+                    got = tl.load(slot, mask=mask, other=-1, volatile=True)
+            tl.store(slot, tl.zeros_like(got), mask=mask)
+            total = ~got
+            if ADD:
+                total = _with_old(total, old, DTYPE)
+            tl.store(out_ptr + first + every, total, mask=mask)
+        unit += programs
+        tl.debug_barrier()
+    if TAKE:
+        tl.store(rounds_ptr + program, round)
+
+
 @triton.jit(do_not_specialize=["rank", "eps"])
 def peer_units(
     x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, num, rank, eps,
@@ -204,57 +362,3 @@ def peer_units(
         first += UNITS * programs
     if TAKE:
         tl.store(rounds_ptr + program, round)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def peer_sum_twice(
-    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
-    N: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, FLAGS: tl.constexpr,
-    ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The sum of `peer_units` in two rounds: each of N ranks, a power of two, adds up PART of a program's N * PART numbers, and sends that to all.
-
-    So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many. The bits are the same.
-    """
-    start_next(PDL)
-    program = tl.program_id(0)
-    at, peers = tl.arange(0, PART), tl.arange(0, N)
-    element = tl.pointer_type(x_ptr.dtype.element_ty)
-    wait_turn(PDL)
-    round = tl.load(rounds_ptr + program) + 1
-    own = tl.load(peers_ptr + rank)
-    flags_ptr = (tl.load(peers_ptr + peers) + FLAGS).to(tl.pointer_type(tl.int32)) + program * N + rank
-    own_flags_ptr = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * N
-    own_ptr = tl.multiple_of(own.to(element), 16)
-    first_slots = ((round & 1) * PROGRAMS + program) * N * SLOT
-    second_slots = ((1 - (round & 1)) * PROGRAMS + program) * N * SLOT
-    if SEND:
-        for peer in tl.static_range(N):
-            place = (program * N + peer) * PART + at
-            theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-            tl.store(
-                theirs + first_slots + rank * SLOT + at, tl.load(x_ptr + place, mask=place < num), mask=place < num
-            )
-        _tell(flags_ptr, round, peers < N, N)
-    if RELAY:
-        mask = (program * N + rank) * PART + at < num
-        total = tl.zeros([PART], tl.float32)
-        for peer in tl.static_range(N):
-            if WAIT:
-                _wait(own_flags_ptr + peer, round)
-            part = tl.load(own_ptr + first_slots + peer * SLOT + at, mask=mask, cache_modifier=".cg")
-            total += part.to(tl.float32)
-        for peer in tl.static_range(N):
-            theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(element), 16)
-            tl.store(theirs + second_slots + rank * SLOT + at, total.to(x_ptr.dtype.element_ty), mask=mask)
-        _tell(flags_ptr, round + 1, peers < N, N)
-    if TAKE:
-        for peer in tl.static_range(N):
-            if WAIT:
-                _wait(own_flags_ptr + peer, round + 1)
-            place = (program * N + peer) * PART + at
-            total = tl.load(own_ptr + second_slots + peer * SLOT + at, mask=place < num, cache_modifier=".cg")
-            if ADD:
-                total = tl.load(out_ptr + place, mask=place < num).to(tl.float32) + total.to(tl.float32)
-            tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=place < num)
-        tl.store(rounds_ptr + program, round + 1)
