@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compresse
 from helpers.device import as_on_cuda, counted_graphs
 from helpers.effort import by_days, effort, share_of_the_day
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run
+from pagerunner.attention import paged_vectors
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
@@ -240,3 +242,32 @@ def test_sleep_changes_no_bit(models: Any) -> None:
     llm.sleep(level=1)
     llm.wake_up()
     assert answers() == before
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize(("kind", "planted"), by_days([WINDOW, SPARSE, HEAVY], [False, True]))
+def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, planted: bool
+) -> None:
+    """Of each kind of layer alone. Positions that a layer takes once, by the number of tokens, and then uses again are noticed in every kind."""
+    path, _ = make_compressed_checkpoint(
+        tmp_path, layer_types=[kind] * 2, num_hidden_layers=2, mlp_layer_types=["moe"] * 2
+    )
+    texts = [prompt(i, n) for i, n in enumerate((60, 5, 33))]
+    first: dict[int, torch.Tensor] = {}
+    compute = paged_vectors.vectors_attention
+
+    def stale(q: torch.Tensor, window: Any, slots: Any, rows: Any, *more: Any) -> torch.Tensor:
+        own = rows.positions_T
+        kept = replace(rows, positions_T=first.setdefault(len(own), own.clone()))
+        return compute(q, window, slots, kept if planted else rows, *more)
+
+    def answers(llm: Any) -> list[Any]:
+        return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
+
+    expected = answers(engine(path))
+    monkeypatch.setattr(paged_vectors, "vectors_attention", stale)
+    with as_on_cuda(), counted_graphs() as graphs:
+        found = answers(engine(path, max_num_seqs=4))
+    assert graphs.replays
+    assert (found == expected) == (not planted), found
