@@ -54,6 +54,8 @@ from pagerunner.ops.kernels.paged_attention import (
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
+from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
+from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
@@ -512,6 +514,20 @@ def adapters(name: str, features: int) -> dict[str, Any]:
     aligned = [*pointers, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
     warps = lora.WARPS if name == "shrink" else lora.expand_warps(features)
     return gluon(kernel, types, constants, aligned, ASTSource, num_warps=warps, launch_pdl=True)
+
+
+def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:
+    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`."""
+    names = vectors_kernel.arg_names
+    types = dict.fromkeys(("q", "vectors", "window", "slot_pages", "cos", "sin", "out"), "*" + name)
+    types |= dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
+    types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
+    constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
+    constants |= {"BN": GLUON_TILES.keys, "PARTS": parts, "NEW": new, "CHOSEN": chosen, "PDL": True}
+    strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
+    aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
+    return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
 
 
 @triton.jit

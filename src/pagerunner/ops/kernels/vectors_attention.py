@@ -9,9 +9,11 @@ Scores are in units of log2. Shape letters: see the twin; BN keys of a tile, HC 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +22,7 @@ import triton.language as tl
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_decode import _numbers
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.paged_heads import fp8_type
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
@@ -330,6 +333,10 @@ class Tiles(NamedTuple):
     stages: int
 
 
+GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/vectors_gluon.py`
+FEW_TOKENS = 32  # whose keys may be in parts of one tile
+
+
 def stored_parts(pages: torch.Tensor | Latents) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, rotary parts and scales of slots; the slots thrice if they have no codes."""
     if not isinstance(pages, Latents):
@@ -346,10 +353,50 @@ def attention_tiles(heads: int, exact: bool) -> Tiles:
     return Tiles(block, 32, 4 if block == 16 else 8, 3)
 
 
+@functools.cache
+def _gluon() -> Any:
+    """The module in Gluon. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.vectors_gluon")
+
+
+def by_gluon(q_THD: torch.Tensor, window: Window, slots: Slots | None) -> bool:
+    """Whether `kernels/vectors_gluon.py` computes this: heads and vectors of its sizes, all of one type of two bytes, and aligned."""
+    (_, heads, size), dtype = q_THD.shape, q_THD.dtype
+    pages = window.pages_EXD if slots is None else slots.pages
+    if isinstance(pages, Latents) or heads % GLUON_TILES.heads or size != GLUON_SIZE or dtype.itemsize != 2:
+        return False
+    for part in (q_THD, window.vectors_TD, window.pages_EXD, pages):  # copies bring 16 bytes each
+        if part.dtype != dtype or part.data_ptr() % 16 or any(step % 8 for step in part.stride()[:-1]):
+            return False
+    return has_gluon(q_THD.device)
+
+
 def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device) -> int:
     """Into how many parts a token's `keys` (at most) are divided."""
     programs = multiprocessors(device) // max(1, tokens * blocks(heads, tiles.heads))
-    return max(1, min(programs, blocks(keys, tiles.keys), MOST_PARTS))
+    most = blocks(keys, tiles.keys)
+    if tiles is GLUON_TILES and tokens > FEW_TOKENS:
+        most //= 3  # a part of fewer tiles takes less time than merging it
+    return max(1, min(programs, most, MOST_PARTS))
+
+
+def _launch_gluon(
+    q_THD: torch.Tensor, window: Window, slots: Slots | None, rows: StepRows, scale: float, sinks_H: torch.Tensor, angles: RopeAngles,
+    out_THD: torch.Tensor, partial: torch.Tensor, found: torch.Tensor, parts: int,
+) -> None:  # fmt: skip
+    (tokens, heads, size), held = q_THD.shape, window.pages_EXD
+    pages, table, ratio, chosen = (held, window.table_SW, 0, None) if slots is None else slots
+    assert isinstance(pages, torch.Tensor)
+    picked = rows.row_T if chosen is None else chosen
+    _gluon().vectors_kernel[(tokens * parts, heads // GLUON_TILES.heads)](
+        q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
+        rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2), window.table_SW.shape[1],
+        table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *held.stride()[:2],
+        *pages.stride()[:2], picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
+        WINDOW=window.size, RATIO=ratio, PAGE=held.shape[1], SLOT_PAGE=pages.shape[1], D=size, P=angles.cos_T1D.shape[-1],
+        BN=GLUON_TILES.keys, PARTS=parts, NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+        num_warps=GLUON_TILES.warps, **dependent(q_THD.device),
+    )  # fmt: skip
 
 
 def vectors_attention(
@@ -366,7 +413,8 @@ def vectors_attention(
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=device)
     if not tokens:
         return out_THD
-    tiles = attention_tiles(heads, q_THD.dtype == torch.float32)
+    gluon = by_gluon(q_THD, window, slots)
+    tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
     pages, table, ratio, chosen = (window.pages_EXD, window.table_SW, 0, None) if slots is None else slots
     (codes, rope, factors), coded = stored_parts(pages), isinstance(pages, Latents)
     seen = window.size
@@ -377,19 +425,22 @@ def vectors_attention(
     found, partial = held[: tokens * parts * heads], held[tokens * parts * heads if parts > 1 else 0 :]
     picked = rows.row_T if chosen is None else chosen
     launch = dependent(device)
-    _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
-        q_THD, window.vectors_TD, window.pages_EXD, codes, rope, factors, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
-        rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2),
-        window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
-        window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *codes.stride()[:2], *rope.stride()[:2], *factors.stride()[:2], picked.stride(0),
-        angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
-        WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=codes.shape[1], D=size, C=codes.shape[-1],
-        BLOCK=codes.shape[-1] // factors.shape[-1] if coded else 1, FP8=fp8_type(pages.latent_ESC.dtype) if isinstance(pages, Latents) else None,
-        COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
-        P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, PARTS=parts,
-        NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
-        PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
-    )  # fmt: skip
+    if gluon:
+        _launch_gluon(q_THD, window, slots, rows, scale, sinks_H, angles, out_THD, partial, found, parts)
+    else:
+        _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
+            q_THD, window.vectors_TD, window.pages_EXD, codes, rope, factors, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
+            rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2),
+            window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
+            window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *codes.stride()[:2], *rope.stride()[:2], *factors.stride()[:2], picked.stride(0),
+            angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
+            WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=codes.shape[1], D=size, C=codes.shape[-1],
+            BLOCK=codes.shape[-1] // factors.shape[-1] if coded else 1, FP8=fp8_type(pages.latent_ESC.dtype) if isinstance(pages, Latents) else None,
+            COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
+            P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, PARTS=parts,
+            NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+            PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+        )  # fmt: skip
     if parts > 1:
         block = 1 if tokens * heads <= 1024 else 4
         _merge_kernel[(tokens, blocks(heads, block))](
