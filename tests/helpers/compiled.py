@@ -380,14 +380,14 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
 
 PEERS = {
     "peer_words": {"W": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "GATHER": False},
-    "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.bfloat16},
+    "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.float32},
     "peer_bare_twice": {"PART": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True},
     "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
 }
 
 
 def peers(name: str, ranks: int) -> dict[str, Any]:
-    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16."""
+    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16, and `peer_bare` for float32."""
     kernel = getattr(peer_sum, name)
     constants = {
         "N": ranks,

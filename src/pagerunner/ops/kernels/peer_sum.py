@@ -144,15 +144,20 @@ def _known(words):
 def _added(low, high, words, DTYPE: tl.constexpr):
     """Sums of numbers in words, with those of one more rank."""
     if DTYPE == tl.float32:
-        return low + words.to(tl.float32, bitcast=True), high
-    return low + _low(words, DTYPE), high + _high(words, DTYPE)
+        low += words.to(tl.float32, bitcast=True)
+    else:
+        low += _low(words, DTYPE)
+        high += _high(words, DTYPE)
+    return low, high
 
 
 @triton.jit
 def _rounded(low, high, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
-        return low.to(tl.int32, bitcast=True)
-    return _word(low, high, DTYPE)
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        words = _word(low, high, DTYPE)
+    return words
 
 
 @triton.jit
