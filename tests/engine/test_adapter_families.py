@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.device import as_on_cuda, counted_graphs
 from helpers.families import MAKERS
 from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
 
@@ -52,6 +53,25 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
         assert [token for token, _ in got[number]] == [token for token, _ in expected]
         assert [value for _, value in got[number]] == pytest.approx([value for _, value in expected], abs=2e-4)
     assert abs(want[0][0][1] - plain[0][0][1]) > 5e-4, "the adapter changes something"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_graphs(family: str, tmp_path: Path) -> None:
+    """A row alone, too: kernels for one token read its experts whether or not they are computed apart."""
+    base = made(family, tmp_path / "base")
+    adapter = random_adapter(base, tmp_path / "adapter", rank=6, seed=3)
+    merged = merged_checkpoint(base, adapter, tmp_path / "merged")
+    want = answers(LLM(str(merged), **OPTIONS).generate(PROMPTS, PARAMS, False))
+    plain = answers(LLM(str(base), **OPTIONS).generate(PROMPTS, PARAMS, False))
+    one = LoRARequest("a", 1, str(adapter))
+    with as_on_cuda(), counted_graphs() as count:
+        llm = LLM(str(base), enable_lora=True, **OPTIONS)
+        got = answers(llm.generate(PROMPTS, PARAMS, False, lora_request=[one, None, one]))
+        got += answers(llm.generate(PROMPTS[:1], PARAMS, False, lora_request=one))
+        assert any(key.adapters for key in count.replays)
+    for found, expected in zip(got, [want[0], plain[1], want[2], want[0]], strict=True):
+        assert [token for token, _ in found] == [token for token, _ in expected]
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=2e-4)
 
 
 def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from helpers.forward import load
 from pagerunner.lora.adapter import Targets, read_adapter
 from pagerunner.lora.region import Products
+from pagerunner.models.checkpoint.loader import own_name
 
 PREFIX = "base_model.model."
 
@@ -74,13 +75,35 @@ def merged_checkpoint(base: Path, adapter: Path, path: Path) -> Path:
     """A copy of a checkpoint, whose matrices have what the adapter adds to them."""
     shutil.copytree(base, path, dirs_exist_ok=True)
     model, _ = load(base)
-    read = read_adapter(adapter, Targets.of(model), torch.float32, 512)
+    known = Targets.of(model)
+    read = read_adapter(adapter, known, torch.float32, 512)
     file = path / "model.safetensors"
     tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
     for name, product in read.products.items():
-        [theirs] = [one for one in tensors if one == f"{name}.weight" or one.endswith(f".{name}.weight")] or [
-            f"language_model.{name}.weight"
+        delta_OI = product.b_OR @ product.a_RI
+        found = [
+            one for one in tensors if one == f"{name}.weight" or own_name(one, [f"{name}.weight"]) == f"{name}.weight"
         ]
-        tensors[theirs] += product.b_OR @ product.a_RI
+        if found:
+            tensors[found[0]] += delta_OI
+        else:
+            _add_to_stacked(tensors, name, known, delta_OI)
     save_file(tensors, file, {"format": "pt"})
     return path
+
+
+def _add_to_stacked(tensors: dict[str, torch.Tensor], name: str, known: Targets, delta_OI: torch.Tensor) -> None:
+    """Add to one expert's matrix where a checkpoint holds all experts' together."""
+    where, expert, part = name.rsplit(".", 2)
+    owner = known.experts[where]
+    wanted = f"{where}.down_proj" if part == owner.checkpoint_names.down else f"{where}.gate_up_proj"
+    [theirs] = [one for one in tensors if own_name(one, [wanted]) == wanted]
+    matrix = tensors[theirs][int(expert)]
+    matrix_OI = matrix.T if owner.transposed else matrix
+    if part == owner.checkpoint_names.down:
+        matrix_OI += delta_OI
+    elif owner.interleaved:
+        matrix_OI[int(part == owner.checkpoint_names.up) :: 2] += delta_OI
+    else:
+        matrix_OI[: owner.sizes.inner] += delta_OI if part == owner.checkpoint_names.gate else 0
+        matrix_OI[owner.sizes.inner :] += delta_OI if part == owner.checkpoint_names.up else 0

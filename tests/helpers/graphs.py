@@ -22,6 +22,7 @@ from pagerunner.quant.expert_panels import ExpertsInPanels
 
 # Of a CPU's kernels, which torch doesn't see. On a device, an experts' layer is one operation, too.
 _PRODUCT, _ROWS, _EXPERTS = Op(panels.product, ""), Op(panels.chosen_rows, ""), Op(ExpertsInPanels.apply, "")
+_PAIRS = Op(ExpertsInPanels.pair_products, "")
 _NEEDS_THE_HOST = {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2", "masked_select"}
 
 
@@ -98,6 +99,7 @@ class RecordedGraphs:
             patch.object(panels, "product", lambda *a, **k: recorder.kernel(_PRODUCT, *a, **k)),
             patch.object(panels, "chosen_rows", lambda *a, **k: recorder.kernel(_ROWS, *a, **k)),
             patch.object(ExpertsInPanels, "apply", lambda *a, **k: recorder.kernel(_EXPERTS, *a, **k)),
+            patch.object(ExpertsInPanels, "pair_products", lambda *a, **k: recorder.kernel(_PAIRS, *a, **k)),
             patch.object(small, "serves", lambda *tensors: False),
         ):
             outputs = run()

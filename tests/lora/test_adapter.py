@@ -252,7 +252,9 @@ def test_experts_whose_shape_says_nothing_are_refused(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a", config, pair(EXPERTS, 8, 8, 6))
     with pytest.raises(CheckpointError, match=r"PEFT 0\.19\.1"):
         read(path, experts(inner=4))
-    assert read(path, experts(inner=4, transposed=True)).rank == 2
+    with pytest.raises(CheckpointError, match=r"PEFT 0\.19\.1"):
+        read(path, experts(inner=4, transposed=True))
+    assert read(path, experts(inner=4, transposed=True, activation=GatedActivation("clamped_swiglu", 7.0))).rank == 2
 
 
 def test_the_version_of_peft_says_what_a_shape_does_not(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
 from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
-from pagerunner.ops.lora import Adapters
+from pagerunner.ops.lora import Adapters, FusedExperts
 from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, expert_logits, norm_expert_logits, route
@@ -60,7 +60,12 @@ class Experts(Module):
     None.
 
     A token's experts are weighted by what their outputs, or with `weigh_inputs` their inputs, are multiplied by.
+
+    `adapted` and `takes_adapters`: see `Linear`. Tokens whose adapter has products of these experts are computed apart, and others as without it.
     """
+
+    adapted: FusedExperts | None = None
+    takes_adapters = False
 
     def __init__(
         self,
@@ -109,9 +114,13 @@ class Experts(Module):
             self._names[matrix] = {name: f"{matrix}.{name}" for name in own}
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
-    def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, routes: Routes, adapters: Adapters | None = None) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return self.method.apply(x_TD, routes, self._mixture())
+        if adapters is None or self.adapted is None:
+            return self.method.apply(x_TD, routes, self._mixture())
+        others, own = self._apart(routes, adapters, self.adapted)
+        out_TD = self.method.apply(x_TD, others, self._mixture())
+        return self._add_adapted_(x_TD, own, adapters, self.adapted, out_TD)
 
     def run_for_others(self, active: int, most_tokens: int) -> None:
         """Compute for other teams of ranks, while this one has no tokens; see `Module.join`. Tokens have `active` experts."""
@@ -121,10 +130,50 @@ class Experts(Module):
         self(torch.empty(0, self.sizes.features, dtype=self.dtype, device=own.device), routes)
 
     def add_then(
-        self, x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor, shared: Shared | None = None
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        residual_TD: torch.Tensor,
+        shared: Shared | None = None,
+        adapters: Adapters | None = None,
     ) -> PairSums | RankSums | None:
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
+        if adapters is not None and self.adapted is not None:
+            routes, own = self._apart(routes, adapters, self.adapted)
+            self._add_adapted_(x_TD, own, adapters, self.adapted, residual_TD)
         return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+
+    def _apart(self, routes: Routes, adapters: Adapters, layer: FusedExperts) -> tuple[Routes, Routes]:
+        """Where tokens go whose experts have no adapters, and where others go."""
+        has_T1, experts_TA = adapters.has_T(layer).unsqueeze(1), routes.experts_TA
+        own = Routes(routes.weights_TA, experts_TA.masked_fill(~has_T1, -1))
+        if len(experts_TA) == 1:  # kernels for one token read the experts that it has
+            return routes._replace(weights_TA=routes.weights_TA.masked_fill(has_T1, 0)), own
+        others = Routes(routes.weights_TA, experts_TA.masked_fill(has_T1, -1), most_tokens=routes.most_tokens)
+        return others, own
+
+    def _add_adapted_(
+        self, x_TD: torch.Tensor, routes: Routes, adapters: Adapters, layer: FusedExperts, out_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the sum over a token's experts to `out` in place, each product with what the token's adapter adds to it."""
+        tokens, active = routes.experts_TA.shape
+        pairs, weights_P1 = adapters.of_pairs(routes.experts_TA, layer), routes.weights_TA.to(x_TD.dtype).view(-1, 1)
+        x_PD = x_TD.unsqueeze(1).expand(-1, active, -1).reshape(tokens * active, -1)
+        if self.weigh_inputs:
+            x_PD = x_PD * weights_P1
+        gate_up_P2I = self.method.pair_products(x_PD, routes, self._weights_of("gate_up"))
+        if self.interleaved:  # adapters have gates above ups
+            gate_up_P2I = gate_up_P2I.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        pairs.add_(x_PD, layer.gate_up, gate_up_P2I)
+        if self.interleaved:
+            gate_up_P2I = gate_up_P2I.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+        inner_PI = self.activation(gate_up_P2I)
+        out_PD = self.method.pair_products(inner_PI, routes, self._weights_of("down"))
+        pairs.add_(inner_PI, layer.down, out_PD)
+        if not self.weigh_inputs:
+            out_PD = out_PD * weights_P1
+        out_PD = out_PD.masked_fill(routes.experts_TA.view(-1, 1) < 0, 0)
+        return out_TD.add_(out_PD.view(tokens, active, -1).sum(1))
 
     def _mixture(self) -> Mixture:
         weights = self._weights_of("gate_up"), self._weights_of("down")
@@ -322,10 +371,11 @@ class SparseMLP(FeedForward):
         self.names = dict(names or {})
         self.router, self.experts = router, experts
         self.shared, self.shared_gate = shared, shared_gate
+        experts.takes_adapters = True
 
     def __call__(self, x_TD: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
-        out_TD = self.experts(x_TD, self.router(x_TD))
+        out_TD = self.experts(x_TD, self.router(x_TD), adapters)
         self._add_shared(x_TD, out_TD, adapters)
         return out_TD
 
@@ -335,7 +385,7 @@ class SparseMLP(FeedForward):
         beside = self._beside_experts() if stream.adapters is None else None
         if beside is None:
             self._add_shared(normed_TD, stream.x_TD, stream.adapters)
-        stream.sums = self.experts.add_then(normed_TD, routes, stream.x_TD, beside)
+        stream.sums = self.experts.add_then(normed_TD, routes, stream.x_TD, beside, stream.adapters)
 
     def join(self, most_tokens: int) -> None:
         """See Module."""

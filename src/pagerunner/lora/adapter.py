@@ -22,7 +22,7 @@ import torch
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.moe import Experts, Router
 from pagerunner.lora.config import AdapterConfig, read_config
 from pagerunner.models.checkpoint.loader import opened, own_name
 from pagerunner.quant.sinks import FLOATS, name_of
@@ -71,12 +71,17 @@ class Targets(NamedTuple):
                 experts[name.removesuffix(f".{part}")] = owner
                 _, features, inner = owner.sizes
                 down = part.endswith(f".{owner.checkpoint_names.down}")
-                matrices[name] = Target(owner, part, *((features, inner) if down else (inner, features)))
+                why = "" if owner.takes_adapters else "layers of its kind don't take adapters so far"
+                matrices[name] = Target(owner, part, *((features, inner) if down else (inner, features)), why)
             elif isinstance(owner, Linear):
                 why = "" if owner.takes_adapters else "layers of its kind don't take adapters so far"
                 why = "its weights are read as one matrix by products of another shape" if owner.needs_dense else why
                 why = "it stays in the model's dtype, as output weights do" if owner.plain else why
                 matrices[name] = Target(owner, part, owner.parts[part], owner.in_features, why)
+        for tensor in model.checkpoint():
+            if isinstance(tensor.owner, Router):
+                why = "it is a router, which chooses experts in float32 by its own weights alone"
+                matrices[tensor.name.removesuffix(".weight")] = Target(tensor.owner, "", 0, 0, why)
         return cls(matrices, experts)
 
 
@@ -213,6 +218,9 @@ class _Reading:
         experts = self.targets.experts.get(name)
         if experts is None:
             raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A}: the model has no such matrix.")
+        first = self.targets.matrices.get(f"{name}.0.{experts.checkpoint_names.gate}")
+        if first is not None and first.refused:
+            raise CheckpointError(f"{self.file}: {theirs} can't have an adapter: {first.refused}.")
         self._take_experts(theirs, name, self._fused_matrix(theirs, name, inner), experts, a, b)
 
     def _fused_matrix(self, theirs: str, experts: str, inner: bool) -> str:
@@ -231,14 +239,8 @@ class _Reading:
         outputs, inputs = (features, inner) if down else (2 * inner, features)
         asked = f"{theirs.removesuffix('.base_layer')}.{matrix}"
         rank = self._rank(asked, theirs, a.shape[0] / experts)
-        version, square = self.config.version, outputs == inputs
-        if square and not owner.transposed and version is None:
-            raise CheckpointError(
-                f"{self.file}: {theirs} is of matrices of {inputs} by {outputs}, so its shape doesn't say whether it was written by PEFT 0.19.1 or "
-                "later, or before, when A and B had each other's place. Save the adapter with a tensor for each expert."
-            )
         swapped = (tuple(a.shape), tuple(b.shape)) == ((experts * rank, outputs), (inputs, rank * experts))
-        if swapped and not owner.transposed and not (square and version is not None and version >= NEW_ORDER):
+        if swapped and (outputs != inputs or self._is_swapped(theirs, owner, inputs)):
             a_ERI = b.view(inputs, rank, experts).permute(2, 1, 0)
             b_EOR = a.view(experts, rank, outputs).transpose(1, 2)
         else:
@@ -254,6 +256,18 @@ class _Reading:
             for part, rows in parts.items():
                 self._land(f"{name}.{expert}.{part}", asked, a_ERI[expert], b_EOR[expert, rows])
         self._asked[f"{name}.{matrix}"] = asked
+
+    def _is_swapped(self, theirs: str, owner: Experts, inputs: int) -> bool:
+        """Whether A and B of square matrices have each other's place. PEFT knows the order of gpt-oss's alone, whose gates and ups alternate."""
+        version = self.config.version
+        if owner.interleaved:
+            return False
+        if version is None:
+            raise CheckpointError(
+                f"{self.file}: {theirs} is of matrices of {inputs} by {inputs}, so its shape doesn't say whether it was written by PEFT 0.19.1 or "
+                "later, or before, when A and B had each other's place, nor does peft_version in the config. Save the adapter with a tensor for each expert."
+            )
+        return (version >= NEW_ORDER) == owner.transposed
 
     def _rank(self, asked: str, theirs: str, found: float) -> int:
         rank = self.config.rank_of(asked)

@@ -16,8 +16,9 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
+from pagerunner.layers.moe import Experts
 from pagerunner.lora.adapter import Adapter, Targets
-from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused
+from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
 
 MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
 """A buffer of so many elements in host memory, and what must be kept with it."""
@@ -41,16 +42,16 @@ class Products:
     """The numbers of a model's products in the table, by names of the checkpoint, with their outputs and inputs, and the layers that have them."""
 
     sizes: Mapping[str, tuple[int, int]]
-    layers: tuple[tuple[Linear, int], ...]
+    layers: tuple[tuple[Linear | Experts, int], ...]
     """Each layer and its first product's number."""
 
     @classmethod
     def of(cls, model: Module) -> Products:
         """Those of a model, which needs no memory yet. A fused layer's follow each other."""
         sizes: dict[str, tuple[int, int]] = {}
-        layers: dict[Linear, int] = {}
+        layers: dict[Linear | Experts, int] = {}
         for name, target in Targets.of(model).matrices.items():
-            if not target.refused and isinstance(target.owner, Linear):
+            if not target.refused and isinstance(target.owner, Linear | Experts):
                 layers.setdefault(target.owner, len(sizes))
                 sizes[name] = target.out_features, target.in_features
         return cls(sizes, tuple(layers.items()))
@@ -67,12 +68,15 @@ class Products:
     def adapt(self, device: torch.device | str = "cpu") -> None:
         """Tell the layers that they may have adapters from now on."""
         for layer, first in self.layers:
-            layer.adapted = Fused.of(first, list(layer.parts.values()), device)
+            if isinstance(layer, Experts):
+                layer.adapted = FusedExperts.of(first, *layer.sizes, device)
+            else:
+                layer.adapted = Fused.of(first, list(layer.parts.values()), device)
 
     def check(self, adapter: Adapter) -> None:
         """Raise ConfigError for an adapter of a matrix whose adapters no layer computes."""
         if others := adapter.products.keys() - self.sizes.keys():
-            raise ConfigError(f"{min(others)} can't have an adapter: those of experts aren't computed so far.")
+            raise ConfigError(f"{min(others)} can't have an adapter: no layer computes it.")
 
     def pack(
         self, adapter: Adapter, max_rank: int, dtype: torch.dtype, make_buffer: MakeBuffer = plain_buffer

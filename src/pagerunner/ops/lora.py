@@ -50,6 +50,10 @@ class Blocks(NamedTuple):
     pool: torch.Tensor
     places: torch.Tensor
 
+    def of(self, slot: int, product: int) -> torch.Tensor:
+        """A product's places, [B, 2]; it is the slot's, or, with one product a slot, that many slots behind it."""
+        return self.places.flatten(0, 1)[slot * self.places.shape[1] + product]
+
 
 class Fused(NamedTuple):
     """The products of one layer: the first one's number, how many follow each other, and their outputs in tiles.
@@ -76,6 +80,21 @@ class Fused(NamedTuple):
             tiles.append(torch.tensor(rows, dtype=torch.int32).to(device))
         aligned = all(size % TILE == 0 for size in outputs)
         return cls(first, len(outputs), tiles[0], aligned, tiles[1])
+
+
+class FusedExperts(NamedTuple):
+    """The products of a layer's experts: those of the first expert, whose gate, up and down follow each other, as the other experts' do behind."""
+
+    gate_up: Fused
+    down: Fused
+    experts: int
+
+    @classmethod
+    def of(
+        cls, first: int, experts: int, features: int, inner: int, device: torch.device | str = "cpu"
+    ) -> FusedExperts:
+        """Of experts with so many features of the stream, and inner ones."""
+        return cls(Fused.of(first, [inner, inner], device), Fused.of(first + 2, [features], device), experts)
 
 
 def most_tiles(tokens: int, slots: int) -> int:
@@ -122,7 +141,7 @@ def shrink(
             continue
         x_XI = torch.where((tokens >= 0).unsqueeze(1), x_TI[tokens.clamp(min=0)], 0).float()
         for part in range(layer.parts):
-            for block, (place, _) in enumerate(blocks.places[slot, layer.first + part].tolist()):
+            for block, (place, _) in enumerate(blocks.of(slot, layer.first + part).tolist()):
                 if place >= 0:
                     a_XI = blocks.pool[place : place + TILE * x_TI.shape[1]].view(TILE, -1)
                     inner[0, tile, part, block] = x_XI @ a_XI.float().T
@@ -149,7 +168,7 @@ def expand_(
         there = tokens >= 0
         for part, _, column, _, outputs in products:
             total = torch.zeros(TILE, outputs)
-            for block, (_, place) in enumerate(blocks.places[slot, layer.first + part].tolist()):
+            for block, (_, place) in enumerate(blocks.of(slot, layer.first + part).tolist()):
                 if place >= 0:
                     b_XO = blocks.pool[place : place + TILE * outputs].view(TILE, outputs)
                     h = inner[:, tile, part, block].sum(0).to(b_XO.dtype)
@@ -188,8 +207,42 @@ class Adapters:
         each = torch.arange(len(slots_S) + 1, dtype=torch.int32, device=slots_S.device)
         return Adapters(slots_S, None, self.slots, self.blocks, work_list(slots_S, each, len(slots_S), self.slots))
 
+    def has_T(self, layer: FusedExperts) -> torch.Tensor:
+        """Whether a token's adapter has any product of these experts."""
+        slots_T, first = self._slots_T(), layer.gate_up.first
+        there_S = (self.blocks.places[:, first : first + 3 * layer.experts, 0, 0] >= 0).any(1)
+        return (slots_T >= 0) & there_S.index_select(0, slots_T.clamp(min=0))
+
+    def of_pairs(self, experts_TA: torch.Tensor, layer: FusedExperts) -> Adapters:
+        """Of the pairs of a token and an expert, [T * A], as if each pair of a slot and an expert were a slot. Pairs whose expert is negative have none."""
+        slots, products, per_product, _ = self.blocks.places.shape
+        slots_TA, none = self._slots_T().unsqueeze(1), slots * products
+        own_P = (slots_TA * products + 3 * experts_TA).masked_fill_((slots_TA < 0) | (experts_TA < 0), none).flatten()
+        work = _pairs_work_list(own_P, none, most_tiles(len(own_P), slots * layer.experts))
+        blocks = Blocks(self.blocks.pool, self.blocks.places.view(none, 1, per_product, 2))
+        return Adapters(own_P, None, none, blocks, work)
+
+    def _slots_T(self) -> torch.Tensor:
+        """Each token's slot, -1 for none."""
+        if self.row_T is None:
+            return self.own_R
+        return self.own_R.index_select(0, self.row_T.clamp(min=0)).masked_fill_(self.row_T < 0, -1)
+
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:
         """Add to the layer's output for `x`, or for `norm(x)`, what each token's adapter says. Tokens without an adapter aren't touched."""
         inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
         self.known = True
         expand_(y_TO, inner, self.work, self.blocks, layer, norm)
+
+
+def _pairs_work_list(own_P: torch.Tensor, none: int, count: int) -> WorkList:
+    """The tiles of pairs with these slots, `none` for those without one. Many slots are a matter of sorting, which runs on any device."""
+    slots_P, order_P = own_P.sort(stable=True)
+    place_P = torch.arange(len(own_P), device=own_P.device)
+    place_P -= torch.searchsorted(slots_P, slots_P)  # among the pairs of the slot
+    tile_P = (place_P % TILE == 0).cumsum(0) - 1
+    tile_P = torch.where(slots_P < none, tile_P, count)  # a tile that is left out
+    tokens_WX = own_P.new_full(((count + 1) * TILE,), -1)
+    tokens_WX.scatter_(0, tile_P * TILE + place_P % TILE, order_P.to(own_P.dtype))
+    slots_W = own_P.new_full((count + 1,), -1).scatter_(0, tile_P, slots_P)
+    return WorkList(tokens_WX.view(-1, TILE)[:count], slots_W[:count])

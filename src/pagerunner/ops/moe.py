@@ -109,6 +109,20 @@ def moe_experts_then(
     return None
 
 
+@gpu_kernel("moe")
+def pair_products(
+    x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each pair's row times its expert's matrix, [P, O], in the order of `routes.experts_TA`. What a pair without an expert gets may be anything."""
+    out_PO = x_PI.new_zeros(x_PI.shape[0], weights_EOI.shape[1])
+    experts_P = routes.experts_TA.flatten()
+    for expert in experts_P.unique().tolist():
+        if expert >= 0:
+            own, bias_O = experts_P == expert, None if bias_EO is None else bias_EO[expert]
+            out_PO[own] = F.linear(x_PI[own], _of_expert(weights_EOI, expert, x_PI.dtype), bias_O)
+    return out_PO
+
+
 def sum_of_pairs(
     x_TD: torch.Tensor,
     routes: Routes,

@@ -19,7 +19,7 @@ from pagerunner.dist.base import RankSums
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, joins_few, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored
@@ -214,6 +214,10 @@ class ExpertMethod(ABC):
         return moe_experts_then(
             x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared
         )
+
+    def pair_products(self, x_PI: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
+        """See `ops.moe.pair_products`, of one of the two matrices."""
+        return pair_products(x_PI, routes, self.matrix(weights), weights.get("bias"))
 
     def _operands(
         self, own: Mixture

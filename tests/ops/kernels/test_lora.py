@@ -7,7 +7,7 @@ import torch
 
 from pagerunner.ops import lora
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.lora import TILE, Blocks, Fused, WorkList
+from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts, WorkList
 
 
 def placed(
@@ -16,8 +16,8 @@ def placed(
     """Adapters of these ranks by slot, in blocks in random order, and what each adds to each product as one matrix."""
     most = max(-(-rank // TILE) for rank in ranks.values())
     places = torch.full((slots, len(outputs) + 1, most, 2), -1, dtype=torch.int64)
-    pool, deltas = torch.full((500_000,), float("nan")), {}
-    spare = [int(x) for x in torch.randperm(40)]
+    pool, deltas = torch.full((900_000,), float("nan")), {}
+    spare = [int(x) for x in torch.randperm(80)]
     for slot, rank in ranks.items():
         for part, size in enumerate(outputs):
             a, b = torch.randn(rank, inputs), torch.randn(size, rank)
@@ -146,3 +146,36 @@ def test_wider_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None
     want = step(blocks, x, y, work, layer, kernel=True)
     monkeypatch.setattr(kernels, "FEW_TILES", 0)
     assert torch.equal(step(blocks, x, y, work, layer, kernel=True), want)
+
+
+@pytest.mark.parametrize("rows", [None, [0, 0, 1, -1, 2, 2, 2, 1]])
+def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
+    """Slot 2 has all products of three experts, slot 0 those of the second one alone; slot 1 has others."""
+    torch.manual_seed(0)
+    outputs, experts = [16, 16, 24] * 3, 3
+    blocks, deltas = placed({2: 20, 0: 3, 1: 5}, outputs, 16)
+    blocks.places[1, 1:] = -1  # `placed` leaves the first product to others
+    blocks.places[1, 0] = 0
+    blocks.places[0, 1:4], blocks.places[0, 7:] = -1, -1
+    slots = [0, 2, 1] if rows is not None else [2, -1, 0, 1, 2, 2, 0, 2]
+    own = torch.tensor(slots, dtype=torch.int32)
+    row_T = None if rows is None else torch.tensor(rows)
+    adapters = Adapters(own, row_T, 4, blocks, WorkList(torch.empty(0, TILE), torch.empty(0)))
+    layer = FusedExperts.of(1, experts, 24, 16)
+    of_tokens = [slots[row] if row >= 0 else -1 for row in (range(8) if rows is None else rows)]
+    assert adapters.has_T(layer).tolist() == [slot in (0, 2) for slot in of_tokens]
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(8)]).to(torch.int32)
+    chosen[5] = -1
+    pairs = adapters.of_pairs(chosen, layer)
+    x = torch.randn(16, 16)
+    for fused, part, width in ((layer.gate_up, 0, 32), (layer.down, 2, 24)):
+        want = torch.zeros(16, width)
+        for pair, (token, expert) in enumerate((t, int(e)) for t in range(8) for e in chosen[t]):
+            slot = of_tokens[token]
+            if expert >= 0 and (slot == 2 or (slot == 0 and expert == 1)):
+                found = [deltas[slot, 3 * expert + p] @ x[pair] for p in ((0, 1) if part == 0 else (2,))]
+                want[pair] = torch.cat(found)
+        for shrink, expand_ in ((lora.shrink.twin, lora.expand_.twin), (lora.shrink.kernel, lora.expand_.kernel)):
+            got = torch.zeros(16, width)
+            expand_(got, shrink(x, pairs.work, pairs.blocks, fused), pairs.work, pairs.blocks, fused)
+            torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)

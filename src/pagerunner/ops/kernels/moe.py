@@ -206,6 +206,17 @@ def moe_experts_then(
     return PairSums(out_PD, routes.experts_TA)
 
 
+def pair_products(
+    x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops/moe.py`."""
+    weights_EOI = _readable(weights_EOI, x_PI.dtype)
+    routes = _ordered(routes, weights_EOI.shape[0])
+    assert routes.order_P is not None, "the pairs have no order"
+    own_P = routes.order_P.clamp(0, x_PI.shape[0] - 1)  # behind the experts' pairs it says nothing
+    return _any_product(x_PI.index_select(0, own_P), weights_EOI, bias_EO, routes, None, weigh=False)
+
+
 def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
     """Whether these are pairs for `pairs_products`."""
     tokens, experts = routes.experts_TA.shape[0], gate_up.shape[0]
