@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.test_disk_tier import below, written
+from engine.test_disk_tier import engine as disk_engine
 from engine.test_exchange import Engine
 from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import until
-from pagerunner import LoRARequest
+from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.lora import loader as loader_module
 from pagerunner.lora.loader import AdapterLoader
@@ -172,3 +174,28 @@ def test_a_name_that_changes_under_load_mixes_no_versions(base: Path, tmp_path: 
     assert core.stats().preemptions_total > 0 and core.adapters.version > 3
     engine.close()
     whole.close()
+
+
+def test_a_disk_gives_pages_to_the_same_content_alone(base: Path, tmp_path: Path) -> None:
+    """One prompt, computed with two adapters and without: what an engine that starts later finds of it, where one name has another content."""
+    paths = versions(base, tmp_path, 3)
+    prompt = [(7 * i) % 490 + 4 for i in range(100)]
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def found(llm: LLM, lora: LoRARequest | None) -> int | None:
+        [output] = llm.generate([{"prompt_token_ids": prompt}], greedy, False, lora_request=lora)
+        return output.num_cached_tokens
+
+    first, second, third = (str(path) for path in paths)
+    llm = disk_engine(str(base), tmp_path / "kv", enable_lora=True, max_lora_rank=8)
+    for lora in (None, LoRARequest("a", 1, first), LoRARequest("b", 2, second)):
+        assert found(llm, lora) == 0
+    assert found(llm, None) == 96  # a step, in which the last one's pages go
+    assert written(llm) == 18
+    below(llm)._store.close()
+    later = disk_engine(str(base), tmp_path / "kv", enable_lora=True, max_lora_rank=8)
+    assert found(later, LoRARequest("b", 2, third)) == 0, "the name's new content"
+    assert found(later, LoRARequest("a", 1, second)) == found(later, None) == 96
+    assert found(later, LoRARequest("c", 3, first)) == 96
+    tier = later.stats().tier
+    assert tier is not None and tier.disk is not None and tier.disk.hits == 3 * 96
