@@ -80,6 +80,17 @@ def test_few_rows(rows: int, kv_heads: int, group: int, dim: int, reach: Reach |
         check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize(("rows", "kv_heads", "group"), [(16, 4, 4), (17, 2, 8), (32, 2, 4), (64, 1, 8)])
+def test_more_rows_of_few_heads(monkeypatch: pytest.MonkeyPatch, rows: int, kv_heads: int, group: int) -> None:
+    """Where nobody looks for pages that all rows share."""
+    plan = PagedBackend.plan
+    monkeypatch.setattr(PagedBackend, "plan", lambda *args: replace(plan(*args), sharing=False))
+    for starts in ([170 + 7 * i for i in range(rows)], [0, 20000, 64, *[997 * i % 3000 for i in range(rows)]][:rows]):
+        cases = tuple(plain(start, 1) for start in starts)
+        case = Case(cases, 16, kv_heads, group, 128, dtype=BF16, kv_dtype=BF16, padding=int(rows == 17))
+        check_projected(case, "cuda", atol=6e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("reach", [None, Reach(1000), Reach(2048, chunked=True)], ids=["full", "window", "chunk"])
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (1, 16, 64), (2, 1, 80), (1, 8, 256)])

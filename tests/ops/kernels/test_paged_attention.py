@@ -281,6 +281,7 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("few_rows", [16, 1], ids=["few rows", "many rows"])
 def test_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
     monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(kernels, "FEW_UNITS", 0)
     check_projected(case, "cpu")
 
 
@@ -321,6 +322,27 @@ def test_few_rows_of_many_heads(monkeypatch: pytest.MonkeyPatch, group: int, unu
     check_projected(Case((plain(150, 1), plain(0, 1)), 16, 2, group, 8, padding=1), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "group", "sharing", "unused"),
+    [
+        (17, 3, 8, False, "run_decode"),
+        (64, 1, 2, False, "run_decode"),
+        (129, 1, 2, False, "run_few"),
+        (16, 1, 9, False, "run_few"),
+        (16, 1, 2, True, "run_few"),
+    ],
+)
+def test_more_rows_of_few_heads(
+    monkeypatch: pytest.MonkeyPatch, rows: int, kv_heads: int, group: int, sharing: bool, unused: str
+) -> None:
+    """Rows of one part and of many, and padding, where nobody looks for pages that all rows share."""
+    monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
+    plan = PagedBackend.plan
+    monkeypatch.setattr(PagedBackend, "plan", lambda *args: replace(plan(*args), sharing=sharing))
+    starts = [260, 0, 16, 15, 17, *[7 * i % 50 for i in range(rows)]][: rows - 1]
+    check_projected(Case(tuple(plain(start, 1) for start in starts), 16, kv_heads, group, 8, padding=1), "cpu")
+
+
 WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), plain(15, 1), plain(200, 1))
 
 
@@ -330,6 +352,7 @@ WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), 
 def test_windows_of_many_rows(monkeypatch: pytest.MonkeyPatch, window: int, unused: str) -> None:
     """Rows that see no more keys than a tile has are one part each, however many they are."""
     monkeypatch.setattr(kernels, "FEW_ROWS", 1)
+    monkeypatch.setattr(kernels, "FEW_UNITS", 0)
     monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
     check_projected(Case(WINDOWED, 16, 2, 3, 8, padding=3, sinks=True, reach=Reach(window)), "cpu")
 

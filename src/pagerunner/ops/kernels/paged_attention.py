@@ -31,6 +31,7 @@ LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go t
 SHORT_WINDOW = 256  # keys
 MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
 FEW_ROWS = 16  # fewer do not occupy the device
+FEW_UNITS = 128  # nor do so many rows times heads of keys, or fewer (docs/performance.md)
 MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
 MOST_DRAFT_PARTS = 16  # the same where a part has the heads of several tokens
 MOST_DRAFT_BYTES = 8192  # of queries in a program of such steps; more haven't registers
@@ -297,7 +298,7 @@ class _Call:
         self.prefill_parts = self._prefill_parts()
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
-        short = self.tokens < FEW_ROWS or self.one_tile or self.stride
+        short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
         self.few = short and prep is not None and self.fp8 is None and self.group <= MOST_FEW_HEADS
         if self.few:
             self.entry_tiles = 0
@@ -406,11 +407,12 @@ class _Call:
         parts = (slices + self.tokens) * self.heads
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         group, half = self.group_padded, max(16, padded(self.dim // 2))
+        units = FEW_ROWS if self.one_tile else max(FEW_ROWS, padded(self.tokens))
         few_kernel[((slices + self.tokens) * self.kv_heads,)](
             *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
             self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
             part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
-            LEAST=1, UNITS=FEW_ROWS, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
+            LEAST=1, UNITS=units, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
             BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
             AT_ONCE=merged_at_once(group, 2 * half), num_warps=tiles.warps, num_stages=tiles.stages,
@@ -533,6 +535,11 @@ class _Call:
         return self.out
 
 
+def are_few(rows: int, kv_heads: int, group: int) -> bool:
+    """Whether so many rows have `few_kernel` whatever they see. More than 8 query heads weren't measured with more rows."""
+    return rows < FEW_ROWS or (group <= 8 and rows * kv_heads <= FEW_UNITS)
+
+
 def shares(rows: StepRows, plan: PagedPlan) -> bool:
     """Whether a step looks for pages that all of its rows share. Strided batches don't: their graphs are for rows that share none."""
     never = plan.window or plan.chunk or rows.stride
@@ -572,7 +579,8 @@ def projected_attention(
     """
     q, k, v = prep.split(qkv_TND)
     choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
-    cheap = pages.scales is not None or reach or rows.slots_R.shape[0] < MIN_SHARING_ROWS
+    few = are_few(rows.slots_R.shape[0], prep.num_kv_heads, choices.group)
+    cheap = pages.scales is not None or reach or few
     single = plan.one_token and cheap and not shares(rows, plan)
     if rows.stride and rows.num_rows < FEW_ROWS and pages.scales is None:
         single = choices.group <= MOST_FEW_HEADS
