@@ -93,3 +93,6 @@ def test_blocks_of_one_token_are_filled() -> None:
     found = {inputs: usual_config(inputs, False).inputs for inputs in (4096, 5120, 6144, 9728, 12288, 14336)}
     assert found == {4096: 4096, 5120: 2048, 6144: 2048, 9728: 2048, 12288: 4096, 14336: 4096}
     assert usual_config(6144, False) == (4, 2048, 4) and usual_config(6144, True).inputs == 4096
+    assert usual_config(3072, False) == (4, 1024, 2) and usual_config(3072, True).inputs == 2048, (
+        "three blocks of 1,024, not one and a half of 2,048"
+    )

@@ -260,3 +260,12 @@ def test_which_products_take_it(monkeypatch):
     kernels.linear(torch.randn(65, 128).to(half), weight)
     kernels.linear(x[:, :120], torch.randn(64, 128).to(half)[:, :120])
     assert len(seen) == count
+
+
+def test_tiles_with_room_are_whole_for_many_tokens() -> None:
+    """Not for few tokens, whose sums are added in less time, nor where there are few tiles."""
+    cases = (64, 4096), (33, 2048), (32, 4096), (64, 1024)
+    parts = [parts_of(dense_config(tokens, outputs, 1024, 132), 16) for tokens, outputs in cases]
+    assert parts[:2] == [1, 1]
+    assert dense_config(64, 4096, 1024, 132).steps == 16
+    assert min(parts[2:]) > 1, parts

@@ -193,9 +193,11 @@ def rows_config(inputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows.
 
     The threads of a block have something to do in at least four of five steps. Example: 6,144 inputs are three blocks of 2,048, as of two blocks of
-    4,096 a quarter would be empty.
+    4,096 a quarter would be empty. 3,072 are three of 1,024.
     """
     block = min(4096, padded(inputs + 1) // 2)
+    if inputs == 3072 and not gated:
+        return RowsConfig(4, 1024, 2)
     if block == 4096 and not gated and inputs < 0.8 * 4096 * blocks(inputs, 4096):
         return RowsConfig(4, 2048, 4)
     warps = 2 if block <= 1024 else 4 if block == 2048 and inputs <= 3072 or gated else 8

@@ -7,7 +7,7 @@ of 4096 times 2048 as a whole.
 **Division.** A *step* is 64 columns of a tile of 64, 128 or 192 rows. All steps of all tiles are numbered, tile after tile, and each program has equally many.
 Example: 3072 x 4096 has 24 tiles of 128 rows, 64 steps each. 128 programs have 12 steps each. A tile then belongs to six or seven programs.
 Each of them stores a sum in float32. A second kernel adds a tile's sums in the order of programs, so results are the same in every run. Where a tile belongs to one program,
-that program stores the outputs, and there is no second kernel.
+that program stores the outputs, and there is no second kernel. With 33 to 64 tokens so it is where a tile's weights all have room: they are there before the kernel's turn.
 
 **Overlap.** The kernel lets its successor start first of all. Its `ROOM` of shared memory leaves some for small kernels beside it, and it asks for few
 registers. The next product's programs start as this one's end. A longer row of kernels between two products makes no difference, as each lets its successor start.
@@ -40,6 +40,8 @@ SERVED = range(2, 65)
 """With these numbers of tokens layers were faster than with cuBLAS, where `linear_held.py` doesn't compute the product."""
 STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
 """Microseconds of a step by groups, with few tokens."""
+LEAST_TILES = 32
+"""So many programs or more, each with one tile whose weights all have room, are faster than twice as many whose sums must be added, if sums are of 64 tokens."""
 LEAST_WEIGHTS, MOST_WEIGHTS = 1 << 20, 1 << 27
 """Smaller matrices are `_few_kernel`'s, which is one launch. Larger matrices, such as a vocabulary's, take so long that an early start is nothing."""
 
@@ -109,6 +111,9 @@ def dense_config(tokens: int, outputs: int, inputs: int, programs: int) -> Dense
     """What takes least by `microseconds`, on a device with so many multiprocessors; the same for all numbers of tokens that a tile has."""
     tokens = config_of(tokens, 1, 1).tokens
     total = blocks(inputs, STEP)
+    whole = config_of(tokens, 1, total)
+    if tokens == 64 and total <= whole.w_stages and LEAST_TILES <= blocks(outputs, ROWS) <= programs // 2:
+        return whole
     found = []
     for groups in (1, 2, 3) if tokens <= 64 else (1, 2):  # with three there is room for too few stages
         tiles = blocks(outputs, ROWS * groups)
