@@ -4,7 +4,7 @@
 
 Each sum is of [rows, features] in bfloat16 and adds to a residual. A CUDA graph has `--repeat` of them, one behind the other. The table has
 microseconds for each sum, of the slowest rank, the median of `--rounds` replays. Ranks' devices begin a replay together, behind a sum of their own, as
-hosts launch tens of microseconds apart. "ours" is what an engine takes; the others are the ways of it. "+ norm" has a norm behind the sum: behind words as
+hosts launch tens of microseconds apart. "ours" is what an engine takes; the others are the ways of it. "+ norm" has a norm behind the sum: behind bare words as
 a kernel of its own, behind flags in the same one. Results are compared, bit by bit, with sums in the order of the ranks. NCCL may round after each
 rank: the table says by how much its sums of more than two ranks differ at most.
 """
@@ -51,9 +51,9 @@ def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
     nccl, peer, end = comms(host, device)
     usual = end.limits
 
-    def forced(add: Sum, words: int, bare: int = 0, once: int = 0) -> Sum:
+    def forced(add: Sum, bare: int, once: int = 0) -> Sum:
         def run(x: torch.Tensor, residual: torch.Tensor) -> None:
-            end.limits = usual._replace(words=words, bare=bare, once=once)
+            end.limits = usual._replace(bare=bare, once=once)
             add(x, residual)
             end.limits = usual
 
@@ -63,11 +63,10 @@ def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
         peer.add_norm_(x, residual, Norm(torch.ones_like(x[0]), 1e-6))
 
     found: dict[str, Sum] = {"NCCL": nccl.all_reduce_, "ours": peer.all_reduce_}
-    found["words"], found["flags"] = forced(peer.all_reduce_, 2**22), forced(peer.all_reduce_, 0)
-    found["bare"] = forced(peer.all_reduce_, 0, 2**22, 2**22)
+    found["flags"], found["bare"] = forced(peer.all_reduce_, 0), forced(peer.all_reduce_, 2**31, 2**31)
     if host.size & (host.size - 1) == 0:
-        found["twice"] = forced(peer.all_reduce_, 0, 2**31)
-    found["words + norm"], found["flags + norm"] = forced(with_norm, 2**22), forced(with_norm, 0)
+        found["twice"] = forced(peer.all_reduce_, 2**31)
+    found["bare + norm"], found["flags + norm"] = forced(with_norm, 2**31, 2**31), forced(with_norm, 0)
     return found
 
 
@@ -117,8 +116,6 @@ def measure(args: argparse.Namespace) -> None:
     for rows in (int(one) for one in args.rows.split(",")):
         line = f"{rows:6} rows {rows * args.features * 2 / 1024:9.0f} KiB"
         for name, add in every.items():
-            if name.startswith(("words", "bare")) and rows * args.features * 2 > 2**22:
-                continue
             torch.manual_seed(args.rank)
             x = torch.randn(rows, args.features, device=device).to(torch.bfloat16)
             residual = torch.zeros_like(x)

@@ -52,32 +52,21 @@ ALL = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.days(2)
 @pytest.mark.parametrize(
-    ("ranks", "calls", "most_words", "bare"),
-    [
-        (2, 8, 2000, (0, 0)),
-        (3, 5, 0, (0, 0)),
-        (4, 4, 700, (0, 0)),
-        (2, 6, 2**20, (0, 0)),
-        (3, 4, 2**20, (0, 0)),
-        (2, 6, 0, (2**20, 2**20)),
-        (3, 6, 0, (2**20, 2**20)),
-        (2, 6, 0, (2**20, 0)),
-        (4, 8, 300, (9000, 1000)),
-    ],
+    ("ranks", "calls", "bare", "once"),
+    [(2, 6, 0, 0), (3, 5, 0, 0), (4, 4, 700, 700), (2, 6, 2**20, 2**20), (3, 6, 2**20, 2**20), (2, 6, 2**20, 0), (4, 8, 9000, 1000)],
 )
 def test_sums_of_mixed_sizes_are_the_twins_bits(
-    ranks: int, calls: int, most_words: int, bare: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ranks: int, calls: int, bare: int, once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of up to `most_words` bytes go as words. `bare`:
-    up to how many bytes they go as bare words, and up to how many of these at once, and not in two rounds."""
+    """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of up to `bare` bytes go as bare words, those of
+    up to `once` bytes not in two rounds."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
-    monkeypatch.setattr(peer_sums, "_WORD_PROGRAMS", 5)
-    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 10)
+    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 10)  # which have up to two rounds: a phase sends all of them
     monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
-    limits = Limits(most_words, 2**31, *bare)
+    limits = Limits(0, 2**31, bare, once)
     rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
     ends = ends_of(ranks, rooms, limits)
-    choose = random.Random(ranks + most_words)
+    choose = random.Random(ranks + bare)
     shapes: list[tuple[int, ...]] = [(1,), (2,), (3, 40), (2, 1024), (5, 1000), (17, 256), (1, 5000)]
     for call in range(calls):
         x = numbers(choose, ranks, shapes, ALL)
@@ -96,10 +85,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
             assert torch.equal(flags, ends[0]._rounds[:, None].expand(3, ranks))
     for end in ends:
         assert end._rounds.tolist() == ends[0]._rounds.tolist()
-        assert end._words_rounds.tolist() == ends[0]._words_rounds.tolist()
         assert end._bare_rounds.tolist() == ends[0]._bare_rounds.tolist()
-    rounds = int(ends[0]._rounds[0] + ends[0]._words_rounds[0] + ends[0]._bare_rounds[0])
-    assert rounds > calls or 0 < most_words < 2**20 or bare[0] > bare[1], "a program has had several rounds"
+    rounds = int(ends[0]._rounds[0] + ends[0]._bare_rounds[0])
+    assert rounds > calls or bare, "a program has had several rounds"
 
 
 @pytest.mark.days(2)
@@ -151,7 +139,7 @@ def test_words_are_sent_with_the_round_to_its_half_of_the_room() -> None:
     one, two = ends_of(2, rooms)
     ones = torch.ones(512, dtype=torch.bfloat16)
     for end in (one, two):
-        end.add_(ones.clone(), take=False)
+        end.gather(ones.clone(), torch.empty(2, 512, dtype=torch.bfloat16), take=False)
     slots = rooms[0][: 2 * 8 * 1024 * 128 * 2].view(torch.int32).view(2, 128, 2, 1024, 2)
     marks = slots[1, 0, 1, :256, 1]
     assert (marks == 1).all() and not slots[1, 0, 0].any() and not slots[0].any() and not slots[1, 1:].any()
@@ -172,13 +160,13 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
 
     for ranks, limits in LIMITS.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
-        names = "peer_words", "peer_units", "peer_bare", "peer_bare_twice"
+        names = "peer_units", "peer_bare", "peer_bare_twice"
         end._kernels = SimpleNamespace(**{name: Kernel(ranks, name) for name in names}, DTYPES={torch.bfloat16: None})
         for num_bytes in (2**13, 2**18, 2**18 + 2, limits.most):
             end.add_(torch.empty(num_bytes // 2, dtype=torch.bfloat16))
-    words, units, bare, twice = names
+    units, bare, twice = names
     assert launched == [
-        *[(2, words)] * 2, *[(2, units)] * 2, (3, words), *[(3, units)] * 3, (4, bare), (4, twice), (4, units), (4, twice),
+        *[(2, bare)] * 2, *[(2, units)] * 2, (3, bare), *[(3, units)] * 3, (4, bare), (4, twice), (4, units), (4, twice),
     ]  # fmt: skip
 
 

@@ -379,7 +379,7 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
 
 
 PEERS = {
-    "peer_words": {"W": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "GATHER": False},
+    "peer_words": {"W": 256, "SLOT": 1024},
     "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.float32},
     "peer_bare_twice": {"PART": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True},
     "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
@@ -401,7 +401,7 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
     }
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
     pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]
-    types = dict.fromkeys(pointers, "*i32" if "DTYPE" in constants else "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(pointers, "*bf16" if name == "peer_units" else "*i32") | {"eps": "fp32"}
     types |= {"peers_ptr": "*i64", "rounds_ptr": "*i32"}
     return gluon(
         kernel,

@@ -55,8 +55,7 @@ def wait_slowly(seconds: float) -> None:
 
 def words(choose: random.Random) -> tuple[torch.Tensor, str]:
     """A part for each rank that goes as words, and what becomes of it."""
-    count = choose.choice([2, 64, 600, 1500])
-    return torch.randn(RANKS, count).to(torch.bfloat16), choose.choice(["add", "add", "gather"])
+    return torch.randn(RANKS, choose.choice([2, 64, 600, 1500])).to(torch.bfloat16), "gather"
 
 
 def bare(choose: random.Random) -> tuple[torch.Tensor, str]:

@@ -17,7 +17,7 @@ _BARE_PROGRAMS = 256
 class Limits(NamedTuple):
     """Largest sums in bytes, by the way they go.
 
-    `words`: with the number of the round, which are twice as many bytes. `bare`: as bare words, whatever `words` says; up to `once` each rank sends
+    `words`: what is gathered, with the number of the round, which are twice as many bytes. `bare`: sums as bare words; up to `once` each rank sends
     all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones.
     """
 
@@ -27,9 +27,13 @@ class Limits(NamedTuple):
     once: int = 2**31
 
 
-LIMITS = {2: Limits(2**19, 2**31), 3: Limits(2**16, 2**19), 4: Limits(2**18, 2**24, bare=2**24, once=2**17)}
+LIMITS = {
+    2: Limits(2**19, 2**31, bare=2**22),
+    3: Limits(2**16, 2**19, bare=2**16),
+    4: Limits(2**18, 2**24, bare=2**24, once=2**17),
+}
 """By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL."""
-MORE_RANKS = Limits(2**16, 2**17)
+MORE_RANKS = Limits(2**16, 2**17, bare=2**16)
 """Of five to eight ranks, which haven't been measured."""
 
 
@@ -102,24 +106,21 @@ class PeerSums:
     ) -> None:
         """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
         out = x if residual is None else residual
-        kind: dict[str, Any] = {"GATHER": False, "ADD": residual is not None, "SEND": send, "TAKE": take}
-        bare = x.nbytes <= self.limits.bare and x.nbytes % 4 == 0 and out.dtype == x.dtype
-        if bare or self._as_words(x, out):
+        # all ranks must go the same way, so addresses don't count
+        if x.nbytes <= self.limits.bare and x.nbytes % 4 == 0 and out.dtype == x.dtype:
             aligned = out if out.data_ptr() % 4 == 0 else out.clone()
             source = x if x.data_ptr() % 4 == 0 else x.clone()
-            if bare:
-                self._run_bare(source, aligned, ADD=kind["ADD"], SEND=send, RELAY=relay, TAKE=take)
-            else:
-                self._run_words(source, aligned, kind)
+            self._run_bare(source, aligned, ADD=residual is not None, SEND=send, RELAY=relay, TAKE=take)
             if aligned is not out:
                 out.copy_(aligned)
-        else:
-            self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
+            return
+        kind = {"GATHER": False, "ADD": residual is not None, "NORM": 0, "SEND": send, "TAKE": take}
+        self._run_units(Units(x, out, x, x, _unit(x)), kind)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
         known = x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
-        return known and max(self.limits.words, self.limits.bare) < x.nbytes
+        return known and self.limits.bare < x.nbytes
 
     def add_norm_(
         self,
@@ -144,28 +145,21 @@ class PeerSums:
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
-        kind: dict[str, Any] = {"GATHER": True, "ADD": False, "SEND": send, "TAKE": take}
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
         x = x if x.data_ptr() % 4 == 0 else x.clone()
         x, out = (one.view(-1).view(torch.uint8).view(words) for one in (x, out))
         if words == torch.int32 and x.nbytes <= self.limits.words:
-            self._run_words(x, out, kind)
+            self._run_words(x, out, SEND=send, TAKE=take)
         else:
-            self._run_units(Units(x, out, x, x, _unit(x)), {**kind, "NORM": 0})
+            kind = {"GATHER": True, "ADD": False, "NORM": 0, "SEND": send, "TAKE": take}
+            self._run_units(Units(x, out, x, x, _unit(x)), kind)
 
-    def _as_words(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether these go as words: not too large, and in the same 16 bits. All ranks answer alike, so addresses don't count."""
-        small = x.nbytes <= self.limits.words and x.nbytes % 4 == 0
-        return small and out.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
-
-    def _run_words(self, x: torch.Tensor, out: torch.Tensor, kind: dict[str, Any]) -> None:
-        words, out_words = (one.view(-1).view(torch.int32) for one in (x, out))
+    def _run_words(self, words: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:
         width = _few_words(words.numel())
         programs = min(_WORD_PROGRAMS, -(-words.numel() // width))
         self._kernels.peer_words[(programs,)](
-            words, out_words, self._words_part, self._words_rounds, words.numel(), self._rank,
-            W=width, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, DTYPE=self._kernels.DTYPES[x.dtype],
-            num_warps=max(2, width // 128), **self._how, **kind,
+            words, out, self._words_part, self._words_rounds, words.numel(), self._rank,
+            W=width, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
 
     def _run_bare(self, x: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:

@@ -1,6 +1,6 @@
 """A sum of ranks, or all their numbers, in one launch: each rank writes its numbers into other ranks' rooms, and reads what has come into its own.
 
-`peer_words` (few numbers): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
+`peer_words` (few numbers of all ranks, which aren't added up): each 4 bytes go with the number of the round, in one store of 8 bytes. So the numbers themselves say when they are
 there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
 another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
 `peer_bare` (sums): 4 bytes go as their complement, which is never 0. Whoever has read them puts a 0 there. So again the numbers themselves say when
@@ -21,8 +21,8 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int32: tl.float16, torch.float32: tl.float32}
-"""Of the numbers in a word. Words that are only gathered have none, which nobody asks."""
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Of the numbers in a word."""
 
 
 @triton.jit
@@ -85,12 +85,12 @@ def _scaled(x, scale, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def peer_words(
     x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
-    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
-    GATHER: tl.constexpr, ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
+    SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. `num` words of 32 bits in units of W; program p has units p, p + the number of programs, ... A unit is a round.
 
-    Rounds are as those of `peer_units`, but counted by themselves, in a part of the room that only words use. A sum is of two numbers of DTYPE in a word.
+    Rounds are as those of `peer_units`, but counted by themselves, in a part of the room that only words use.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
@@ -111,23 +111,11 @@ def peer_words(
                     theirs = tl.multiple_of(tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)), 16)
                     tl.store(theirs + slots + rank * SLOT + at, marked, mask=mask)
         if TAKE:
-            if ADD:
-                old = tl.load(out_ptr + place, mask=mask, other=0)
-            low, high = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
             for peer in tl.static_range(N):
                 part = x
                 if peer != rank:
                     part = _arrived(own + slots + peer * SLOT + at, mask, round, WAIT)
-                if GATHER:
-                    tl.store(out_ptr + peer * num + place, part, mask=mask)
-                else:
-                    low += _low(part, DTYPE)
-                    high += _high(part, DTYPE)
-            if not GATHER:
-                total = _word(low, high, DTYPE)
-                if ADD:
-                    total = _word(_low(total, DTYPE) + _low(old, DTYPE), _high(total, DTYPE) + _high(old, DTYPE), DTYPE)
-                tl.store(out_ptr + place, total, mask=mask)
+                tl.store(out_ptr + peer * num + place, part, mask=mask)
         unit += programs
         tl.debug_barrier()  # no thread sends the next round's words before all have those of this one
     if TAKE:
