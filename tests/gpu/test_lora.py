@@ -10,6 +10,7 @@ import torch
 
 from helpers.adapters import merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import DEVICE, counted_graphs, device_llm
 from pagerunner import LoRARequest, SamplingParams
 from pagerunner.ops import lora
@@ -57,10 +58,10 @@ def test_the_kernels_add_what_the_twins_do(dtype: torch.dtype, tokens: int, inpu
     assert torch.equal(got[own < 0], y.cpu()[own < 0])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
     """Four adapters and none in two slots, so graphs are replayed with adapters that change."""
-    base = make_checkpoint(tmp_path, family)
+    base = (make_checkpoint if family in ("llama", "qwen3") else make_window_checkpoint)(tmp_path, family)
     adapters = [
         LoRARequest(f"a{n}", 1, str(random_adapter(base, tmp_path / f"a{n}", rank=(4, 16, 3, 9)[n], seed=n)))
         for n in range(4)
