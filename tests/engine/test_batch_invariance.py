@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from pagerunner import LLM, ConfigError, EngineArgs, SamplingParams
 
@@ -28,11 +29,11 @@ def numbers(output: Any) -> Numbers:
     return [sorted((token, entry.logprob) for token, entry in place.items()) for place in one.logprobs]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "gemma3_text"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with biases, norms of heads, windows of 20 tokens."""
+    """Models with biases, norms of heads, windows of 20 tokens, experts, sinks."""
     folder = tmp_path_factory.mktemp("model")
-    if request.param == "gemma3_text":
+    if not request.param.startswith("qwen") or request.param.endswith("moe"):
         return make_window_checkpoint(folder, request.param)
     return make_checkpoint(folder, request.param)
 
@@ -72,12 +73,14 @@ def test_eager_steps_and_preemption_change_nothing(path: Path, llm: LLM) -> None
         SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, seed=1),
     )
     alone = [numbers(llm.generate([prompt], long, False)[0]) for prompt in prompts]
-    pages = 24 if path.name.startswith("gemma3") else 17
+    pages = 24 if path.name.startswith(("gemma3", "gpt")) else 17
     tight = LLM(
         str(path), enforce_eager=True, enable_prefix_caching=False, **(OPTIONS | {"num_gpu_blocks_override": pages})
     )
     assert [numbers(output) for output in tight.generate(prompts, long, False)] == alone
-    assert tight.stats().preemptions_total or path.name.startswith("gemma3")  # whose windows leave pages for all
+    assert tight.stats().preemptions_total or path.name.startswith(
+        ("gemma3", "gpt")
+    )  # whose windows leave pages for all
 
 
 def test_prefill_is_decode(llm: LLM, alone: list[Numbers]) -> None:
@@ -115,11 +118,13 @@ def test_what_is_not_covered_is_refused_by_name(options: dict[str, Any], word: s
 
 
 def test_layers_that_are_not_covered_are_refused(tmp_path: Path) -> None:
-    path = make_window_checkpoint(tmp_path, "qwen3_moe")
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        LLM(str(path), **OPTIONS)
+    with pytest.raises(ConfigError, match="latent attention"):
+        LLM(str(make_latent_checkpoint(tmp_path, "deepseek_v3")[0]), **OPTIONS)
+    dense = str(make_checkpoint(tmp_path, "qwen3"))
     with pytest.raises(ConfigError, match="in float32 with a C compiler"):
-        LLM(str(make_checkpoint(tmp_path, "qwen3")), **(OPTIONS | {"dtype": "bfloat16"}))
+        LLM(dense, **(OPTIONS | {"dtype": "bfloat16"}))
+    with pytest.raises(ConfigError, match="served by triton"):
+        LLM(dense, attention_backend="triton", **OPTIONS)
 
 
 def test_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,10 @@ from pagerunner.ops.kernels.paged_attention import (
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
+from pagerunner.ops.kernels.paged_fixed import fixed_kernel, fixed_tiles
 from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
 from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
+from pagerunner.ops.numerics import FIXED
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
@@ -335,7 +337,7 @@ def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> di
     return _attention(few_drafts_kernel, tiles, constants)
 
 
-def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], **more: str) -> dict[str, Any]:
+def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], fusion: bool = True, **more: str) -> dict[str, Any]:
     """A kernel of decode attention with bfloat16 pages, or of the types `more`."""
     names = kernel.arg_names
     pointers = [name for name in names if name.endswith("_ptr")]
@@ -346,6 +348,7 @@ def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], **more: str) 
     types = {name: type for name, type in (types | more).items() if name in names}
     strides = [name for name in names if re.search("_s[tehs]$", name)]
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers, "launch_pdl": True}
+    options["enable_fp_fusion"] = fusion
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
@@ -376,6 +379,33 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
     }
     held = "*u8" if fp8 else "*bf16"
     return _attention(drafts_kernel, tiles, constants, kp_ptr=held, vp_ptr=held)
+
+
+def fixed(group: int, dim: int, one: bool, reach: bool, split: bool) -> dict[str, Any]:
+    """Attention in a fixed order, `ops/kernels/paged_fixed.py`, as it is launched for bfloat16."""
+    tiles = fixed_tiles(padded(group), 2 * padded(dim), exact=False)
+    constants = {
+        "K": 8,
+        "G": group,
+        "GP": padded(group),
+        "BM": tiles.rows,
+        "D": dim,
+        "DP": padded(dim),
+        "DV": dim,
+        "DVP": padded(dim),
+        "PAGE": 16,
+        "BN": tiles.keys,
+        "PIECE": FIXED.piece,
+        "ONE": one,
+        "REACH": reach,
+        "SINKS": False,
+        "SOFTCAP": False,
+        "SPLIT": split,
+        "TO": tl.bfloat16,
+        "PDL": True,
+    }
+    rows = dict.fromkeys(("slots_ptr", "starts_ptr", "lengths_ptr", "tiles_ptr"), "*i32")
+    return _attention(fixed_kernel, tiles, constants, **rows, values_ptr="*fp32", fusion=False)
 
 
 PEERS = {

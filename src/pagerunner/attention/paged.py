@@ -48,6 +48,7 @@ class PagedBackend:
         min_sharing_rows=MIN_SHARING_ROWS,
         drafts=True,
         triton=True,
+        invariant=True,
     )
     fixed = False
     """Whether plans are `fixed`, see PagedPlan."""

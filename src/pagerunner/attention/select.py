@@ -73,7 +73,7 @@ def select_backends(
         candidates = _candidates(group.kind, wanted, device)
         backend, reasons = _first_that_serves(group, candidates, device, dtype, scores)
         if batch_invariant:
-            _fix(group, backend, reasons)
+            _fix(group, backend, device, reasons)
         logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
         found.append(backend)
         refusals += reasons
@@ -83,8 +83,9 @@ def select_backends(
     return found
 
 
-def _fix(group: GroupPlan, backend: Backend, reasons: Sequence[str]) -> None:
-    if not isinstance(backend, PagedBackend) or not backend.capabilities.invariant:
+def _fix(group: GroupPlan, backend: Backend, device: torch.device, reasons: Sequence[str]) -> None:
+    by_kernels = device.type == "cuda" or backend.capabilities.cpu_kernels  # twins sum by the step
+    if not (isinstance(backend, PagedBackend) and backend.capabilities.invariant and by_kernels):
         raise ConfigError(
             f"batch_invariant=True isn't there for group {group.name} ({group.kind}): its layers are served by {backend.name}, whose sums depend on "
             f"what else a step computes{''.join(f'; {reason}' for reason in reasons)}. Leave batch_invariant out."

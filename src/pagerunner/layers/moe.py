@@ -288,7 +288,8 @@ class Router(Module):
     """Scores every expert for every token, in float32, and chooses.
 
     Its matrix [E, D] stays in the model's dtype in every format. `bias` is what a checkpoint calls a bias of the logits; `choice_bias` one
-    of the scores that counts for the choice alone, in float32. None: there is none.
+    of the scores that counts for the choice alone, in float32. None: there is none. `tokens_at_once`: more are scored in several calls, whose sums are in
+    one order then; None: by torch.
     """
 
     def __init__(
@@ -303,6 +304,7 @@ class Router(Module):
     ) -> None:
         super().__init__()
         self.experts, self.routing, self.bias, self.choice_bias = experts, routing, bias, choice_bias
+        self.tokens_at_once: int | None = None
         self.weights = {"weight": torch.empty(experts, features, dtype=dtype, device="meta")}
         if bias is not None:
             self.weights[bias] = torch.empty(experts, dtype=dtype, device="meta")
@@ -311,7 +313,7 @@ class Router(Module):
 
     def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None, most_tokens: int = 0) -> Routes:
         """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them. `most_tokens`: see `ForwardBatch`."""
-        logits_TE = expert_logits(x_TD, self.weights["weight"], self._weight(self.bias))
+        logits_TE = self._logits(x_TD)
         return self._routes(logits_TE, chosen_TA, None)._replace(most_tokens=most_tokens)
 
     def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
@@ -321,13 +323,19 @@ class Router(Module):
             row_T = None  # kernels for one token read the experts that it has
         if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= MOST_TOKENS:
             stream.add_sums()  # so few tokens' norm and logits are one kernel
-        if stream.sums is not None:
+        if stream.sums is not None or self.tokens_at_once is not None:
             normed_TD = stream.normed(norm)
-            routes = self._routes(expert_logits(normed_TD, *own), None, row_T)
+            routes = self._routes(self._logits(normed_TD), None, row_T)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
         pending_TD, stream.pending_TD = stream.pending_TD, None
         stream.x_TD, normed_TD, logits_TE = norm_expert_logits(stream.x_TD, norm.parameters, *own, pending_TD)
         return normed_TD, self._routes(logits_TE, None, row_T)._replace(most_tokens=stream.most_tokens)
+
+    def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        own, most = (self.weights["weight"], self._weight(self.bias)), self.tokens_at_once
+        if most is None or x_TD.shape[0] <= most:
+            return expert_logits(x_TD, *own)
+        return torch.cat([expert_logits(part, *own) for part in x_TD.split(most)])
 
     def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None, row_T: torch.Tensor | None) -> Routes:
         return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T)

@@ -59,6 +59,8 @@ class ExpertsInPanels(ExpertMethod):
     """
 
     linear: _OfOneExpert
+    fixed = False
+    """Whether more tokens run as several steps of few: sums over a token's experts then have one order."""
 
     def __init__(self, width: int, features: int, inner: int, form: WeightMethod | None = None) -> None:
         super().__init__(_OfOneExpert(width, features, inner, form))
@@ -94,6 +96,13 @@ class ExpertsInPanels(ExpertMethod):
     ) -> torch.Tensor:
         """See ExpertMethod."""
         gate_up, down, activation, weigh_inputs = own
+        if self.fixed and x_TD.shape[0] > mixture.FEW_TOKENS:
+            out_TD = torch.zeros_like(x_TD) if residual_TD is None else residual_TD
+            for x, weights, experts_of, out in zip(
+                *(one.split(mixture.FEW_TOKENS) for one in (x_TD, *routes[:2], out_TD)), strict=True
+            ):
+                self.apply(x, Routes(weights, experts_of), own, out)
+            return out_TD
         if mixture.serves(x_TD, routes, residual_TD):
             matrices = mixture.Matrices(gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias"))
             how = self.linear.layout_of(gate_up).section, activation

@@ -25,6 +25,8 @@ ROOM = 227 * 1024
 PRODUCTS = [("many", "bf16", True, 0, False), ("many", "fp16", False, 0, False), ("many", "bf16", True, 2, True)]
 ROUNDING = [("rounding", 1), ("rounding", 2), ("rounding", 64)]
 ADAPTERS = [("adapters", "shrink", 512), ("adapters", "expand", 128), ("adapters", "expand", 512)]
+FIXED = [("fixed", 4, 128, *flags) for flags in ((True, False, False), (True, False, True), (False, False, False))]
+FIXED += [("fixed", 2, 64, False, True, False)]
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 
 
@@ -140,6 +142,7 @@ CASES = [
     *few_cases(),
     *drafts_cases(),
     *few_drafts_cases(),
+    *turns(FIXED, 1),
     *recurrence_cases(),
     *ADAPTERS,
     *vectors_cases(),
@@ -168,7 +171,7 @@ def test_kernels_stay_on_their_way(case, compiled):
     """ptxas says so (C75xx) when it runs products one by one; nothing else would show it.
 
     Some keep bytes for want of registers, up to 64: products of few tokens, 192 tokens with zero points, and streams with 128 pairs a tile. Of drafts, 64 queries with
-    fp8 pages keep up to 96. Few rows with more
+    fp8 pages keep up to 96. Attention in a fixed order, with two results in registers, up to 150. Few rows with more
     than 8 heads of 256 numbers keep up to 700.
     """
     found = compiled[case]
@@ -177,6 +180,8 @@ def test_kernels_stay_on_their_way(case, compiled):
     most = (
         700
         if case[0] == "few" and case[1] > 8 and case[2] == 256
+        else 150
+        if case[0] == "fixed"
         else 64
         if case[0] in ("wide", "streams", "drafts", "held")
         else 0

@@ -26,7 +26,7 @@ from pagerunner.lora.adapter import Targets
 from pagerunner.lora.loader import AdapterLoader
 from pagerunner.lora.region import Products, Region, RowAdapters, plain_buffer
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.models.checkpoint.fixed import fix_products
+from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
     Model,
@@ -125,6 +125,8 @@ def load_model(
         weights = arena.reserve("weights", weights_bytes(model))
         materialize(model, weights)
         fill_weights()
+        if config.batch_invariant and device.type == "cuda":
+            check_fixed(model)
     meter.loaded_bytes = 0 if config.load_format == "dummy" else weights.nbytes
     return model, share, weights, fill_weights
 

@@ -7,7 +7,13 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.models.checkpoint.loader import Model
+from pagerunner.ops.native.mixture import FEW_TOKENS
+from pagerunner.quant.base import Unquantized
+from pagerunner.quant.expert_panels import ExpertsInPanels
+from pagerunner.quant.fixed import FixedOrder, check_products, without_work_space
 from pagerunner.quant.panels import InPanels
+
+_ON_CPUS = "a CPU's products have a fixed order by its own kernels, in float32 with a C compiler"
 
 
 def fix_products(model: Model, device: str) -> None:
@@ -18,18 +24,48 @@ def fix_products(model: Model, device: str) -> None:
     Raises:
         ConfigError: a layer has products that can't.
     """
-    if device != "cpu":
-        raise _refused(f"a {device} device so far", "its products are chosen by the number of tokens")
+    if device == "cuda":
+        without_work_space()
     for module in model.modules():
         if isinstance(module, Experts | Router):
-            raise _refused("a mixture of experts", "experts are computed by what else a step sends to them")
+            _fix_mixture(module, device)
         if not isinstance(module, Linear | Embedding) or (
             isinstance(module, Embedding) and not getattr(model, "tied", False)
         ):
             continue
-        if not isinstance(module.method, InPanels):
-            why = "a CPU's products have a fixed order by its own kernels, in float32 with a C compiler"
-            raise _refused(f"weights as {type(module.method).__name__} on a CPU", why)
+        if isinstance(module, Linear) and module.needs_dense:
+            raise _refused("latent attention", "its matrices are multiplied in other shapes by the number of tokens")
+        if device == "cuda" and type(module.method) is Unquantized:
+            module.store(FixedOrder())
+        elif device == "cuda":
+            raise _refused(
+                f"weights as {type(module.method).__name__}", "their products are chosen by the number of tokens"
+            )
+        elif not isinstance(module.method, InPanels):
+            raise _refused(f"weights as {type(module.method).__name__} on a CPU", _ON_CPUS)
+
+
+def _fix_mixture(module: Experts | Router, device: str) -> None:
+    if device == "cuda":
+        raise _refused(
+            "a mixture of experts on a cuda device", "experts are computed by what else a step sends to them"
+        )
+    if isinstance(module, Router):
+        module.tokens_at_once = FEW_TOKENS
+    elif isinstance(module.method, ExpertsInPanels):
+        module.method.fixed = True
+    else:
+        raise _refused(f"experts as {type(module.method).__name__} on a CPU", _ON_CPUS)
+
+
+def check_fixed(model: Model) -> None:
+    """Try the products of a model that has its weights, on a CUDA device. Raises ConfigError if what is beside a token changes its bits."""
+    fixed = (
+        module
+        for module in model.modules()
+        if isinstance(module, Linear | Embedding) and isinstance(module.method, FixedOrder)
+    )
+    check_products(module.dense_OI if isinstance(module, Linear) else module.table_VD for module in fixed)
 
 
 def _refused(what: str, why: str) -> ConfigError:

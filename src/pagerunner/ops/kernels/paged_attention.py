@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.fresh_rows import attend_fresh_rows
+from pagerunner.ops.kernels import paged_fixed
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
@@ -557,6 +558,9 @@ def paged_attention(
     scores: Scores,
 ) -> torch.Tensor:
     """See the twin."""
+    if plan.fixed:
+        dot = _TL_DTYPES[_dot_dtype(q_THD, pages)]
+        return paged_fixed.attend(q_THD, k_TKD, v_TKV, pages, table_SW, rows, plan, scores, dot)
     return _Call(q_THD, k_TKD, v_TKV, pages, table_SW, rows, plan, scores).run()
 
 
@@ -578,6 +582,9 @@ def projected_attention(
     work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels). A strided batch is one kernel if it has few rows.
     """
     q, k, v = prep.split(qkv_TND)
+    if plan.fixed:
+        prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
+        return paged_attention(q, k, v, pages, table_SW, rows, plan, scores)
     choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
     few = are_few(rows.slots_R.shape[0], prep.num_kv_heads, choices.group)
     cheap = pages.scales is not None or reach or few

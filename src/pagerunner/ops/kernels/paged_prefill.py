@@ -115,7 +115,7 @@ def _past_tiles(
 
 
 @triton.jit
-def _oldest(past, first, query_M, window, chunk, REACH: tl.constexpr):
+def oldest_keys(past, first, query_M, window, chunk, REACH: tl.constexpr):
     """The oldest position that the block's first query sees, and that every query sees."""
     oldest = 0
     oldest_M = tl.zeros_like(query_M)
@@ -148,7 +148,8 @@ def _keys_of_part(part, parts, past_from, past_to, new_from, new_to, BN: tl.cons
 
 
 @triton.jit
-def _row_of(part_ptr, part, num_rows):
+def row_of(part_ptr, part, num_rows):
+    """Whose part this is, of prefix sums [R + 1] of the rows' parts."""
     row = 0
     for start in range(0, num_rows, 256):
         i = start + tl.arange(0, 256)
@@ -175,7 +176,7 @@ def prefill_kernel(
     head = tl.program_id(0) % K
     index = tl.load(part_ptr + num_rows) - 1 - tl.program_id(0) // K
     if index >= 0:
-        row = _row_of(part_ptr, index, num_rows)
+        row = row_of(part_ptr, index, num_rows)
         token = tl.load(starts_ptr + row)
         num_new = tl.load(starts_ptr + row + 1) - token
         first_part, parts = part_of_row(part_ptr, row, num_new, BT)
@@ -190,7 +191,7 @@ def prefill_kernel(
         token_M = (token + query_M).to(tl.int64)
         q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
         q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
-        oldest, oldest_M = _oldest(past, first, query_M, window, chunk, REACH)
+        oldest, oldest_M = oldest_keys(past, first, query_M, window, chunk, REACH)
         highest, total = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DVP], tl.float32)
 

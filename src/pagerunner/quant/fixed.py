@@ -1,0 +1,87 @@
+"""Products whose sums are made in the same order for every number of tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from pagerunner.errors import ConfigError
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.stored import Stored
+from pagerunner.quant.base import Unquantized, WeightMethod, Weights
+
+_WORK_SPACE = "CUBLAS_WORKSPACE_CONFIG"
+_TRIED = (1, 2, 3, 4, 7, 9, 16, 33, 64, 128, 200, 257)  # tokens
+
+
+def without_work_space() -> None:
+    """Have cuBLAS take none, in this process and for all engines in it. torch and cuBLAS look once, at the first product on a device."""
+    os.environ[_WORK_SPACE] = ":0:0"
+
+
+def check_products(matrices: Iterable[torch.Tensor]) -> None:
+    """Try matrices [O, I] of each shape: rows have to be the same bits in products of few tokens and of many.
+
+    Raises:
+        ConfigError: they aren't.
+    """
+    tried = set()
+    for weight_OI in matrices:
+        if weight_OI.shape in tried:
+            continue
+        tried.add(weight_OI.shape)
+        generator = torch.Generator(weight_OI.device).manual_seed(0)
+        x_TI = torch.randn(max(_TRIED), weight_OI.shape[1], generator=generator, device=weight_OI.device).to(
+            weight_OI.dtype
+        )
+        for tokens in _TRIED:
+            outputs = (F.linear(x_TI, weight_OI)[:tokens], F.linear(x_TI[:tokens], weight_OI))
+            sums = (
+                torch.addmm(outputs[0], x_TI[:tokens], weight_OI.t()),
+                torch.addmm(F.linear(x_TI, weight_OI), x_TI, weight_OI.t())[:tokens],
+            )
+            if not (torch.equal(*outputs) and torch.equal(*sums)):
+                raise ConfigError(
+                    f"batch_invariant=True: cuBLAS computes a matrix of {list(weight_OI.shape)} by other sums for {tokens} tokens than for {max(_TRIED)}. It has "
+                    f"work space if this process had products on the device before: start it with {_WORK_SPACE}=:0:0 in the environment, or leave batch_invariant out."
+                )
+
+
+class FixedOrder(Unquantized):
+    """One matrix in the model's dtype, multiplied by cuBLAS for any number of tokens: one arithmetic, if cuBLAS has no work space.
+
+    With work space it divides long sums among multiprocessors, how far by the number of tokens; see `without_work_space`.
+    Norms, gates and biases are kernels of their own, which round as they do for many tokens.
+    """
+
+    def matrix(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | Stored | None:
+        """None: kernels of other products would sum in other orders."""
+        return None
+
+    def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
+        """See WeightMethod."""
+        return False
+
+    def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """See WeightMethod. With a bias torch would call another library."""
+        out_TO = F.linear(x_TI, weights["weight"])
+        return out_TO.add_(weights["bias"]) if "bias" in weights else out_TO
+
+    def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
+        """See WeightMethod."""
+        if "bias" in weights:
+            residual_TO.add_(self.apply(x_TI, weights))
+        else:
+            residual_TO.addmm_(x_TI, weights["weight"].t())
+
+    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        return WeightMethod.apply_to_norm(self, x_TI, norm, weights)
+
+    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        return silu_and_mul(self.apply_to_norm(x_TI, norm, weights))
