@@ -104,6 +104,7 @@ def step_of(rows: int, context: int, heads: int, fp8: bool, layers: int, tokens:
 def timed(run: Callable[[], object], layers: int, in_graph: bool) -> float:
     """Microseconds of a layer."""
     bench = do_bench_cudagraph if in_graph else do_bench
+    torch.cuda.synchronize()  # what was filled on this stream, before a graph's own reads it
     found: float = bench(run, rep=20)
     return found * 1e3 / layers
 

@@ -107,8 +107,18 @@ def _scores_kernel(
 
 
 @triton.jit
-def _kept(score, live, k):
-    """Which of the live scores are the best k, of equal ones the first."""
+def _sums_before(x, B: tl.constexpr):
+    """Sums of `x` [B] up to each element and with it. Warps have rows of 128, so that they wait for each other once."""
+    WIDTH: tl.constexpr = 128 if B > 128 else B
+    rows = tl.reshape(x, (B // WIDTH, WIDTH))
+    totals = tl.sum(rows, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return tl.reshape(tl.cumsum(rows, 1) + before[:, None], (B,))
+
+
+@triton.jit
+def _kept(score, live, k, B: tl.constexpr):
+    """Which of the B scores are the best k of the live ones, of equal ones the first; and how many of these are before each of them."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     low = tl.min(tl.where(live, key, 0x7FFFFFFF), 0).to(tl.int64)
@@ -123,8 +133,14 @@ def _kept(score, live, k):
         low = tl.where(count >= k, middle, low)
     above = live & (key > low.to(tl.int32))
     equal = live & (key == low.to(tl.int32))
+    if B <= 16384:  # both in one word
+        sums = _sums_before(tl.where(above, 1, tl.where(equal, 65536, 0)), B)
+        larger, same = sums & 0xFFFF, sums >> 16
+    else:
+        larger, same = _sums_before(above.to(tl.int32), B), _sums_before(equal.to(tl.int32), B)
     need = k - tl.sum(above.to(tl.int32), 0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= need))
+    kept = above | (equal & (same <= need))
+    return kept, larger + tl.minimum(same, need) - 1
 
 
 @triton.jit
@@ -145,8 +161,7 @@ def _chunk_kernel(
     elif chunk * C < seen:
         live = at < seen
         score = tl.load(scores_ptr + token * scores_stride + at, mask=live, other=0.0)
-        kept = _kept(score, live, TOP_K)
-        place = tl.cumsum(kept.to(tl.int32), 0) - 1
+        kept, place = _kept(score, live, TOP_K, C)
         if seen <= C:
             tl.store(chosen + place, at, mask=kept)
         else:
@@ -172,8 +187,7 @@ def _chunks_kernel(
         count = tl.load(count_ptr + token * H + chunk, mask=chunk * C < seen, other=0)
         live = place < count
         score = tl.load(some_scores_ptr + token * H * KC + x, mask=live, other=0.0)
-        kept = _kept(score, live, TOP_K)
-        target = tl.cumsum(kept.to(tl.int32), 0) - 1
+        kept, target = _kept(score, live, TOP_K, B)
         at = tl.load(some_ptr + token * H * KC + x, mask=kept, other=0)
         tl.store(chosen_ptr + token * chosen_stride + target, at, mask=kept)
 
@@ -220,7 +234,7 @@ def chunk_size(width: int, top_k: int) -> int:
 
 
 def _warps(elements: int) -> int:
-    return max(4, min(32, elements // 512))
+    return max(4, min(32, elements // 1024))
 
 
 def run_scores(
