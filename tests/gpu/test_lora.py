@@ -14,6 +14,8 @@ from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import DEVICE, counted_graphs, device_llm
 from pagerunner import LoRARequest, SamplingParams
 from pagerunner.ops import lora
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.linear import Norm, norm_linear, norm_linear_silu
 from pagerunner.ops.lora import Adapters, Blocks, Fused
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "max_model_len": 256}
@@ -56,6 +58,39 @@ def test_the_kernels_add_what_the_twins_do(dtype: torch.dtype, tokens: int, inpu
         atol=2e-2 if dtype is torch.bfloat16 else 1e-3,
     )
     assert torch.equal(got[own < 0], y.cpu()[own < 0])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, [4096, 1024, 1024]), (12288, [4096]), (4096, [12288, 12288])])
+def test_one_row_has_its_adapter_in_its_own_product(inputs: int, outputs: list[int], gated: bool) -> None:
+    """The sums of one launch and of two; and a row without an adapter has the bits of the layer's own product."""
+    if gated and len(outputs) != 2:
+        pytest.skip("a gate has two products")
+    torch.manual_seed(inputs)
+    size = 16 * (inputs + max(outputs))
+    pool = (torch.randn(len(outputs) * size, device=DEVICE) * 0.05).bfloat16()
+    at = torch.arange(len(outputs), device=DEVICE) * size
+    blocks = Blocks(pool, torch.stack([at, at + 16 * inputs], 1).view(1, len(outputs), 1, 2))
+    x = torch.randn(1, inputs, device=DEVICE).bfloat16()
+    weight = (torch.randn(sum(outputs), inputs, device=DEVICE) * 0.02).bfloat16()
+    norm, layer = Norm(torch.rand(inputs, device=DEVICE).bfloat16(), 1e-6), Fused.of(0, outputs, DEVICE)
+    start, row = (
+        torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+
+    def made(slot: int) -> torch.Tensor:
+        own = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
+        adapters = Adapters.of_rows(own, start, row, 1, blocks)
+        out = x.new_empty(1, outputs[0] if gated else sum(outputs))
+        return adapters.row(layer, x, weight, None, out, norm, gated=gated)
+
+    assert torch.equal(made(-1), norm_linear_silu(x, norm, weight) if gated else norm_linear(x, norm, weight))
+    want = norm_linear(x, norm, weight)
+    own = torch.tensor([0], dtype=torch.int32, device=DEVICE)
+    Adapters.of_rows(own, start, row, 1, blocks).add_(norm(x), layer, want)
+    want = silu_and_mul(want) if gated else want
+    torch.testing.assert_close(made(0).float(), want.float(), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from check_compiled import disassembled, faults, forgotten, overwritten
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import causal_conv, gdn, indexer, lora, mamba2, peer_sum, sparse_latents
+from pagerunner.ops.kernels import causal_conv, gdn, indexer, linear, lora, mamba2, peer_sum, sparse_latents
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of
@@ -558,6 +559,18 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[
     strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
     aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
     return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
+
+
+def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:
+    """One token's product with its adapter's sums, for bfloat16."""
+    kernel, config = linear._rows_kernel, linear.rows_config(inputs, gated)
+    types = dict.fromkeys(("x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr", "pool"), "*bf16")
+    types |= {"inner": "*fp32", "slots_W": "*i32", "places": "*i64", "eps": "fp32"}
+    sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "PIECES": inputs // lora.PIECE, "BLOCKS": 1}
+    flags = {"NORM": 0, "GATED": gated, "ADD": False, "BIAS": False, "PDL": True}
+    constants = sizes | flags | {"TILE": lora.TILE, "STARTS": tuple(itertools.accumulate(outputs, initial=0))}
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    return gluon(kernel, types, constants, aligned, ASTSource, num_warps=config.warps, launch_pdl=True)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.forward import Harness, Sequence, load, prompts
 from pagerunner.batch import ForwardBatch
 from pagerunner.errors import ConfigError
+from pagerunner.layers import linear
 from pagerunner.lora.adapter import Adapter, LowRank, Targets, read_adapter
 from pagerunner.lora.region import Products, Region
 from pagerunner.ops.lora import Adapters
@@ -75,8 +76,11 @@ def test_mixed_batch_is_each_row_alone(tmp_path: Path, family: str) -> None:
     assert not torch.allclose(plain[0].logprobs[0], mixed[0].logprobs[0], atol=1e-2)
 
 
-def test_adapters_are_what_merged_weights_are(tmp_path: Path) -> None:
-    """The model with B A added to its weights computes the same."""
+@pytest.mark.parametrize("joined", [False, True])
+def test_adapters_are_what_merged_weights_are(tmp_path: Path, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model with B A added to its weights computes the same. A single row's products may add their adapters themselves, as on a GPU."""
+    if joined:
+        monkeypatch.setattr(linear, "joins_row", lambda x_TI, weight_OI: x_TI.shape[0] == 1)
     base = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
     text = prompts([12])[0]
     text[0] = 7

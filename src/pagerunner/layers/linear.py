@@ -14,7 +14,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import linear
-from pagerunner.ops.lora import Adapters, Fused
+from pagerunner.ops.lora import Adapters, Fused, joins_row
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
@@ -74,6 +74,8 @@ class Linear(Module):
 
     def __call__(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
+        if adapters is not None and self._joins_row(x_TI):
+            return self._row(x_TI, adapters)
         y_TO = self.method.apply(x_TI, self.weights)
         if adapters is not None and self.adapted is not None:
             adapters.add_(x_TI, self.adapted, y_TO)
@@ -81,6 +83,9 @@ class Linear(Module):
 
     def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor, adapters: Adapters | None = None) -> None:
         """Add the layer's output to `residual` in place."""
+        if adapters is not None and self._joins_row(x_TI):
+            self._row(x_TI, adapters, residual_TO=residual_TO)
+            return
         self.method.apply_add_(x_TI, self.weights, residual_TO)
         if adapters is not None and self.adapted is not None:
             adapters.add_(x_TI, self.adapted, residual_TO)
@@ -107,6 +112,8 @@ class Linear(Module):
         """Apply the layer to `norm(x)`."""
         if adapters is None or self.adapted is None:
             return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+        if self._joins_row(x_TI):
+            return self._row(x_TI, adapters, norm)
         if isinstance(self.matrix, torch.Tensor) and not self.joins_norm(x_TI.shape[0]):
             return self(norm(x_TI), adapters)
         y_TO = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
@@ -125,8 +132,30 @@ class Linear(Module):
     def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer applied to `norm(x)`, whose output is the gate's features, then up's."""
         if adapters is not None and self.adapted is not None:
+            if self._joins_row(x_TI):
+                return self._row(x_TI, adapters, norm, gated=True)
             return silu_and_mul(self.of_norm(x_TI, norm, adapters))
         return self.method.apply_to_norm_silu(x_TI, norm.parameters, self.weights)
+
+    def _joins_row(self, x_TI: torch.Tensor) -> bool:
+        """Whether adapters' sums are part of the product's own kernel."""
+        return self.adapted is not None and type(self.method) is Unquantized and joins_row(x_TI, self.weights["weight"])
+
+    def _row(
+        self,
+        x_TI: torch.Tensor,
+        adapters: Adapters,
+        norm: RMSNorm | None = None,
+        *,
+        gated: bool = False,
+        residual_TO: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output for `x`, or for `norm(x)`, [1, O], of a product that `_joins_row`, or what `gated` makes of it; added to `residual`, if there is one."""
+        assert self.adapted is not None
+        out_TO = x_TI.new_empty(1, self.out_features // (2 if gated else 1)) if residual_TO is None else residual_TO
+        own, add = None if norm is None else norm.parameters, residual_TO is not None
+        weight_OI, bias_O = self.weights["weight"], self.weights.get("bias")
+        return adapters.row(self.adapted, x_TI, weight_OI, bias_O, out_TO, own, gated=gated, add=add)
 
     @property
     def dense_OI(self) -> torch.Tensor:

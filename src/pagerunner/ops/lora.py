@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.activation import silu_and_mul
+from pagerunner.ops.dispatch import gpu_kernel, has_triton
 from pagerunner.ops.linear import Norm
 
 TILE = 16
@@ -59,7 +61,7 @@ class Fused(NamedTuple):
     """The products of one layer: the first one's number, how many follow each other, and their outputs in tiles.
 
     A row of `tiles` [N, 5] (int32): which of the products, its first output, the layer's first output, how many, and the product's outputs.
-    `aligned`: all products have a multiple of 16 outputs. `wide`: the same outputs in larger tiles.
+    `aligned`: all products have a multiple of 16 outputs. `wide`: the same outputs in larger tiles. `sizes`: the outputs of each product.
     """
 
     first: int
@@ -67,6 +69,7 @@ class Fused(NamedTuple):
     tiles_N5: torch.Tensor
     aligned: bool
     wide_N5: torch.Tensor
+    sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, first: int, outputs: Sequence[int], device: torch.device | str = "cpu") -> Fused:
@@ -79,7 +82,13 @@ class Fused(NamedTuple):
                 before += size
             tiles.append(torch.tensor(rows, dtype=torch.int32).to(device))
         aligned = all(size % TILE == 0 for size in outputs)
-        return cls(first, len(outputs), tiles[0], aligned, tiles[1])
+        return cls(first, len(outputs), tiles[0], aligned, tiles[1], tuple(outputs))
+
+
+def joins_row(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether the product of `x` with a matrix in floats has what adapters add in its own kernel: one token's on a GPU."""
+    fits = x_TI.shape[0] == 1 and x_TI.stride(-1) == 1 and x_TI.dtype == weight_OI.dtype and weight_OI.is_contiguous()
+    return fits and x_TI.is_cuda and has_triton()
 
 
 class FusedExperts(NamedTuple):
@@ -179,6 +188,32 @@ def expand_(
             )
 
 
+@gpu_kernel("linear")
+def adapted_row_(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    inner: torch.Tensor,
+    work: WorkList,
+    adapters: Blocks,
+    layer: Fused,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> None:
+    """Write one token's product with the layer's own matrix and `B` of what `shrink` of this norm has left into `out`, or add them.
+
+    `gated`: it is `silu(gate) * up` of the gate's features and then up's. It is one launch, as a token's own product alone.
+    """
+    y_TO = F.linear(x_TI if norm is None else norm(x_TI), weight_OI, bias_O)
+    expand_.twin(y_TO, inner, work, adapters, layer, norm)
+    if gated:
+        y_TO = silu_and_mul(y_TO)
+    out_TO.copy_(out_TO + y_TO if add else y_TO)
+
+
 @dataclass(slots=True)
 class Adapters:
     """The adapters of some tokens, and what is made of them once for all layers: each row's slot of at most `slots` (`own_R`, int32, -1 for none),
@@ -227,6 +262,16 @@ class Adapters:
         if self.row_T is None:
             return self.own_R
         return self.own_R.index_select(0, self.row_T.clamp(min=0)).masked_fill_(self.row_T < 0, -1)
+
+    def row(
+        self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor,
+        norm: Norm | None = None, *, gated: bool = False, add: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """`adapted_row_` of the layer's product of one token."""
+        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
+        self.known = True
+        adapted_row_(out_TO, x_TI, weight_OI, bias_O, inner, self.work, self.blocks, layer, norm, gated=gated, add=add)
+        return out_TO
 
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:
         """Add to the layer's output for `x`, or for `norm(x)`, what each token's adapter says. Tokens without an adapter aren't touched."""

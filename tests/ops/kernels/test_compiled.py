@@ -27,6 +27,11 @@ ROUNDING = [("rounding", 1), ("rounding", 2), ("rounding", 64)]
 ADAPTERS = [("adapters", "shrink", 512), ("adapters", "expand", 128), ("adapters", "expand", 512)]
 FIXED = [("fixed", 4, 128, *flags) for flags in ((True, False, False), (True, False, True), (False, False, False))]
 FIXED += [("fixed", 2, 64, False, True, False)]
+ADAPTED_ROWS = [
+    ("adapted_row", 4096, (4096, 1024, 1024), False),
+    ("adapted_row", 12288, (4096,), False),
+    ("adapted_row", 4096, (12288, 12288), True),
+]
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 
 
@@ -145,6 +150,7 @@ CASES = [
     *turns(FIXED, 1),
     *recurrence_cases(),
     *ADAPTERS,
+    *ADAPTED_ROWS,
     *vectors_cases(),
 ]
 
@@ -227,6 +233,15 @@ def test_adapters_are_read_before_the_turn_and_sums_at_once(case, compiled):
             "ld.global.v4.b32"
         ) == 4 * wide * 4 // expand_warps(features)
         assert len(set(behind[:8])) == 1 and behind[0].startswith("ld.global")
+
+
+@pytest.mark.parametrize("case", ADAPTED_ROWS, ids=str)
+def test_a_thread_of_one_row_loads_its_share_of_the_adapter(case, compiled):
+    """Before its turn, and once: with the layout of the product's own sums every thread would load 32 of B's numbers, and fewer programs would fit."""
+    found = compiled[case]
+    assert "error" not in found, found["error"]
+    turn = found["steps"].index("griddepcontrol.wait")
+    assert found["steps"][:turn].count("ld.global.b16") == (2 if case[-1] else 1)
 
 
 @pytest.mark.parametrize("case", PEERS, ids=str)

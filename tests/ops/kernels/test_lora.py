@@ -179,3 +179,24 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
             got = torch.zeros(16, width)
             expand_(got, shrink(x, pairs.work, pairs.blocks, fused), pairs.work, pairs.blocks, fused)
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("slot", [0, 1, -1])
+@pytest.mark.parametrize("case", ["plain", "norm", "add", "gated"])
+def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int) -> None:
+    """Ranks 40 and 5, the second of which has only the second part; and a row that has none."""
+    outputs, inputs = [40, 40] if case == "gated" else [40, 24], 300
+    blocks, _ = placed({0: 40, 1: 5}, outputs, inputs)
+    blocks.places[1, 1] = -1
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    work = lora.work_list.kernel(torch.tensor([slot], dtype=torch.int32), starts, 1, 4)
+    layer, norm = Fused.of(1, outputs), None if case in ("plain", "add") else Norm(torch.randn(inputs), 0.5)
+    x, weight, bias = torch.randn(1, inputs), 0.1 * torch.randn(sum(outputs), inputs), torch.randn(sum(outputs))
+    flags = {"gated": case == "gated", "add": case == "add"}
+    out = torch.randn(1, 40 if case == "gated" else 64)
+    got, want = out.clone(), out.clone()
+    inner = lora.shrink.kernel(x, work, blocks, layer, norm)
+    lora.adapted_row_.kernel(got, x, weight, bias, inner, work, blocks, layer, norm, **flags)
+    inner = lora.shrink.twin(x, work, blocks, layer, norm)
+    lora.adapted_row_.twin(want, x, weight, bias, inner, work, blocks, layer, norm, **flags)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-3 if case != "gated" else 5e-2)

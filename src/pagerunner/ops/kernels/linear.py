@@ -8,6 +8,8 @@ so that x is read once. Both start to read weights before their predecessor has 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -20,17 +22,35 @@ from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.lora import TILE, row_added, row_blocks, row_inner
 from pagerunner.ops.linear import MAX_FEW, Norm, joins_few
+from pagerunner.ops.lora import Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
-@triton.jit(do_not_specialize=["num_features"])
-def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr,
-                 BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                 BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN output features of one token.
+@triton.jit
+def _adapter(slots_W, places, pool, product, products, rows_O, live, BN: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
+             TILE: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
+    """Which of a layer's products has a program's output features, B of the token's adapter for these, and for those of up; see `row_blocks`."""
+    part, begin, size = 0, 0, STARTS[1]
+    for later in tl.static_range(1, 1 if GATED else len(STARTS) - 1):
+        if tl.program_id(0) * BN >= STARTS[later]:
+            part, begin, size = later, STARTS[later], STARTS[later + 1] - STARTS[later]
+    b, own = row_blocks(slots_W, places, pool, product, products, part, size, rows_O - begin, live, BLOCKS, TILE)
+    up_b, up_own = b, own
+    if GATED:
+        up_b, up_own = row_blocks(slots_W, places, pool, product, products, 1, size, rows_O, live, BLOCKS, TILE)
+    return part, b, own, up_b, up_own
 
-    With GATED they are gates, and the BN features of the up projection that belong to them come with them.
+
+@triton.jit(do_not_specialize=["num_features", "product"])
+def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+                 inner=None, slots_W=None, places=None, pool=None, product=0, products=0, PIECES: tl.constexpr = 0,
+                 BLOCKS: tl.constexpr = 0, TILE: tl.constexpr = 0, STARTS: tl.constexpr = ()):  # fmt: skip
+    """BN output features of one token. With GATED they are gates, and the BN features of the up projection that belong to them come with them.
+
+    BLOCKS of ranks: with an adapter, whose `A x` is in `inner` (ops/lora.py). STARTS are the first features of the layer's products, and its features.
     """
     start_next(PDL)
     rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -49,9 +69,17 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         bias = tl.load(bias_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     if BIAS and GATED:
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
+    if BLOCKS:
+        part, b, own, up_b, up_own = _adapter(
+            slots_W, places, pool, product, products, rows_O, live, BN, GATED, BLOCKS, TILE, STARTS
+        )
     wait_turn(PDL)
     if ADD:  # loaded now: loaded after the sum, the program would wait for it
         old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    if BLOCKS:
+        h = row_inner(inner, own, part, PIECES, BLOCKS, len(STARTS) - 1, NORM != NO_NORM, TILE)
+        if GATED:
+            up_h = row_inner(inner, up_own, 1, PIECES, BLOCKS, len(STARTS) - 1, NORM != NO_NORM, TILE)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
     for step in tl.static_range((K + BK - 1) // BK):
@@ -74,12 +102,14 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         acc += w.to(tl.float32) * x[None, :]
         if GATED:
             up += u.to(tl.float32) * x[None, :]
-    y = tl.sum(acc, 1)
+    y, scale = tl.sum(acc, 1), 1.0
     if NORM != NO_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale
     if BIAS:
         y += bias
+    if BLOCKS:
+        y += row_added(b, h, scale, BLOCKS)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         u = tl.sum(up, 1)
@@ -87,6 +117,8 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
             u *= scale
         if BIAS:
             u += up_bias
+        if BLOCKS:
+            u += row_added(up_b, up_h, scale, BLOCKS)
         y = silu_gate(y, u, dtype)
     y = y.to(dtype)
     if ADD:
@@ -230,6 +262,24 @@ def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor
         BIAS=bias_O is not None, num_warps=config.warps, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
+
+
+def adapted_row_(
+    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, inner: torch.Tensor, work: WorkList,
+    adapters: Blocks, layer: Fused, norm: Norm | None = None, *, gated: bool = False, add: bool = False,
+) -> None:  # fmt: skip
+    """See `ops/lora.py`."""
+    inputs, features = x_TI.shape[1], out_TO.shape[1]
+    config = rows_config(inputs, gated)
+    BN = math.gcd(config.features, *layer.sizes)
+    _, products, per_product, _ = adapters.places.shape
+    _rows_kernel[(blocks(features, BN),)](
+        x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
+        features, 0.0 if norm is None else norm.eps, K=inputs, BN=BN, BK=config.inputs, NORM=norm_kind(norm), GATED=gated, ADD=add,
+        BIAS=bias_O is not None, inner=inner, slots_W=work.slots_W, places=adapters.places, pool=adapters.pool, product=layer.first,
+        products=products, PIECES=inner.shape[0], BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
+        num_warps=config.warps, **dependent(x_TI.device),
+    )  # fmt: skip
 
 
 def run_few(product: Product, config: FewConfig | None = None) -> torch.Tensor:

@@ -152,12 +152,69 @@ def shrink(
 
 @triton.jit
 def _as_summed(x):
-    """`x`, whose terms the compiler can't rearrange for the product before it adds them: each would go through shared memory."""
+    """`x`, whose terms the compiler can't rearrange for what uses it before it adds them. Before a product each would go through shared memory."""
     if WORDS:
         y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
     else:
         y = x
     return y
+
+
+@triton.jit
+def _place(places, slot, own, TILE: tl.constexpr):
+    """Where a block of an adapter lies, -1 for none."""
+    place = tl.load(places + slot.to(tl.int64) * own[0] + own[1], slot >= 0, -1)
+    return tl.multiple_of(place, TILE)  # said here, as it is forgotten of what a call returns
+
+
+@triton.jit
+def row_blocks(
+    slots_W, places, pool, first, products, part, size, features, live, BLOCKS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """B of one token's adapter for some output features of a product: blocks [features, ranks], zeros for those that aren't there; and where they lie."""
+    slot, ranks = tl.load(slots_W), tl.arange(0, TILE)
+    blocks, own = (), ()
+    for block in tl.static_range(BLOCKS):
+        place = _place(places, slot, (products * BLOCKS * 2, ((first + part) * BLOCKS + block) * 2 + 1), TILE)
+        at = pool + place + ranks[None, :] * size + features[:, None]
+        blocks, own = blocks + (tl.load(at, live[:, None] & (place >= 0), 0.0),), own + (place,)
+    return blocks, own
+
+
+@triton.jit
+def row_inner(
+    inner, own, part, PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """What `_shrink` has left of one token: blocks [8, ranks], each line the sum of some pieces; zeros where `own` says that there is none."""
+    ROWS: tl.constexpr = TILE + 1 if NORM else TILE
+    pieces, ranks = tl.arange(0, 8), tl.arange(0, TILE)
+    parts = ()
+    for block in tl.static_range(BLOCKS):
+        total = tl.zeros([8, TILE], tl.float32)
+        for first in tl.static_range(0, PIECES, 8):
+            at = (
+                inner
+                + ((first + pieces)[:, None] * PARTS * BLOCKS + part * BLOCKS + block) * (ROWS * TILE)
+                + ranks[None, :]
+            )
+            total += tl.load(at, (first + pieces < PIECES)[:, None] & (own[block] >= 0), 0.0)
+        parts = parts + (total,)
+    return parts
+
+
+@triton.jit
+def _row_added(b, parts, scale):
+    h = (_as_summed(tl.sum(parts, 0)) * scale).to(b.dtype).to(tl.float32)
+    return tl.sum(_as_summed(b.to(tl.float32)) * h[None, :], 1)
+
+
+@triton.jit
+def row_added(blocks, parts, scale, BLOCKS: tl.constexpr):
+    """What an adapter adds to one token's features."""
+    added = _row_added(blocks[0], parts[0], scale)
+    for block in tl.static_range(1, BLOCKS):
+        added += _row_added(blocks[block], parts[block], scale)
+    return _as_summed(added)  # else every thread would load all blocks, as it has all sums of the layer's own product
 
 
 @triton.jit(do_not_specialize=["first"])
