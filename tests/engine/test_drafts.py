@@ -72,10 +72,10 @@ def tokens(found: list[Any]) -> list[list[tuple[list[int], str | None]]]:
     return [[(list(one.token_ids), one.finish_reason) for one in output.outputs] for output in found]
 
 
-def texts(found: list[Any]) -> dict[tuple[int, ...], list[int]]:
+def texts(found: list[Any], wanted: list[SamplingParams] | None = None) -> dict[tuple[int, ...], list[int]]:
     """What the planted drafter knows: the first of siblings' tokens, whoever asks."""
     known: dict[tuple[int, ...], list[int]] = {}
-    for output, params in zip(found, asked(), strict=True):
+    for output, params in zip(found, wanted or asked(), strict=True):
         for number, one in enumerate(output.outputs):
             seed = (params.seed or 0) + number
             known[(*output.prompt_token_ids, seed)] = [*output.prompt_token_ids, *one.token_ids]
@@ -170,17 +170,49 @@ def test_sleep_and_aborts_in_the_middle_change_nothing(checkpoints: Any, monkeyp
         assert tokens(outputs(llm)) == tokens(expected)
 
 
-def test_rows_with_a_grammar_go_beside_rows_with_drafts(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(checkpoints("qwen3"))
+def accepted(llm: LLM) -> int:
+    spec = llm.stats().spec
+    assert spec is not None
+    return sum(count * rows for count, rows in enumerate(spec.accepted))
+
+
+def guided_params() -> list[SamplingParams]:
+    """Grammars that allow much, little, or one text alone, and one that begins late; greedy and drawn."""
+    asked = [
+        (1.0, StructuredOutputsParams(regex="[a-z ]{20}")),
+        (0.0, StructuredOutputsParams(regex="[a-z ]{3,25}")),
+        (1.5, StructuredOutputsParams(choice=["left or right", "left and right", "nothing of it"])),
+        (0.8, StructuredOutputsParams(regex="(ab|cd){3,9}")),
+        (0.0, StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["xyzzy", "xyz"]}}})),
+    ]
+    odd = {"logprobs": 2, "presence_penalty": 0.5, "bad_words": ["ab"]}
+    return [
+        SamplingParams(temperature=t, seed=at, max_tokens=30, structured_outputs=one, **(odd if at == 1 else {}))
+        for at, (t, one) in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_rows_with_a_grammar_have_drafts_and_the_same_tokens(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, right: float
+) -> None:
+    path = str(checkpoints(family))
     how = {key: value for key, value in DEFAULTS.items() if key != "skip_tokenizer_init"}
-    guided = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-z ]{20}")
-    )
-    wanted, params = [*prompts(), {"prompt_token_ids": [8, 9, 10]}], [*asked(), guided]
+    how["tokenizer"] = str(checkpoints("qwen3"))
+    guided = guided_params()
+    wanted = [*prompts(), *({"prompt_token_ids": [8 + at, 9, 10]} for at in range(len(guided)))]
+    params = [*asked(), *guided]
     expected = LLM(path, **how).generate(wanted, params, use_tqdm=False)
-    plant(monkeypatch, texts(expected[:-1]), 0.6)
-    found = LLM(path, **how, **drafting(3)).generate(wanted, params, use_tqdm=False)
+    plant(monkeypatch, texts(expected, params), right)
+    llm = LLM(path, **how, **drafting(3))
+    found = llm.generate(wanted, params, use_tqdm=False)
     assert tokens(found) == tokens(expected)
+    before = accepted(llm)
+    again = llm.generate(wanted[-len(guided) :], guided, use_tqdm=False)
+    assert tokens(again) == tokens(expected[-len(guided) :])
+    more = accepted(llm) - before
+    assert more > 20 if right == 1.0 else more > 0 if right else more == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])

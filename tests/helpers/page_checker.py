@@ -320,5 +320,10 @@ class PageChecker:
                 if self._looks_ahead:
                     self._write_ahead(row.slot, len(slot.tokens) - 1, plan.num_drafts - 1)
         return StepResult(
-            step_id=plan.step_id, token_ids=token_ids, drafted=drafted, prompt_logprobs=prompt_logprobs, errors=errors
+            step_id=plan.step_id,
+            token_ids=token_ids,
+            drafted=drafted,
+            drafts={row: list(self.slots[plan.rows[row].slot].guesses) for row in plan.shown},
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.page_checker import PageChecker
 from helpers.plans import one_group
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
+from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.live import MAX_WAITING
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, Grammar, RequestUpdate, SamplingParams, StepPlan
@@ -22,6 +24,8 @@ class FakeGuide:
 
     def __init__(self) -> None:
         self.told: list[int] = []
+        self.drafts: list[int] = []
+        self.allows = 0
         self.gate = 0
         self.closed = 0
         self.error: str | None = None
@@ -32,29 +36,30 @@ class FakeGuide:
         return self.gate > len(self.told)
 
     @property
-    def mask(self) -> bytes | None:
-        assert self.ready, "the mask was read before it was known"
-        return b"%d" % len(self.told)
+    def masks(self) -> list[bytes | None]:
+        assert self.ready, "the masks were read before they were known"
+        return [b"%d" % (len(self.told) + at) for at in range(1 + min(len(self.drafts), self.allows))]
 
     def close(self) -> None:
         self.closed += 1
 
-    def advance(self, token_ids: list[int]) -> None:
+    def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
         assert self.ready
         self.told += token_ids
+        self.drafts = list(drafts)
 
     def wait(self, seconds: float) -> None:
         pass
 
 
 class Bench:
-    def __init__(self, pages: int = 100, **options: Any) -> None:
+    def __init__(self, pages: int = 100, right: float = 0.0, **options: Any) -> None:
         plan = one_group(pages)
         self.guides: dict[str, FakeGuide] = {}
         self.manager = KVManager(plan, enable_prefix_caching=True)
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": plan.max_model_len}
         self.scheduler = Scheduler(self.manager, make_guide=self.make_guide, **limits | options)
-        self.checker = PageChecker(plan, prefix_caching=True)
+        self.checker = PageChecker(plan, prefix_caching=True, right=right, looks_ahead=right > 0)
         self.output: dict[str, list[int]] = {}
         self.ended: dict[str, RequestUpdate] = {}
 
@@ -101,7 +106,7 @@ def test_the_mask_goes_with_the_row_that_samples_and_with_no_other() -> None:
     bench.add("g", 24, 3, guided=True)
     bench.guides["g"].gate = 99
     plans = [bench.step() for _ in range(4)]
-    assert [plan.masks for plan in plans] == [{}, {0: b"0"}, {0: b"1"}, {0: b"2"}]
+    assert [plan.masks for plan in plans] == [{}, {0: [b"0"]}, {0: [b"1"]}, {0: [b"2"]}]
     assert bench.guides["g"].told == bench.output["g"][:-1]
     assert bench.ended["g"].finish_reason == "length"
 
@@ -131,7 +136,7 @@ def test_with_two_in_flight_it_stands_aside_until_its_token_is_known() -> None:
     assert (len(first.rows), len(second.rows)) == (2, 1)
     bench.commit(first)
     third = bench.plan()
-    assert third is not None and len(third.rows) == 2 and third.masks == {1: b"1"}
+    assert third is not None and len(third.rows) == 2 and third.masks == {1: [b"1"]}
 
 
 def test_requests_are_taken_in_the_order_of_their_coming_when_their_grammars_are_there() -> None:
@@ -187,11 +192,32 @@ def test_an_abort_while_compiling_and_an_engine_without_guides() -> None:
     assert not plain.has_work
 
 
+def test_a_row_has_the_drafts_that_its_grammar_allows_and_a_mask_for_each_place() -> None:
+    bench = Bench(right=1.0, draft_length=FixedLength(3))
+    bench.add("g", 8, 12, guided=True)
+    guide = bench.guides["g"]
+    guide.gate, guide.allows = 99, 2
+    first, second = bench.step(), bench.step()
+    assert first.shown == [0] and first.masks == {0: [b"0"]} and len(guide.drafts) == 3
+    assert second.rows[0].num_tokens == 3 and second.masks == {0: [b"1", b"2", b"3"]}
+    assert len(bench.output["g"]) == 4, "both drafts were right"
+    guide.allows = 0
+    assert bench.step().masks == {0: [b"4"]}
+    guide.allows = 9
+    while "g" not in bench.ended:
+        plan = bench.step()
+        assert [len(masks) for masks in plan.masks.values()] == [plan.rows[0].num_tokens]
+    assert len(bench.output["g"]) == 12
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_in_a_pool_that_preempts(seed: int) -> None:
-    """Guides become ready at random; every guide is told every token of its sequence once, in order."""
+def test_random_traffic_in_a_pool_that_preempts(seed: int, drafts: int) -> None:
+    """Guides become ready at random, and allow some drafts; every guide is told every token of its sequence once, in order."""
     random_ = random.Random(seed)
-    bench = Bench(pages=14, max_in_flight=2, max_num_batched_tokens=random_.choice([24, 64]), max_num_seqs=5)
+    limits = {"max_in_flight": 2, "max_num_batched_tokens": random_.choice([24, 64]), "max_num_seqs": 5}
+    right = {"right": 0.7, "draft_length": FixedLength(drafts)} if drafts else {}
+    bench = Bench(pages=14, **limits, **right)
     names = [f"{'g' if index % 2 else 'x'}{index}" for index in range(16)]
     for name in names:
         bench.add(name, random_.randint(1, 60), random_.randint(1, 40), guided=name.startswith("g"))
@@ -199,7 +225,7 @@ def test_random_traffic_in_a_pool_that_preempts(seed: int) -> None:
     for _ in range(20_000):
         for guide in bench.guides.values():
             if random_.random() < 0.5 and not guide.ready:
-                guide.gate = len(guide.told) + 1
+                guide.gate, guide.allows = len(guide.told) + 1, random_.randrange(4)
         while len(in_flight) < 2 and (plan := bench.plan()) is not None:
             for row in plan.masks:
                 assert plan.rows[row].samples
@@ -211,7 +237,8 @@ def test_random_traffic_in_a_pool_that_preempts(seed: int) -> None:
     assert sorted(bench.ended) == sorted(names)
     assert all(update.finish_reason == "length" for update in bench.ended.values())
     for name, guide in bench.guides.items():
-        assert guide.told == bench.output[name][:-1]
+        output = bench.output[name]  # the tokens of its last step have nothing behind them
+        assert guide.told == output[: len(guide.told)] and 1 <= len(output) - len(guide.told) <= 1 + drafts
     assert bench.scheduler.stats().preemptions_total > 0
     assert bench.manager.pool.used == [0]
 

@@ -13,7 +13,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.life import LIFE
 from pagerunner.ops.accept import Chances, accept
 from pagerunner.ops.ahead import compile_ahead
-from pagerunner.ops.async_copy import to_device
+from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
@@ -36,7 +36,7 @@ from pagerunner.runner.pages import Pages
 from pagerunner.runner.pending import PendingStep
 from pagerunner.runner.pooling import HiddenStatePooler
 from pagerunner.runner.recorded import RecordedSteps
-from pagerunner.runner.sampling.sampler import Sampled, SampledRows, Sampler
+from pagerunner.runner.sampling.sampler import Masks, Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer
 from pagerunner.runner.short_model import one_layer_of_each_kind
 from pagerunner.runner.spec import Computed, Drafter, NoDrafts, Verified
@@ -526,6 +526,10 @@ class ModelRunner:
             width, found_S = step.width, sampled.token_ids
             verified = Verified(found_S.view(-1, width), rows.slots_S[::width], rows.positions_S[::width])
             self._drafter.draft(verified, plan.num_drafts, computed)
+        if plan.shown:
+            slots_N = to_device([plan.rows[row].slot for row in plan.shown], torch.int64, self._state.drafts.device)
+            drafts_NK = self._state.drafts[:, : plan.num_drafts].index_select(0, slots_N)
+            sampled.shown = ToHost((drafts_NK,), drafts_NK.device)
         return sampled
 
     def _sample_decoded(
@@ -558,7 +562,7 @@ class ModelRunner:
         return SampledRows(slots, lens, *places, step.width, step.counts, self._state.drafts)
 
 
-def _by_sample(step: StagedStep, masks: Mapping[int, bytes]) -> Mapping[int, bytes]:
+def _by_sample(step: StagedStep, masks: Masks) -> Masks:
     """Masks by row of the plan, as masks by sampled row."""
     if not masks:
         return masks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagerunner.types import EngineRequest
@@ -19,8 +19,9 @@ class Guide(Protocol):
         """Whether the other properties can be read without waiting; also when compiling took too long."""
 
     @property
-    def mask(self) -> bytes | None:
-        """A bit per token, lowest first; None where everything is allowed. Only while `error` is None and not `finished`."""
+    def masks(self) -> Sequence[bytes | None]:
+        """What may come next, and then what may follow each of the drafts that may come: a bit per token, lowest first; None where everything is
+        allowed. Only while `error` is None and not `finished`."""
 
     @property
     def finished(self) -> bool:
@@ -30,8 +31,8 @@ class Guide(Protocol):
     def error(self) -> str | None:
         """Why the grammar can't be followed."""
 
-    def advance(self, token_ids: list[int]) -> None:
-        """The sequence got these tokens. The guide must be ready."""
+    def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
+        """The sequence got these tokens, and its next row may have these drafts. The guide must be ready."""
 
     def wait(self, seconds: float) -> None:
         """Return when the guide is ready, or after that time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
+
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
 from pagerunner.types import (
@@ -35,7 +37,7 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
             elif row.samples:
                 own = logprobs.get(number) if logprobs else None
                 tried = _drafted(state, token_ids, drafted.get(number)) if drafted else None
-                updates.append(_append(state, sequence, token_ids, own, tried))
+                updates.append(_append(state, sequence, token_ids, own, tried, result.drafts.get(number, ())))
         except Exception as error:
             state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))
@@ -78,8 +80,9 @@ def _append(
     token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,
     drafted: tuple[int, int] | None,
+    drafts: Ids[int],
 ) -> RequestUpdate:
-    """Append sampled tokens up to the one that ends the sequence. `drafted` goes with them."""
+    """Append sampled tokens up to the one that ends the sequence. `drafted` goes with them, and `drafts` are those of the next row, if they are told."""
     tokens = sequence.tokens
     known = len(tokens)
     reason: FinishReason | None = None
@@ -105,7 +108,7 @@ def _append(
     if reason is not None:
         return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs, drafted=drafted)
     if sequence.guide is not None:
-        sequence.guide.advance(token_ids)
+        sequence.guide.advance(token_ids, drafts)
     if sequence.reported:
         return RequestUpdate(
             request_id=sequence.request_id,

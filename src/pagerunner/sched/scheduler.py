@@ -238,6 +238,8 @@ class Scheduler:
                 updates.append(self._state.update(sequence, "error", error=guide.error, param="structured_outputs"))
             elif guide.finished:
                 updates.append(self._state.update(sequence, "stop"))
+            else:
+                sequence.drafts = len(guide.masks) - 1
         return updates
 
     def wait_for_guide(self, seconds: float) -> bool:

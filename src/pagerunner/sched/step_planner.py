@@ -101,6 +101,7 @@ class StepPlanner:
             state_saves=saves,
             transfers=manager.take_transfers(),
             masks=_masks(rows, sequences) if state.guided else {},
+            shown=_shown(rows, sequences) if state.guided and self._made else [],
             num_drafts=self._made,
             guesses=self._guesses,
         )
@@ -178,7 +179,7 @@ class StepPlanner:
         """How far there should be pages for a row that generates and ends at `end`: its drafter goes on behind it. A prompt's last row has none of these
         pages, as windows would forget too much for them.
         """
-        if self._drafts < 2 or sequence.guide is not None:
+        if self._drafts < 2:
             return end
         return max(min(end + self._drafts - 1, sequence.max_total), end)
 
@@ -353,9 +354,18 @@ def _certain(row: StepRow, sequence: Sequence) -> tuple[int, int]:
     return len(sequence.tokens) + sequence.pending - 2, row.start + 1
 
 
-def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, bytes]:
+def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, list[bytes | None]]:
     found = {}
-    for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-        if sequence.guide is not None and row.samples and (mask := sequence.guide.mask) is not None:
-            found[number] = mask
+    for number in _shown(rows, sequences):
+        row, guide = rows[number], sequences[number].guide
+        assert guide is not None
+        masks = list(guide.masks[: 1 if row.tokens else row.num_tokens])
+        if any(masks):
+            found[number] = masks
     return found
+
+
+def _shown(rows: list[StepRow], sequences: list[Sequence]) -> list[int]:
+    """Rows that sample and follow a grammar, which must know the drafts behind them."""
+    both = enumerate(zip(rows, sequences, strict=True))
+    return [number for number, (row, sequence) in both if sequence.guide is not None and row.samples]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
 from pagerunner.runner.sampling import Sampled, SampledRows, Sampler
+from pagerunner.runner.sampling.sampler import Masks
 from pagerunner.types import EngineRequest, SamplingParams, SlotInit
 
 
@@ -37,7 +37,7 @@ def sample(
     logits: torch.Tensor,
     slots: list[int],
     positions: list[int],
-    masks: Mapping[int, bytes] | None = None,
+    masks: Masks | None = None,
 ) -> Sampled:
     """One step; `positions` are the new tokens'."""
     write_settings(sampler)

@@ -107,7 +107,7 @@ def test_ranks_choose_what_one_sampler_chooses(seed: int, size: int, dtype: torc
     order = torch.randperm(len(KINDS), generator=choose).tolist()
     kinds = [KINDS[number] for number in order]
     logits = [poisoned(choose, len(kinds), dtype, spread) for _ in range(3)]
-    masks = {order.index(2): bytes([0xF0] * 40), order.index(0): bytes([0x0F] * 40)}
+    masks = {order.index(2): [bytes([0xF0] * 40)], order.index(0): [bytes([0x0F] * 40)]}
     wanted = steps(Sampler(len(kinds), V, "cpu"), kinds, logits, masks)
 
     def act(comm: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -157,7 +157,7 @@ class GrammarGuide:
         self._first: int | None = None  # the token that `begins` is, until there is a first token
         self._tail = b""  # of the text before the grammar begins
         self._matcher: LLMatcher | None = None
-        self.mask: bytes | None = None
+        self.masks: list[bytes | None] = []
         self.finished = False
         self._error: str | None = None
         self._restart()
@@ -189,18 +189,18 @@ class GrammarGuide:
         """See Guide.close."""
         self._left()
 
-    def advance(self, token_ids: list[int]) -> None:
+    def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
         """See Guide.advance."""
         self._restart()
-        self._submit(lambda: self._consume(token_ids))
+        self._submit(lambda: self._consume(token_ids), drafts)
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], None], drafts: Sequence[int] = ()) -> None:
         done = self._done
 
         def run() -> None:
             try:
                 work()
-                self._look()
+                self._look(drafts)
             except Exception as error:  # an error must end this sequence only
                 self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
             done.set()
@@ -230,19 +230,45 @@ class GrammarGuide:
                 self._after = b""
             self._tail = self._tail[-len(self._after) :]
 
-    def _look(self) -> None:
-        """What may come next."""
+    def _look(self, drafts: Sequence[int]) -> None:
+        """What may come next, and behind the drafts."""
+        assert self._matcher is not None
+        self.masks = [self._mask()]
+        self.finished = not (self._after and self._first is None) and self._matcher.is_stopped()
+        if drafts and not self.finished:
+            now = self._matcher, self._after, self._first, self._tail
+            self._matcher = self._matcher.deep_copy()
+            try:
+                self._look_ahead(drafts)
+            finally:
+                self._matcher, self._after, self._first, self._tail = now
+
+    def _look_ahead(self, drafts: Sequence[int]) -> None:
+        """Go on with the drafts, up to the first that may not come, or that ends the text: nothing can follow it."""
+        assert self._matcher is not None
+        for token in drafts:
+            mask = self.masks[-1]
+            if mask is not None and not (token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1):
+                return
+            try:
+                self._consume([token])
+                mask = self._mask()
+            except ValueError:  # it is the request's error only if this draft is its token
+                return
+            if self._matcher.is_stopped():
+                return
+            self.masks.append(mask)
+
+    def _mask(self) -> bytes | None:
         matcher = self._matcher
         assert matcher is not None
         if self._after and self._first is None:
-            self.mask = None
-            return
+            return None
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        self.finished = matcher.is_stopped()
         mask = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         if self._first is not None:
             mask[self._first // 8] |= 1 << self._first % 8
-        self.mask = bytes(mask)
+        return bytes(mask)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -76,16 +77,21 @@ Settle = Callable[[torch.Tensor], torch.Tensor]
 """Tells the slots what was sampled, int64 [S], and returns what of it counts: see `ops.accept.accept`. Without drafts all of it does."""
 
 
+Masks = Mapping[int, Sequence[bytes | None]]
+"""By row, of each place which tokens may be taken there: see `ops.mask.allow_bits`. None where all may."""
+
+
 @dataclass(slots=True, eq=False)
 class Sampled:
     """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host. With drafts all is by
-    place, and `token_ids` are below 0 behind a row's tokens.
+    place, and `token_ids` are below 0 behind a row's tokens. `shown` are drafts that the host wants to know, below 0 behind those that there are.
     """
 
     token_ids: torch.Tensor
     copy: ToHost | BestCopy
     logprob_rows: Sequence[LogprobRows]
     known_errors: dict[int, str]
+    shown: ToHost | None = None
     _read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -93,6 +99,11 @@ class Sampled:
         id of the vocabulary that means nothing."""
         tokens, logprobs, _ = self._fetch()
         return tokens, logprobs
+
+    def shown_drafts(self) -> list[list[int]]:
+        """The drafts of each row that `shown` has."""
+        rows = [] if self.shown is None else self.shown.lists()[0]
+        return [list(takewhile(lambda token: token >= 0, row)) for row in rows]
 
     @property
     def errors(self) -> dict[int, str]:
@@ -221,7 +232,7 @@ class Sampler:
         self,
         logits_SV: torch.Tensor,
         rows: SampledRows,
-        masks: Mapping[int, bytes] | None = None,
+        masks: Masks | None = None,
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         settle: Settle | None = None,
     ) -> Sampled:
@@ -230,7 +241,7 @@ class Sampler:
         Args:
             logits_SV: [S, V] of any floating dtype. They are not changed.
             rows: whose they are, row by row.
-            masks: by row, which tokens a grammar allows; see ops/mask.py.
+            masks: by row, which tokens a grammar allows at each place; see ops/mask.py.
             drawn: tokens int64 [S] and largest logits [S] of `pick`, if a graph has found them already, and what `settle` made of the
                 tokens. The first two are changed in place where a row asks for more, and settled again.
             settle: without it tokens are as they are sampled.
@@ -249,8 +260,7 @@ class Sampler:
         errors: dict[int, str] = {}
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
             layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows)
-            of_rows = (row // rows.width for row in layout.row_numbers)
-            theirs = {index: masks[row] for index, row in enumerate(of_rows) if row in masks}
+            theirs = _by_place(masks, layout.row_numbers, rows.width)
             reports += self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
             layouts.append(layout)
             errors.update(layout.errors)
@@ -264,7 +274,7 @@ class Sampler:
         copy = ToHost((found_S, best_S, *reports), self._device)
         return Sampled(found_S, copy, [one.logprobs for one in layouts if one.logprobs is not None], errors)
 
-    def _odd_rows(self, rows: SampledRows, masks: Mapping[int, bytes]) -> list[int]:
+    def _odd_rows(self, rows: SampledRows, masks: Masks) -> list[int]:
         """Places of rows that ask for more than their settings say."""
         plain_from = list(map(self._plain_from.__getitem__, rows.slots))
         if not masks and not any(plain_from):
@@ -413,6 +423,16 @@ class Sampler:
         width = self._recent.shape[1]
         latest = output[-width:]
         self._recent[slot] = to_device([-1] * (width - len(latest)) + latest, torch.int32, self._device)
+
+
+def _by_place(masks: Masks, places: Iterable[int], width: int) -> dict[int, bytes]:
+    """The masks of these places, by their numbers in the list."""
+    found = {}
+    for number, place in enumerate(places):
+        row, behind = divmod(place, width)
+        if row in masks and (mask := masks[row][behind]) is not None:
+            found[number] = mask
+    return found
 
 
 def _recent_width() -> int:
