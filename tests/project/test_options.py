@@ -11,7 +11,7 @@ from pagerunner.cli.main import VERBS
 from pagerunner.cli.options import ENGINE_OPTIONS, NO_FLAG, Parser, flag_of
 from pagerunner.config import EngineArgs
 
-MAX_OPTIONS = 74
+MAX_OPTIONS = 75
 
 
 def parser_of(verb):
