@@ -77,6 +77,7 @@ DIFFERS = {
     "[KV events](server.md#kv-events)",
     "--speculative-config": "vLLM's fields, each of which is taken or refused with the reason, as are methods; `--spec-method`, `--spec-model` and `--spec-tokens` are there too",
     "--lora-modules": "`name=path` or JSON with `name`, `path` and `base_model_name`; loading at run time is behind `--admin-key` and needs no variable. See [Adapters](adapters.md)",
+    "--lora-target-modules": "an adapter of another module is refused by its name",
     "--max-lora-rank": "vLLM's values; an adapter of a lower rank computes its own rank, rounded up to 16",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",
     "--shutdown-timeout": "30 seconds by default, during which running requests go on",

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.adapters import merged_checkpoint, pair, random_adapter, write_adapter
 from helpers.device import as_on_cuda, counted_graphs
 from helpers.families import MAKERS
+from helpers.forward import load
 from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
+from pagerunner.lora.region import Products
 
 OPTIONS: dict[str, Any] = {
     "use_tqdm": False,
@@ -72,6 +74,31 @@ def test_experts_in_graphs(family: str, tmp_path: Path) -> None:
     for found, expected in zip(got, [want[0], plain[1], want[2], want[0]], strict=True):
         assert [token for token, _ in found] == [token for token, _ in expected]
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=2e-4)
+
+
+def test_slots_have_room_for_what_may_be_adapted(tmp_path: Path) -> None:
+    """Experts' adapters are many times those of attention. Who has none of them leaves them out."""
+    base = made("qwen3_moe", tmp_path / "base")
+    model, _ = load(base)
+    whole, few = Products.of(model), Products.of(model, ("q_proj", "o_proj"))
+    assert few.elements(16) * 3 < whole.elements(16) and not any("experts" in name for name in few.sizes)
+    llm = LLM(str(base), enable_lora=True, lora_target_modules=["q_proj", "o_proj"], **OPTIONS)
+    tensors, names = {}, [name for name in few.sizes if name.endswith(("q_proj", "o_proj"))]
+    for name in names:
+        tensors |= pair(name, *few.sizes[name], 4)
+    config = {"target_modules": ["q_proj", "o_proj"]}
+    one = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", config, tensors)))
+    [got, other] = answers(llm.generate(PROMPTS[:2], PARAMS, False, lora_request=[one, None]))
+    assert got != answers(llm.generate(PROMPTS[:1], PARAMS, False))[0] and other
+    two = LoRARequest("b", 2, str(random_adapter(base, tmp_path / "b", rank=4, seed=1)))
+    with pytest.raises(ConfigError, match="can't have an adapter: lora_target_modules, q_proj, o_proj, leaves it out"):
+        llm.generate(PROMPTS[:1], PARAMS, False, lora_request=two)
+    k = "model.layers.0.self_attn.k_proj"  # of a layer that has room for it, as the one for q_proj
+    three = write_adapter(tmp_path / "c", {"target_modules": [k]}, pair(k, *whole.sizes[k], 4))
+    with pytest.raises(ConfigError, match="k_proj can't have an adapter: lora_target_modules"):
+        llm.generate(PROMPTS[:1], PARAMS, False, lora_request=LoRARequest("c", 3, str(three)))
+    with pytest.raises(ConfigError, match="lora_target_modules: no matrix .* is called 'qkv_proj'; there are .*q_proj"):
+        LLM(str(base), enable_lora=True, lora_target_modules=["qkv_proj"], **OPTIONS)
 
 
 def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:

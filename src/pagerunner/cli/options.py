@@ -86,6 +86,7 @@ ENGINE_OPTIONS: dict[str, dict[str, str]] = {
         "max_loras": "adapters whose requests run at the same time",
         "max_cpu_loras": "adapters that are kept in host memory (default: as many as --max-loras)",
         "max_lora_rank": "highest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512",
+        "lora_target_modules": "ends of the names of modules that adapters may have (default: all)",
     },
     "logging": {
         "disable_log_stats": "log no statistics",
@@ -105,7 +106,7 @@ _SERVER_ONLY = frozenset(
     }
 )
 # What `generate` and `chat` have no use for.
-_ADAPTERS = frozenset({"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"})
+_ADAPTERS = frozenset({"lora_target_modules", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"})
 TEXT_EXCLUDED = _SERVER_ONLY | _ADAPTERS | {"enable_sleep_mode", "weight_transfer_config"}
 BENCH_EXCLUDED = (
     _SERVER_ONLY
@@ -122,7 +123,7 @@ PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device speculative_config tensor_parallel_size pipeline_parallel_size
     enable_expert_parallel data_parallel_size distributed_executor_backend revision download_dir kv_offloading_size kv_transfer_config
-    enable_lora max_loras max_lora_rank""".split()
+    enable_lora max_loras max_lora_rank lora_target_modules""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {
@@ -372,7 +373,8 @@ def _add_engine_option(
         convert, shown = _converter(field.name, field.type)
         if field.name == "quantization" and not parser.prog.endswith(" serve"):
             short = ()  # other verbs have no -q, as --quiet would be expected of it
-        group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text)
+        several: dict[str, Any] = {"nargs": "+"} if field.name == "lora_target_modules" else {}
+        group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text, **several)
 
 
 def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:

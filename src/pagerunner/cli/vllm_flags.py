@@ -21,7 +21,7 @@ _REFUSED: dict[str, str] = {
         ray-workers-use-nsight worker-cls worker-extension-cls headless""",
     "other choices of quantised weights": "calculate-kv-scales allow-deprecated-quantization quantization-config",
     "other forms of adapters (those of --enable-lora are in the model's dtype)": """lora-dtype fully-sharded-loras default-mm-loras
-        lora-extra-vocab-size enable-lora-bias lora-target-modules specialize-active-lora""",
+        lora-extra-vocab-size enable-lora-bias specialize-active-lora""",
     "speculative decoding by other flags than --speculative-config": "num-lookahead-slots",
     "offloading of weights, and other transfers": "cpu-offload-gb offload-backend ec-transfer-config kv-sharing-fast-prefill",
     "images, sound and video": """limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type

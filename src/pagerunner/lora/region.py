@@ -19,6 +19,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts
 from pagerunner.lora.adapter import Adapter, Targets
 from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
+from pagerunner.types.checks import show
 
 MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
 """A buffer of so many elements in host memory, and what must be kept with it."""
@@ -44,17 +45,30 @@ class Products:
     sizes: Mapping[str, tuple[int, int]]
     layers: tuple[tuple[Linear | Experts, int], ...]
     """Each layer and its first product's number."""
+    only: tuple[str, ...] | None = None
+    """What names end in, if not all matrices may have an adapter."""
 
     @classmethod
-    def of(cls, model: Module) -> Products:
-        """Those of a model, which needs no memory yet. A fused layer's follow each other."""
+    def of(cls, model: Module, only: tuple[str, ...] | None = None) -> Products:
+        """Those of a model, which needs no memory yet; or of its layers that have a matrix whose name ends in one of `only`.
+
+        A fused layer's follow each other. Raises ConfigError for an end that no name has.
+        """
         sizes: dict[str, tuple[int, int]] = {}
         layers: dict[Linear | Experts, int] = {}
-        for name, target in Targets.of(model).matrices.items():
-            if not target.refused and isinstance(target.owner, Linear | Experts):
+        every = {name: target for name, target in Targets.of(model).matrices.items() if not target.refused}
+        for end in only or ():
+            if not any(_ends(name, (end,)) for name in every):
+                known = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
+                raise ConfigError(
+                    f"lora_target_modules: no matrix that may have an adapter is called {show(end)}; there are {known}."
+                )
+        asked = {target.owner for name, target in every.items() if only is None or _ends(name, only)}
+        for name, target in every.items():
+            if target.owner in asked and isinstance(target.owner, Linear | Experts):
                 layers.setdefault(target.owner, len(sizes))
                 sizes[name] = target.out_features, target.in_features
-        return cls(sizes, tuple(layers.items()))
+        return cls(sizes, tuple(layers.items()), only)
 
     def elements(self, max_rank: int) -> int:
         """Those of one adapter of the highest rank."""
@@ -74,9 +88,16 @@ class Products:
                 layer.adapted = Fused.of(first, list(layer.parts.values()), device)
 
     def check(self, adapter: Adapter) -> None:
-        """Raise ConfigError for an adapter of a matrix whose adapters no layer computes."""
+        """Raise ConfigError for an adapter of a matrix whose adapters no layer computes, or that isn't asked for."""
         if others := adapter.products.keys() - self.sizes.keys():
-            raise ConfigError(f"{min(others)} can't have an adapter: no layer computes it.")
+            raise ConfigError(
+                f"{min(others)} can't have an adapter: {'no layer computes it' if self.only is None else self._left_out()}."
+            )
+        if self.only is not None and (others := {name for name in adapter.products if not _ends(name, self.only)}):
+            raise ConfigError(f"{min(others)} can't have an adapter: {self._left_out()}.")
+
+    def _left_out(self) -> str:
+        return f"lora_target_modules, {', '.join(self.only or ())}, leaves it out"
 
     def pack(
         self, adapter: Adapter, max_rank: int, dtype: torch.dtype, make_buffer: MakeBuffer = plain_buffer
@@ -100,6 +121,11 @@ class Products:
                     places[number, block, 1 - side] = at
                     at += TILE * sizes[side]
         return Packed(elements, places, holder)
+
+
+def _ends(name: str, ends: tuple[str, ...]) -> bool:
+    """Whether a module has one of these names, or a name that ends so."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 class Region:

@@ -99,7 +99,7 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
 
 def adapters_bytes(model: ModelConfig, dtype: Dtype, device: str, args: EngineArgs) -> int:
     """Bytes on the device for `max_loras` adapters of `max_lora_rank`. Raises ConfigError for a model without layers that take adapters."""
-    products = Products.of(build_model(model, dtype, keep_forms=device == "cuda"))
+    products = Products.of(build_model(model, dtype, keep_forms=device == "cuda"), args.lora_target_modules)
     if not products.sizes:
         raise ConfigError(f"enable_lora: no layer of {model.family} models takes adapters so far.")
     return products.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype])

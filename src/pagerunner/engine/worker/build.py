@@ -219,7 +219,7 @@ def make_adapters(
     """What has the adapters, in a region of the arena, and loads them. On a `card` their host memory is page-locked."""
     if not config.enable_lora:
         return None
-    products, dtype = Products.of(model), getattr(torch, config.dtype)
+    products, dtype = Products.of(model, config.lora_target_modules), getattr(torch, config.dtype)
     elements = config.max_loras * products.elements(config.max_lora_rank)
     pool = arena.reserve("lora", elements * dtype.itemsize).view(dtype)
     products.adapt(device)
@@ -277,7 +277,7 @@ def kernels_name(resolved: Resolved, stage: int = 0) -> str:
         config.batch_invariant,
     )
     graphs = (config.enforce_eager, config.cudagraph_capture_sizes, config.speculative)
-    adapters = (config.max_loras, config.max_lora_rank) if config.enable_lora else ()
+    adapters = (config.max_loras, config.max_lora_rank, config.lora_target_modules) if config.enable_lora else ()
     pages = [(group.kind, group.page_tokens) for group in resolved.plan.groups]
     model = replace(resolved.model, path="")  # where it lies changes nothing
     held = set() if model.format is None else set(tensor_dtypes(Path(resolved.model.path)).values())  # those of scales
