@@ -60,6 +60,7 @@ def test_others_change_nothing(llm: LLM, alone: list[Numbers]) -> None:
     ]
 
 
+@pytest.mark.days(2)
 def test_chunks_and_prefix_hits_change_nothing(path: Path, alone: list[Numbers]) -> None:
     chunked = LLM(str(path), max_num_batched_tokens=23, poison_fresh_pages=True, **OPTIONS)
     assert generated(chunked) == alone
@@ -67,6 +68,7 @@ def test_chunks_and_prefix_hits_change_nothing(path: Path, alone: list[Numbers])
     assert [numbers(output) for output in again] == alone and again[0].num_cached_tokens
 
 
+@pytest.mark.days(2)
 def test_eager_steps_and_preemption_change_nothing(path: Path, llm: LLM) -> None:
     prompts, long = (
         [[5 + n, *PROMPTS[4][1:]] for n in range(4)],

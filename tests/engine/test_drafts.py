@@ -192,6 +192,7 @@ def guided_params() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_rows_with_a_grammar_have_drafts_and_the_same_tokens(

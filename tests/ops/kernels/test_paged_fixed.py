@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_it_is_attention(monkeypatch: pytest.MonkeyPatch, case: Case, splits: int) -> None:

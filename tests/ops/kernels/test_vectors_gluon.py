@@ -161,6 +161,7 @@ class Launched:
         return launch
 
 
+@pytest.mark.days(4)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
