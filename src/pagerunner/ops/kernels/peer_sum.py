@@ -192,7 +192,8 @@ def peer_bare(
     """See PeerSums. Units and rounds are those of `peer_words`, in a part of the room that only bare words use.
 
     A rank clears a word when it has it. The sender's next word for this place is of the round after the next one, which it begins when it has all words
-    of the next round, and these were sent behind the clearing. Ranks send to the next one first, so that none gets the words of all at once.
+    of the next round. These were sent behind the clearing, but PTX orders stores to two devices only by a fence: within one launch of several rounds this
+    leans on the devices, where a word's way there and back takes longer than a store to one's own memory. Ranks send to the next one first, so that none gets the words of all at once.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
