@@ -78,7 +78,7 @@ def test_files_and_functions_stay_small():
 
 def test_package_stays_small():
     assert sum(checks.code_lines(read(path)) for path in checks.package_files()) < checks.MAX_CODE_LINES
-    told = f"{checks.MAX_FILE_LINES} lines a file, {checks.MAX_FUNCTION_LINES} a function, 73 options a verb, {checks.MAX_CODE_LINES:,} lines of code in all"
+    told = f"{checks.MAX_FILE_LINES} lines a file, {checks.MAX_FUNCTION_LINES} a function, 74 options a verb, {checks.MAX_CODE_LINES:,} lines of code in all"
     assert told in read(checks.ROOT / "docs" / "architecture.md")
 
 
