@@ -198,6 +198,9 @@ def test_digest_is_of_the_content(tmp_path: Path, targets: Targets) -> None:
     one = read(write_adapter(tmp_path / "a", config, tensors), targets).digest
     assert read(write_adapter(tmp_path / "b", {**config, "lora_dropout": 0.5}, tensors), targets).digest == one
     assert read(write_adapter(tmp_path / "c", {**config, "lora_alpha": 9}, tensors), targets).digest != one
+    scaled = {name: tensor * (2 if "lora_B" in name else 1) for name, tensor in tensors.items()}
+    same = read(write_adapter(tmp_path / "e", {**config, "lora_alpha": 4}, scaled), targets)
+    assert same.digest == one, "the same products"
     tensors[f"{Q}.lora_A.weight"][0, 0] += 1
     assert read(write_adapter(tmp_path / "d", config, tensors), targets).digest != one
 
@@ -262,11 +265,14 @@ def test_the_version_of_peft_says_what_a_shape_does_not(tmp_path: Path) -> None:
     tensors = pair(EXPERTS, 8, 8, 6)
     a_ERI, b_ORE = tensors[f"{EXPERTS}.lora_A.weight"].view(3, 2, 8), tensors[f"{EXPERTS}.lora_B.weight"].view(8, 2, 3)
     expected_EOI = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+    digests = set()
     for version, want_EOI in (("0.19.0", expected_EOI.transpose(1, 2)), ("0.21.2.dev0", expected_EOI)):
         path = write_adapter(tmp_path / version, {**config, "peft_version": version}, tensors)
         adapter = read(path, experts(inner=4))
         got = torch.cat([_delta(adapter, f"{EXPERTS}.2.{part}") for part in ("gate_proj", "up_proj")])
         assert torch.allclose(got, want_EOI[2], atol=1e-5)
+        digests.add(adapter.digest)
+    assert len(digests) == 2, "the same tensors, and other products"
 
 
 def test_experts_tensors_without_their_target(tmp_path: Path) -> None:

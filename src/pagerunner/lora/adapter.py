@@ -98,7 +98,7 @@ class LowRank(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """An adapter's products by the names of the model's matrices. `digest`: equal for equal tensors with equal scales, whatever their file is called."""
+    """An adapter's products by the names of the model's matrices. `digest`: equal for equal products, whatever files they come from."""
 
     digest: str
     base: str
@@ -146,7 +146,6 @@ class _Reading:
         self.products: dict[str, LowRank] = {}
         self._asked: dict[str, str] = {}
         """Modules and parameters of the model that the file has tensors for, and what the file calls them, which patterns are for."""
-        self._hash = hashlib.blake2b(digest_size=16)
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """All tensors, in pairs."""
@@ -156,8 +155,6 @@ class _Reading:
                 raise CheckpointError(f"{self.file}: {name} has dtype {name_of(tensor.dtype)}, and floats are needed.")
             if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():  # the sum alone is quick
                 raise CheckpointError(f"{self.file}: {name} holds values that are infinite or no numbers.")
-            self._hash.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            self._hash.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
             pairs.setdefault(self._module_of(name, tensor), {})[name[-len(_A) :]] = tensor
         for theirs, pair in pairs.items():
             for end in (_A, _B):
@@ -184,10 +181,13 @@ class _Reading:
                     raise CheckpointError(f"{self.file} lacks the tensors of {name}, which target_parameters asks for.")
 
     def digest(self) -> str:
-        """32 hexadecimal digits."""
-        for name, theirs in sorted(self._asked.items()):
-            self._hash.update(f"{name} {self.config.scale_of(theirs)!r};".encode())
-        return self._hash.hexdigest()
+        """32 hexadecimal digits of what has landed. So whatever decides how a file is read, as its version of PEFT, is in them."""
+        content = hashlib.blake2b(digest_size=16)
+        for name, product in sorted(self.products.items()):
+            for tensor in product:
+                content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+                content.update(tensor.view(-1).view(torch.uint8).numpy())
+        return content.hexdigest()
 
     def _module_of(self, name: str, tensor: torch.Tensor) -> str:
         """The module that a tensor belongs to, in the file's words."""
