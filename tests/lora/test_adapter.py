@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_every_tensor_lands_or_is_named(tmp_path: Path, targets: Targets, case: 
     _change(tensors, name, value)
     with pytest.raises(CheckpointError, match=message):
         read(write_adapter(tmp_path / "a", config, tensors), targets)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "large", "dtype", "said"),
+    [
+        (1e30, 1.0, torch.float16, r"lora_B.weight holds .* times the scale 2.5e\+29 \(lora_alpha\) is beyond float16"),
+        (8, 1e8, torch.float16, r"lora_A.weight holds 1e\+08, which times the scale 1 .* beyond float16"),
+        (1e300, 1.0, torch.float32, "beyond float32"),
+        (8, 1e8, torch.bfloat16, ""),
+    ],
+)
+def test_what_lands_is_finite(
+    tmp_path: Path, targets: Targets, alpha: float, large: float, dtype: torch.dtype, said: str
+) -> None:
+    """Numbers of a file may be finite, and not so with the scale, or in the engine's dtype."""
+    config, tensors = two(lora_alpha=alpha)
+    tensors[f"{K}.lora_A.weight"][0, 0] = large
+    path = write_adapter(tmp_path / "a", config, tensors)
+    with pytest.raises(CheckpointError, match=said) if said else nullcontext():
+        read_adapter(path, targets, dtype, 64)
 
 
 def test_targets_and_tensors_must_agree(tmp_path: Path, targets: Targets) -> None:

@@ -153,8 +153,6 @@ class _Reading:
         for name, tensor in tensors.items():
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(f"{self.file}: {name} has dtype {name_of(tensor.dtype)}, and floats are needed.")
-            if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():  # the sum alone is quick
-                raise CheckpointError(f"{self.file}: {name} holds values that are infinite or no numbers.")
             pairs.setdefault(self._module_of(name, tensor), {})[name[-len(_A) :]] = tensor
         for theirs, pair in pairs.items():
             for end in (_A, _B):
@@ -210,7 +208,8 @@ class _Reading:
                 raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A} isn't among target_modules.")
             rank = self._rank(theirs, theirs, a.shape[0])
             self._check_shapes(theirs, a, b, (rank, target.in_features), (target.out_features, rank))
-            self._land(name, theirs, a, b)
+            scale = self.config.scale_of(theirs)
+            self._land(name, self._computed(f"{theirs}{_A}", a), self._computed(f"{theirs}{_B}", b, scale))
             self._asked[name] = theirs
             return
         inner = theirs.endswith(".base_layer")
@@ -240,13 +239,14 @@ class _Reading:
         asked = f"{theirs.removesuffix('.base_layer')}.{matrix}"
         rank = self._rank(asked, theirs, a.shape[0] / experts)
         swapped = (tuple(a.shape), tuple(b.shape)) == ((experts * rank, outputs), (inputs, rank * experts))
+        scale = self.config.scale_of(asked)
         if swapped and (outputs != inputs or self._is_swapped(theirs, owner, inputs)):
-            a_ERI = b.view(inputs, rank, experts).permute(2, 1, 0)
-            b_EOR = a.view(experts, rank, outputs).transpose(1, 2)
+            a_ERI = self._computed(f"{theirs}{_B}", b).view(inputs, rank, experts).permute(2, 1, 0)
+            b_EOR = self._computed(f"{theirs}{_A}", a, scale).view(experts, rank, outputs).transpose(1, 2)
         else:
             self._check_shapes(theirs, a, b, (experts * rank, inputs), (outputs, rank * experts))
-            a_ERI = a.view(experts, rank, inputs)
-            b_EOR = b.view(outputs, rank, experts).permute(2, 0, 1)
+            a_ERI = self._computed(f"{theirs}{_A}", a).view(experts, rank, inputs)
+            b_EOR = self._computed(f"{theirs}{_B}", b, scale).view(outputs, rank, experts).permute(2, 0, 1)
         gate, up = slice(0, inner), slice(inner, 2 * inner)
         if owner.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
@@ -254,7 +254,7 @@ class _Reading:
         parts = {names.down: slice(None)} if down else {names.gate: gate, names.up: up}
         for expert in range(experts):
             for part, rows in parts.items():
-                self._land(f"{name}.{expert}.{part}", asked, a_ERI[expert], b_EOR[expert, rows])
+                self._land(f"{name}.{expert}.{part}", a_ERI[expert], b_EOR[expert, rows])
         self._asked[f"{name}.{matrix}"] = asked
 
     def _is_swapped(self, theirs: str, owner: Experts, inputs: int) -> bool:
@@ -286,8 +286,18 @@ class _Reading:
                     f"{self.file}: {_PREFIX}{theirs}{end} has shape {list(tensor.shape)}; the model asks for {list(shape)}."
                 )
 
-    def _land(self, name: str, asked: str, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
+    def _computed(self, name: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """A tensor times the scale, in the dtype that products compute in, which has to have such numbers."""
+        taken = (tensor.float() * scale).to(self.dtype) if scale != 1 else tensor.to(self.dtype)
+        if not taken.sum(dtype=torch.float32).isfinite() and not taken.isfinite().all():  # the sum alone is quick
+            why = "holds values that are infinite or no numbers"
+            if tensor.isfinite().all():
+                most, dtype = tensor.abs().max().item(), name_of(self.dtype)
+                why = f"holds {most:.3g}, which times the scale {scale:.3g} (lora_alpha) is beyond {dtype}, the dtype that the engine computes in"
+            raise CheckpointError(f"{self.file}: {_PREFIX}{name} {why}.")
+        return taken
+
+    def _land(self, name: str, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
         if name in self.products:
             raise CheckpointError(f"{self.file} has tensors of {name} twice, alone and with all experts.")
-        scaled_OR = (b_OR.float() * self.config.scale_of(asked)).to(self.dtype)
-        self.products[name] = LowRank(a_RI.to(self.dtype).contiguous(), scaled_OR.contiguous())
+        self.products[name] = LowRank(a_RI.contiguous(), b_OR.contiguous())
