@@ -82,6 +82,12 @@ class Directory:
         finally:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def found_again(self, identity: bytes) -> Iterator[Segment | None]:
+        """The segment of this identity, whatever its name is by now. It keeps that name within the block. None if it is gone."""
+        with self.locked():
+            yield next((segment for segment, _ in self.segments() if segment.identity == identity), None)
+
     def segments(self) -> list[tuple[Segment, int]]:
         """All segments with their sizes, the oldest first, of other fingerprints too. What isn't a regular file is passed over."""
         found = []

@@ -3,7 +3,7 @@
 Each writing thread appends to a segment of its own, so that a file has no holes. A page's key decides which thread writes it: stores of several
 ranks, which are given the same keys, have segments with the same pages, and so give up the same ones.
 
-Reading threads take the pages of one number in the order in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss.
+Reading threads take the pages of one number in the order in which they lie on the disk. A file is opened for each read: a segment that somebody has unlinked meanwhile is a miss, one that was renamed is looked for by its identity.
 
 The oldest segment goes when room is needed. Of its pages, those that were read since they were written are copied to the new segment,
 up to half of it.
@@ -65,6 +65,13 @@ class _Begun:
         self.nbytes = sum(len(place) for *_, place in pages)
         self.started = time.monotonic()
         self.deadline, self.clears, self.age = self.started + seconds, 0, time.time_ns()
+
+
+def _opened(segment: Segment, direct: Direct | None) -> int:
+    fd = segment.open()
+    if direct is not None:
+        direct.open(segment, fd)
+    return fd
 
 
 Piece = tuple[_Begun, list[tuple[int, Page, Segment | None, int]]]
@@ -290,14 +297,7 @@ class DiskStore:
     ) -> None:
         segment = pages[0][2]
         assert segment is not None
-        fd = -1
-        if not self._late(begun):
-            with contextlib.suppress(OSError):  # another engine has unlinked or renamed it
-                fd = segment.open()
-                if direct is not None:
-                    direct.open(segment, fd)
-        if fd < 0:
-            self._look.set()
+        fd = -1 if self._late(begun) else self._open(segment, direct)
         for at, (group, key, place), _, offset in pages:
             well = False
             if fd >= 0 and not self._late(begun):
@@ -308,6 +308,16 @@ class DiskStore:
             os.close(fd)
         if direct is not None:
             direct.close()
+
+    def _open(self, segment: Segment, direct: Direct | None) -> int:
+        """A descriptor to read a segment by; -1 if it is gone. A writing thread or another engine that goes on with it may have just renamed it."""
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):
+                return _opened(segment, direct)
+            self._look.set()
+            with self.directory.found_again(segment.identity) as there:
+                return -1 if there is None else _opened(there, direct)
+        return -1
 
     def _read_page(self, fd: int, segment: Segment, record: Record, place: memoryview, direct: Direct | None) -> bool:
         said = "its checksum or its name is wrong"
@@ -375,10 +385,9 @@ class DiskStore:
         with contextlib.suppress(FileNotFoundError):
             segment.strike(offset)
             return
-        with self.directory.locked():  # an engine goes on with it, under another name, or has given it up
-            for there, _ in self.directory.segments():
-                if there.identity == segment.identity:
-                    there.strike(offset)
+        with self.directory.found_again(segment.identity) as there:
+            if there is not None:
+                there.strike(offset)
 
     def _skip(self) -> bool:
         with self._lock:
