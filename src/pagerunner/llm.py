@@ -208,19 +208,23 @@ class LLM:
         """The names of these adapters, "" for none, which are loaded unless their names are known."""
         wanted: dict[str, LoRARequest] = {}
         for one in requests:
-            if one is None or one.lora_name in wanted:
+            if one is None:
                 continue
             if not isinstance(one, LoRARequest):
                 raise InvalidRequestError(f"lora_request must be a LoRARequest, got {show(one)}.", param="lora_request")
+            if (first := wanted.get(one.lora_name)) is not None:
+                if one.lora_path not in ("", first.lora_path):
+                    raise InvalidRequestError(
+                        f"lora_request gives the name {show(one.lora_name)} to two directories, {show(first.lora_path)} and "
+                        f"{show(one.lora_path)}; each adapter needs a name of its own.",
+                        param="lora_request",
+                    )
+                continue
             known = self._core.adapters.books.names.get(one.lora_name)
             if known is None or one.load_inplace:
                 wanted[one.lora_name] = one
-            elif one.lora_path and one.lora_path != known.path:
-                raise InvalidRequestError(
-                    f"The adapter {show(one.lora_name)} was loaded from {known.path}, and lora_path is {show(one.lora_path)}; "
-                    "load_inplace=True puts the other one in its place.",
-                    param="lora_request",
-                )
+            else:
+                known.check(one)
         if wanted:
             with self._whole():
                 self._core.load_adapters(wanted.values())

@@ -173,6 +173,9 @@ def test_what_cannot_be_loaded_is_refused(llm: LLM, base: Path, adapters: list[L
         llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0])
         with pytest.raises(kind, match=said):
             llm.generate(PROMPTS[:1], GREEDY, False, lora_request=request)
+    both = [LoRARequest("new", 1, adapters[0].lora_path), LoRARequest("new", 1, adapters[1].lora_path)]
+    with pytest.raises(InvalidRequestError, match="the name 'new' to two directories, .*a0' and .*a1'"):
+        llm.generate(PROMPTS[:2], GREEDY, False, lora_request=both)
     plain = LLM(str(base), **OPTIONS)
     with pytest.raises(ConfigError, match="enable_lora=True"):
         plain.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0])

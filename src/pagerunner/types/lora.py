@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.types.checks import is_int, refuse, require, show
 
 MAX_NAME_CHARS = 256
@@ -75,6 +75,15 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     rank: int
     base_model_name: str = ""
     lora_int_id: int = 1
+
+    def check(self, request: LoRARequest) -> None:
+        """Raise InvalidRequestError for a request that means another directory by this name."""
+        if request.lora_path and request.lora_path != self.path:
+            raise InvalidRequestError(
+                f"The adapter {show(self.name)} was loaded from {self.path}, and lora_path is {show(request.lora_path)}; "
+                "load_inplace=True puts the other one in its place.",
+                param="lora_request",
+            )
 
 
 class AdapterEnd(msgspec.Struct, frozen=True):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagerunner.engine.frontend.replicas import Replica, answers
 from pagerunner.types.lora import AdapterInfo, LoRARequest
+
+
+class _Load(NamedTuple):
+    """A load that is under way, and what becomes of it: None, or its error."""
+
+    request: LoRARequest
+    ended: asyncio.Future[BaseException | None]
 
 
 class EngineAdapters:
@@ -16,6 +24,8 @@ class EngineAdapters:
         self, replicas: Sequence[Replica], whole: Callable[[Coroutine[Any, Any, Any]], Awaitable[None]]
     ) -> None:
         self._replicas, self._whole = replicas, whole
+        self._loads: dict[str, _Load] = {}  # by name
+        self._next: dict[tuple[str, str], asyncio.Future[None]] = {}  # loads in place that haven't begun
 
     @property
     def infos(self) -> dict[str, AdapterInfo]:
@@ -36,18 +46,59 @@ class EngineAdapters:
 
         Raises:
             ConfigError: the directory holds no such adapter, or the engine serves none; the message says what is wrong.
-            InvalidRequestError: the name is taken.
+            InvalidRequestError: the name is taken, or is being loaded.
         """
-        await self._whole(answers(self._replicas, lambda one: one.load_adapter(request)))
+        own = _Load(request, asyncio.get_running_loop().create_future())
+        self._loads.setdefault(request.lora_name, own)
+        await self._whole(self._load(own))
+
+    async def _load(self, load: _Load) -> None:
+        request, error = load.request, None
+        try:
+            await answers(self._replicas, lambda one: one.load_adapter(request))
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            if self._loads.get(request.lora_name) is load:
+                del self._loads[request.lora_name]
+            load.ended.set_result(error)
 
     async def unload(self, name: str) -> None:
         """Forget an adapter's name. Requests that have it go on. Raises InvalidRequestError if there is none."""
         await self._whole(answers(self._replicas, lambda one: one.unload_adapter(name)))
 
     async def named(self, request: LoRARequest | None) -> str:
-        """The name of an adapter, which is loaded if it isn't yet; "" for none."""
+        """The name of an adapter, which is loaded if it isn't yet; "" for none. Requests that come meanwhile wait for the same load."""
         if request is None:
             return ""
-        if request.load_inplace or (request.lora_path and request.lora_name not in self.infos):
+        if request.load_inplace:
+            await self._load_in_place(request)
+            return request.lora_name
+        while (load := self._loads.get(request.lora_name)) is not None and request.lora_name not in self.infos:
+            error = await asyncio.shield(load.ended)
+            if error is not None and load.request.lora_path == request.lora_path:
+                raise error
+        known = self.infos.get(request.lora_name)
+        if known is not None:
+            known.check(request)
+        elif request.lora_path:
             await self.load(request)
         return request.lora_name
+
+    async def _load_in_place(self, request: LoRARequest) -> None:
+        """Load what the directory holds now. A load that is under way may have begun to read before: so requests that come meanwhile wait for another
+        one, all for the same."""
+        key = (request.lora_name, request.lora_path)
+        if key not in self._next:
+            self._next[key] = asyncio.ensure_future(self._load_later(request, key))
+            self._next[key].add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # its callers may be gone
+        await asyncio.shield(self._next[key])
+
+    async def _load_later(self, request: LoRARequest, key: tuple[str, str]) -> None:
+        while (load := self._loads.get(request.lora_name)) is not None:
+            await asyncio.shield(load.ended)
+        del self._next[key]
+        await self.load(request)

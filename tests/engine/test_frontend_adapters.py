@@ -1,0 +1,112 @@
+"""Adapters behind one frontend: loads that meet, and several engines of which one fails. Engines are stand-ins, which answer when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pagerunner.engine.frontend.adapters import EngineAdapters
+from pagerunner.engine.frontend.replicas import Replica
+from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.types.lora import AdapterInfo, LoRARequest
+
+
+class Engine:
+    """Reads what `disk` holds when a load begins, and answers when `gate` is open."""
+
+    def __init__(self, disk: dict[str, str], number: int = 0) -> None:
+        self.client = SimpleNamespace(death=None, who=f"The process of engine {number}")
+        self.disk, self.adapters, self.reads = disk, dict[str, AdapterInfo](), list[str]()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load_adapter(self, request: LoRARequest) -> None:
+        name, found = request.lora_name, self.disk.get(request.lora_path)
+        self.reads.append(request.lora_path)
+        if name in self.adapters and not request.load_inplace:
+            raise InvalidRequestError(f"The adapter {name} is loaded already.", "lora_name")
+        await self.gate.wait()
+        if found is None:
+            raise ConfigError(f"{request.lora_path} has no adapter_config.json.")
+        self.adapters[name] = AdapterInfo(name, request.lora_path, found, 4)
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+
+async def whole(change: Coroutine[Any, Any, Any]) -> None:
+    await asyncio.shield(asyncio.ensure_future(change))
+
+
+def adapters_of(*engines: Engine) -> EngineAdapters:
+    return EngineAdapters(cast(list[Replica], list(engines)), whole)
+
+
+SQL = LoRARequest("sql", 1, "/sql")
+
+
+def test_requests_that_come_together_wait_for_one_load() -> None:
+    async def run() -> None:
+        engine = Engine({"/sql": "v0"})
+        adapters = adapters_of(engine)
+        engine.gate.clear()
+        first = [asyncio.ensure_future(adapters.named(SQL)) for _ in range(5)]
+        other = asyncio.ensure_future(adapters.named(LoRARequest("sql", 1, "/law")))
+        await asyncio.sleep(0)
+        first[0].cancel()  # whoever began it may go
+        engine.gate.set()
+        assert await asyncio.gather(*first[1:]) == ["sql"] * 4 and engine.reads == ["/sql"]
+        with pytest.raises(
+            InvalidRequestError, match="sql.*was loaded from /sql, and lora_path is '/law'.*load_inplace"
+        ):
+            await other
+        assert await adapters.named(SQL) == "sql" and await adapters.named(LoRARequest("sql")) == "sql"
+        with pytest.raises(InvalidRequestError, match="was loaded from /sql"):
+            await adapters.named(LoRARequest("sql", 1, "/law"))
+        assert engine.reads == ["/sql"]
+
+    asyncio.run(run())
+
+
+def test_a_load_that_fails_fails_for_all_that_wait_for_it() -> None:
+    async def run() -> None:
+        engine = Engine({"/law": "v0"})
+        adapters = adapters_of(engine)
+        engine.gate.clear()
+        asked = [adapters.named(one) for one in (SQL, SQL, LoRARequest("sql", 1, "/law"))]
+        found = asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.sleep(0)
+        engine.gate.set()
+        first, second, third = await found
+        assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
+        assert third == "sql" and engine.reads == ["/sql", "/law"], "the name was free again"
+
+    asyncio.run(run())
+
+
+def test_loads_in_place_that_come_together_share_one_that_begins_later() -> None:
+    """The one under way may have read before the trainer wrote."""
+
+    async def run() -> None:
+        disk = {"/sql": "v0", "/law": "w"}
+        engine = Engine(disk)
+        adapters = adapters_of(engine)
+        now = LoRARequest("sql", 1, "/sql", load_inplace=True)
+        engine.gate.clear()
+        first = asyncio.ensure_future(adapters.named(now))
+        while not engine.reads:
+            await asyncio.sleep(0)
+        disk["/sql"] = "v1"
+        others = [asyncio.ensure_future(adapters.named(now)) for _ in range(20)]
+        await asyncio.sleep(0)
+        engine.gate.set()
+        await asyncio.gather(first, *others)
+        assert engine.reads == ["/sql"] * 2 and engine.adapters["sql"].digest == "v1"
+        both = [adapters.named(LoRARequest("sql", 1, path, load_inplace=True)) for path in ("/sql", "/law")]
+        assert await asyncio.gather(*both) == ["sql"] * 2, "two directories take turns"
+
+    asyncio.run(run())
