@@ -10,7 +10,8 @@ import torch
 from helpers import indexer_cases, sparse_cases
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
-from pagerunner.ops.kernels import indexer
+from pagerunner.ops.kernels import indexer, latent_wide
+from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.rope import rope_angles
 from pagerunner.ops.sparse_latents import chosen_values
 
@@ -67,6 +68,8 @@ def test_queries_keys_and_weights(dtype: torch.dtype, mixed: bool) -> None:
 
 def check_attention(case: sparse_cases.Case) -> None:
     given = sparse_cases.made(case, "cuda")
+    wide = case.dtype == torch.bfloat16 or (case.dtype == torch.float16 and not case.groups)
+    assert latent_wide.serves(*given[:3]) == (wide and has_gluon(given[0].device))
     want = chosen_values.twin(*given)
     tolerance = TOLERANCE[case.dtype]
     largest = 2 ** max(case.groups - 1, 0)  # blocks of latents are so many times as large as the first

@@ -11,6 +11,8 @@ from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
 from helpers.vectors_cases import CASES, Case, inputs, moved
 from pagerunner.batch import StatePages
+from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
 from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer
@@ -34,9 +36,11 @@ def test_attention(case: Case) -> None:
     torch.manual_seed(1)
     arguments, _ = inputs(case, 16, 4)
     tolerance = 1e-4 if case.dtype == torch.float32 else 2e-2
-    want = vectors_attention.twin(*arguments)
+    want, given = vectors_attention.twin(*arguments), moved(arguments, DEVICE)
+    full = case.heads == 64 and case.size == 512 and case.dtype == torch.bfloat16 and not case.block
+    assert by_gluon(*given[:3]) == (full and has_gluon(given[0].device))
     for _ in range(3):
-        got = vectors_attention(*moved(arguments, DEVICE))
+        got = vectors_attention(*given)
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 

@@ -15,23 +15,19 @@ import itertools
 import json
 import re
 import sys
-import tempfile
 import traceback
-from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
-from check_compiled import disassembled, faults, forgotten, overwritten
-from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import causal_conv, gdn, indexer, linear, lora, mamba2, peer_sum, sparse_latents
+from helpers import compiled_latents
+from helpers.compiling import gluon
+from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of
@@ -56,37 +52,9 @@ from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 from pagerunner.ops.kernels.paged_fixed import fixed_kernel, fixed_tiles
-from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
-from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
 from pagerunner.ops.numerics import FIXED
 
 ROWS = NVMMASharedLayout(128, 16, 2)
-STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
-"""What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
-
-
-def gluon(
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    aligned: list[str],
-    kind: Any = GluonASTSource,
-    **options: Any,
-) -> dict[str, Any]:
-    """Compile a kernel; names in neither dictionary are 32-bit integers, `aligned` ones are divisible by 16."""
-    names = kernel.arg_names
-    all_types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = kind(kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    shared = compiled.metadata.shared
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        code = disassembled(Path(file.name))
-    wrong = [*faults(code), *overwritten(code), *forgotten(compiled.asm.get("ttir", ""))]
-    found = {"faults": wrong, "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
-    return found | {"steps": STEPS.findall(compiled.asm["ptx"])}
 
 
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
@@ -471,65 +439,6 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 
 
-def _sparse(
-    kernel: Any,
-    narrow: str,
-    fp8: bool,
-    constants: dict[str, Any],
-    tiles: Any,
-    held: str,
-    odd: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """A kernel of DeepSeek-V3.2's attention at its sizes. `narrow`: the type of queries, and of pages if they aren't `fp8`; `held` names these.
-
-    `odd` strides aren't multiples of 16.
-    """
-    names = [name for name in kernel.arg_names if name not in constants]
-    integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr")
-    types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("position_ptr", "table", "table_ptr"), "*i64")
-    types |= dict.fromkeys(("found", "weights_ptr", "scores_ptr"), "*fp32") | {"scale": "fp32"}
-    if held == "codes":  # the other kernel has a number of parts
-        types["parts"] = "*fp32"
-    types |= {held: "*u8" if fp8 else "*" + narrow, "scales": "*fp32" if fp8 else "*" + narrow}
-    types |= {"scales_ptr": types["scales"]}
-    pointers = ("q_latent", "q_rope", "rope", "whole", "q_ptr")
-    types = {name: type for name, type in (dict.fromkeys(pointers, "*" + narrow) | types).items() if name in names}
-    strides = [name for name in names if name.endswith(("_token", "_head", "_page", "_slot", "_stride"))]
-    aligned = [*(name for name, type in types.items() if type[0] == "*"), *strides]
-    aligned = [name for name in aligned if name not in odd]
-    constants |= {"FP8": tl.float8e4nv if fp8 else None, "PRECISION": "tf32x3" if narrow == "fp32" else "tf32"}
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": True}
-    return gluon(kernel, types, constants | {"PAGE": 64, "PDL": True}, aligned, ASTSource, **options)
-
-
-def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
-    """Attention to chosen latents, `ops/kernels/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
-    tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2, fp8)
-    constants = {
-        "K": 2048,
-        "C": 512,
-        "P": 64,
-        "G": 4 if fp8 else 1,
-        "BC": 512,
-        "BP": 64,
-        "SPLIT": split,
-        "COMPILED": True,
-    }
-    constants |= {"BH": tiles.heads, "BN": tiles.slots}
-    odd = ("rope_slot", "scale_slot") if fp8 else ()
-    return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes", odd)
-
-
-def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
-    """Scores of an indexer, `ops/kernels/indexer.py`: rows of so many tokens."""
-    rows = StepRows.of([tokens] * 8, [5000] * 8, range(8))
-    dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
-    sizes = indexer.score_sizes(rows, 8 * tokens, heads, dtype)
-    constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
-    constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
-    return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
-
-
 def adapters(name: str, features: int) -> dict[str, Any]:
     """The two kernels of `ops/kernels/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
     kernel = {"shrink": lora._shrink, "expand": lora._expand}[name]
@@ -545,20 +454,6 @@ def adapters(name: str, features: int) -> dict[str, Any]:
     aligned = [*pointers, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
     warps = lora.WARPS if name == "shrink" else lora.expand_warps(features)
     return gluon(kernel, types, constants, aligned, ASTSource, num_warps=warps, launch_pdl=True)
-
-
-def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:
-    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`."""
-    names = vectors_kernel.arg_names
-    types = dict.fromkeys(("q", "vectors", "window", "slot_pages", "cos", "sin", "out"), "*" + name)
-    types |= dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
-    types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
-    types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
-    constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
-    constants |= {"BN": GLUON_TILES.keys, "PARTS": parts, "NEW": new, "CHOSEN": chosen, "PDL": True}
-    strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
-    aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
-    return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
 
 
 def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:
@@ -589,10 +484,11 @@ def rounding(count: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     knobs.nvidia.dump_ptxas_log = True
+    kinds = {**vars(compiled_latents), **globals()}
     for kind, *arguments in json.loads(sys.argv[1]):
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
-                found = globals()[kind](*arguments)
+                found = kinds[kind](*arguments)
             except Exception:
                 found = {"error": traceback.format_exc()}
         print(json.dumps({**found, "said": said.getvalue()}), flush=True)

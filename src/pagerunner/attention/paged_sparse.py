@@ -21,7 +21,7 @@ from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
 from pagerunner.ops.sparse_latents import Latents, chosen_values, store_slots_
 
-SHARED_MEMORY = (229_376, 148_480)  # bytes that the largest program takes, in half precision and in float32
+SHARED_MEMORY = (231_936, 148_480)  # bytes that the largest program takes, in half precision and in float32
 MOST_TOKENS = 1024  # whose queries in the latent space exist at once: 128 MiB of them with 128 heads in half precision
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from helpers.as_python import as_python
+from helpers.gluon_programs import Launched
 from helpers.vectors_cases import Case, inputs
 from pagerunner.ops.kernels import vectors_attention as kernels
+from pagerunner.ops.kernels import vectors_gluon
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.vectors_attention import vectors_attention
 
@@ -28,137 +27,10 @@ CASES = {
 }
 
 
-class At:
-    """Addresses of elements, in bytes: pointers of several tensors may be chosen among."""
-
-    tensors: tuple[torch.Tensor, ...] = ()
-
-    def __init__(self, at: Any, kind: torch.dtype) -> None:
-        self.at, self.kind, self.dtype = torch.as_tensor(at), kind, SimpleNamespace(element_ty=kind)
-
-    def __add__(self, more: Any) -> At:
-        return At(self.at + torch.as_tensor(more).long() * self.kind.itemsize, self.kind)
-
-    def __getitem__(self, index: Any) -> At:
-        return At(self.at[index], self.kind)
-
-    def _found(self, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each tensor its memory, which places are its, and their numbers."""
-        left, found = mask.clone(), []
-        for tensor in self.tensors:
-            first, memory = tensor.untyped_storage().data_ptr(), torch.empty(0, dtype=tensor.dtype)
-            memory.set_(tensor.untyped_storage())
-            inside = left & (self.at >= first) & (self.at < first + memory.nbytes)
-            if tensor.dtype == self.kind and inside.any():
-                left &= ~inside
-                found.append((memory, inside, (self.at[inside] - first) // self.kind.itemsize))
-        assert not left.any(), "an address of no tensor"
-        return found
-
-    def load(self, mask: Any = True, other: float = float("nan")) -> torch.Tensor:
-        mask = torch.as_tensor(mask).expand(self.at.shape)
-        values = torch.zeros(self.at.shape, dtype=self.kind)
-        values[~mask] = other if not mask.all() else 0
-        for memory, inside, places in self._found(mask):
-            values[inside] = memory[places]
-        return values
-
-    def store(self, values: torch.Tensor) -> None:
-        for memory, inside, places in self._found(torch.ones(self.at.shape, dtype=torch.bool)):
-            memory[places] = values[inside]
-
-
-class Shared(torch.Tensor):
-    """A buffer in shared memory: NaN until something has come."""
-
-    def index(self, at: int) -> Shared:
-        return self[at]
-
-    def store(self, values: torch.Tensor) -> None:
-        self.copy_(values)
-
-
-class Copies:
-    """Copies that have ended only when they are waited for."""
-
-    def __init__(self) -> None:
-        self.groups: list[list[tuple[Shared, torch.Tensor]]] = [[]]
-
-    def async_copy_global_to_shared(self, smem: Shared, at: At) -> None:
-        smem.fill_(float("nan"))
-        self.groups[-1].append((smem, at.load()))
-
-    def commit_group(self) -> None:
-        self.groups.append([])
-
-    def wait_group(self, left: int) -> None:
-        while len(self.groups) > left + 1:
-            for smem, values in self.groups.pop(0):
-                smem.copy_(values)
-
-
-def multiply(a, b, acc, use_acc=True, is_async=False):
-    found = a.as_subclass(torch.Tensor).float() @ b.as_subclass(torch.Tensor).float()
-    return acc + found if use_acc else found
-
-
-def where(mask, one, other):
-    if isinstance(one, At):
-        return At(torch.where(mask, one.at, other.at), one.kind)
-    return torch.where(mask, one, other)
-
-
 def turned(x, cos, sin, D, P):
     own = [part.load().float().expand(len(x), 1, P) for part in (cos + torch.arange(P), sin + torch.arange(P))]
     rope_pairs_(x[:, None, -P:], RopeAngles(own[0].contiguous(), -own[1].contiguous()))
     return x
-
-
-def language(programs: list[int]) -> SimpleNamespace:
-    held = lambda dtype, shape, layout: torch.full(shape, float("nan"), dtype=dtype).as_subclass(Shared)  # noqa: E731
-    number = torch.as_tensor
-    return SimpleNamespace(
-        program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end),
-        load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values: at.store(values), where=where,
-        maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),
-        cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
-        max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout: x, multiple_of=lambda x, n: x, SliceLayout=lambda *_: None,
-        allocate_shared_memory=held, thread_barrier=lambda: None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
-    )  # fmt: skip
-
-
-class Launched:
-    """The kernel's launches, run as Python."""
-
-    programs = 0
-
-    def __getitem__(self, grid):
-        from pagerunner.ops.kernels import vectors_gluon as kernel
-
-        def launch(*arguments, num_warps, **constants):
-            At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
-            given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
-            for program in range(grid[0]):
-                for block in range(grid[1]):
-                    known = {
-                        "gl": language([program, block]),
-                        "async_copy": Copies(),
-                        "LOG2_E": 1 / math.log(2),
-                        "LOWEST": -1e30,
-                    }
-                    known |= {
-                        "warpgroup_mma": multiply,
-                        "warpgroup_mma_wait": lambda left, deps: deps[0],
-                        "_back": turned,
-                    }
-                    known |= dict.fromkeys(("fence_async_shared", "start_next_and_wait"), lambda *_: None)
-                    for name in ("_span", "_number", "_entry", "_place", "_copy", "_finish", "_leave", "_take"):
-                        known[name] = as_python(getattr(kernel, name), **known)
-                    as_python(kernel.vectors_kernel, **known)(*given, **constants)
-                    self.programs += 1
-
-        return launch
 
 
 @pytest.mark.days(4)
@@ -168,7 +40,7 @@ def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: in
     torch.manual_seed(3)
     (q, window, *others), _ = inputs(CASES[name])
     arguments = (q, window._replace(pages_EXD=window.pages_EXD.contiguous()), *others)
-    launched = Launched()
+    launched = Launched(vectors_gluon, "vectors_kernel", _back=turned)
     monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     monkeypatch.setattr(kernels, "_parts", lambda *_: parts)

@@ -26,11 +26,15 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.kernels import latent_wide
+from pagerunner.ops.kernels.latent_slices import Partial, Schedule, Tiles
 from pagerunner.ops.kernels.latent_store import page_arguments, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.paged_tiles import prefetch_tile, tile_scales
+from pagerunner.ops.sparse_latents import Latents
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
+ALL = 0x7FFFFFFF  # more keys than a unit has
 SNAP = 2  # tiles by which a cut may move to a border
 BLOCK = 256  # tokens that the schedule looks at together, at most; and pairs of a token and a slice
 PAIRS = 8192
@@ -39,12 +43,12 @@ EARLY_TOKENS = 160  # up to which it pays to read the schedule before the wait
 MOST_PARTS = 64  # of one query, because each costs as much to merge as a third of a tile to compute
 
 
-@triton.jit(do_not_specialize=["num_units", "slices"])
+@triton.jit(do_not_specialize=["num_units", "slices", "most_keys"])
 def _schedule_kernel(
-    row_ptr, slots_ptr, position_ptr, lengths_ptr, unit_ptr, part_ptr, slice_ptr, num_units, slices,
+    row_ptr, slots_ptr, position_ptr, lengths_ptr, unit_ptr, part_ptr, slice_ptr, num_units, slices, most_keys,
     BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """One program. A slice has at least LEAST tiles, before its ends move.
+    """One program. A slice has at least LEAST tiles, before its ends move. A unit has at most `most_keys`.
 
     `unit` [U + 1, 4]: a unit's first tile, its number of keys (0: padding), and its slot. `slice` [S + 1, 2]: a slice's first tile,
     and the unit that it belongs to. `part` [U, 2]: the first slice with tiles of the unit, and how many there are.
@@ -58,6 +62,7 @@ def _schedule_kernel(
             length = tl.load(lengths_ptr + row, mask=row >= 0, other=0)
         else:
             length = tl.load(position_ptr + unit, mask=row >= 0, other=-1).to(tl.int32) + 1
+        length = tl.minimum(length, most_keys)
         count = tl.cdiv(length, BN)
         ends = tiles + tl.cumsum(count, 0)
         tl.store(unit_ptr + unit * 4, ends - count, mask=there)
@@ -368,17 +373,6 @@ def _values_kernel(
     tl.store(target, y.to(out.dtype.element_ty), mask=there[:, None] & (v < V)[None, :])
 
 
-class Tiles(NamedTuple):
-    """Heads and keys of a tile, its warps and stages, programs a multiprocessor, and the fewest tiles of a slice."""
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
-    programs: int
-    least: int
-
-
 class ValuesConfig(NamedTuple):
     """Value elements and tokens of a program, parts that it merges at a time, and its warps."""
 
@@ -414,31 +408,15 @@ def values_config(tokens: int, heads: int) -> ValuesConfig:
     return ValuesConfig(128, 16 if tokens <= 96 else 32, 1, 8)
 
 
-class Schedule(NamedTuple):
-    """What `_schedule_kernel` computed for a step, for layers of one shape."""
-
-    unit: torch.Tensor
-    part: torch.Tensor
-    slice: torch.Tensor
-
-
-class Partial(NamedTuple):
-    """What `_slices_kernel` leaves to `_values_kernel`."""
-
-    whole_THC: torch.Tensor
-    parts: torch.Tensor
-    found: torch.Tensor
-
-
-def run_schedule(rows: StepRows, slices: int, tiles: Tiles) -> Schedule:
-    """Divide the step's units."""
-    stride = max(rows.stride, 1)
+def run_schedule(rows: StepRows, slices: int, tiles: Tiles, *, stride: int = 0, most: int = ALL) -> Schedule:
+    """Divide the step's units, of `stride` tokens if it isn't 0. Units have at most so many keys."""
+    stride = stride or max(rows.stride, 1)
     units = rows.num_tokens // stride
     block = min(BLOCK, max(16, padded(units)))
     sizes = [4 * (units + 1), -(-2 * units // 4) * 4, 2 * (slices + 1)]
     schedule = Schedule(*torch.empty(sum(sizes), dtype=torch.int32, device=rows.row_T.device).split(sizes))
     _schedule_kernel[(1,)](
-        rows.row_T, rows.slots_R, rows.positions_T, rows.seq_lens_R, *schedule, units, slices,
+        rows.row_T, rows.slots_R, rows.positions_T, rows.seq_lens_R, *schedule, units, slices, most,
         BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, STRIDE=stride, BLOCK=block, BS=min(256, PAIRS // block), num_warps=4,
     )  # fmt: skip
     return schedule
@@ -518,12 +496,20 @@ def latent_values(
     """See the twin."""
     stride = max(rows.stride, 1)
     units, queries = q_THC.shape[0] // stride, q_THC.shape[1] * stride
+    held = Latents(pages_EXL[..., : q_THC.shape[2]], pages_EXL[..., q_THC.shape[2] :])
+    wide = units >= latent_wide.LEAST_UNITS and scales_E is None and latent_wide.serves(q_THC, q_THP, held)
     tiles = decode_tiles(queries, units, q_THC.dtype == torch.float32, scales_E is not None)
-    programs = multiprocessors(q_THC.device) * tiles.programs // blocks(queries, tiles.heads)
+    if wide:
+        tiles, programs = latent_wide.wide_tiles(queries), latent_wide.slice_count(units, queries, q_THC.device)
+    else:
+        programs = multiprocessors(q_THC.device) * tiles.programs // blocks(queries, tiles.heads)
     slices = max(1, min(programs, MOST_PARTS * units))
     schedule = scratch.get((slices, tiles))
     early = schedule is not None and units <= EARLY_TOKENS
     if schedule is None:
         schedule = scratch[slices, tiles] = run_schedule(rows, slices, tiles)
-    partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, rows, scale, schedule, tiles, scales_E, early=early)
+    if wide:
+        partial = latent_wide.run_wide(q_THC, q_THP, held, table_SW, rows, scale, schedule, stride)
+    else:
+        partial = run_slices(q_THC, q_THP, pages_EXL, table_SW, rows, scale, schedule, tiles, scales_E, early=early)
     return run_values(partial, schedule, rows, up_HVC)

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_values
+from pagerunner.ops.kernels import latent_wide
+from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_schedule, run_values
 from pagerunner.ops.kernels.launch import (
     blocks,
     dependent,
@@ -262,6 +263,15 @@ def chosen_values(
 ) -> torch.Tensor:
     """See the twin."""
     tokens, heads, _ = q_THC.shape
+    if latent_wide.serves(q_THC, q_THP, pages):
+        wide_tiles, most = latent_wide.wide_tiles(heads), chosen_TK.shape[1]
+        slices = min(latent_wide.slice_count(tokens, heads, q_THC.device), tokens * blocks(most, wide_tiles.keys))
+        schedule = scratch.get(("wide", slices, most))
+        if schedule is None:
+            schedule = run_schedule(rows, slices, wide_tiles, stride=1, most=most)
+            scratch["wide", slices, most] = schedule
+        wide = latent_wide.run_wide(q_THC, q_THP, pages, table_SW, rows, scale, schedule, 1, chosen_TK)
+        return run_values(wide, schedule, rows, up_HVC, one_by_one=True)
     tiles = chosen_tiles(heads, q_THC.dtype.itemsize, pages.scales_ESG is not None)
     splits = split_count(tokens, heads, chosen_TK.shape[1], q_THC.device, tiles)
     schedule = scratch.get(("parts", tokens, splits))

@@ -1,0 +1,91 @@
+"""Attention in the latent space with tiles of 64 queries and 64 vectors on Hopper: where it serves, and how it is launched.
+
+The kernel is `kernels/latent_gluon.py`. It computes what `_slices_kernel` of `kernels/latent_decode.py` and `_chosen_kernel` of
+`kernels/sparse_latents.py` compute, at DeepSeek's sizes in half precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import torch
+
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels.latent_slices import Partial, Schedule, Tiles
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors
+from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.sparse_latents import Latents
+
+GROUPS = 4  # blocks of a latent in fp8 that have a scale each
+SIZES = (512, 64)  # of a latent and of a rotary part
+LEAST_UNITS = 16  # of a step that decodes; fewer don't occupy the device
+
+
+@functools.cache
+def _gluon() -> Any:
+    """The module in Gluon. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.latent_gluon")
+
+
+def wide_tiles(queries: int) -> Tiles:
+    """For units of so many queries. Up to 16 are a product's second operand, whose tiles may have so few; more are its first, which has 64."""
+    return Tiles(16 if queries <= 16 else 64, 64, 8, 2, 1, 2)
+
+
+def slice_count(units: int, queries: int, device: torch.device) -> int:
+    """Slices of a step: as many as the device has programs at once, or a few fewer if that is one for each unit, which then leaves no parts."""
+    programs = max(1, multiprocessors(device) // blocks(queries, wide_tiles(queries).heads))
+    return units if programs * 0.9 <= units <= programs else programs
+
+
+def serves(q_THC: torch.Tensor, q_THP: torch.Tensor, pages: Latents) -> bool:
+    """Whether the kernel computes this. Copies bring 16 bytes each."""
+    codes, rope, scales = pages
+    sizes, dtype = (q_THC.shape[-1], q_THP.shape[-1]), q_THC.dtype
+    if sizes != SIZES or dtype.itemsize != 2 or rope.dtype != dtype:
+        return False
+    if scales is None:
+        held, few = codes.dtype == dtype, ()
+    else:
+        e4m3 = codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+        held, few = e4m3 and scales.shape[-1] == GROUPS, (scales,)
+    return held and all(map(_aligned, (codes, rope, *few))) and has_gluon(q_THC.device)
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:2])
+
+
+def run_wide(
+    q_THC: torch.Tensor,
+    q_THP: torch.Tensor,
+    pages: Latents,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    scale: float,
+    schedule: Schedule,
+    stride: int,
+    chosen_TK: torch.Tensor | None = None,
+) -> Partial:
+    """Launch `slices_kernel` for units of `stride` tokens. `chosen_TK`: a unit is a token then, and sees these slots alone."""
+    (tokens, heads, latent), rope, device = q_THC.shape, q_THP.shape[-1], q_THC.device
+    queries, slices = heads * stride, schedule.slice.shape[0] // 2 - 1
+    whole_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
+    parts = torch.empty(slices, 2, queries, latent, dtype=torch.float32, device=device)
+    found = torch.empty(slices, 2, queries, dtype=torch.float32, device=device)
+    codes, turned, scales = pages
+    fp8 = scales is not None
+    held, factors = (codes.view(torch.uint8), scales) if scales is not None else (codes, codes)
+    steps = [step // (16 // x.element_size()) for x in (held, turned, factors) for step in x.stride()[:2]]
+    tiles = wide_tiles(queries)
+    _gluon().slices_kernel[(slices, blocks(queries, tiles.heads))](
+        q_THC, q_THP, held, turned, factors, schedule.unit if chosen_TK is None else chosen_TK, whole_THC, parts, found,
+        schedule.unit, schedule.slice, rows.row_T, rows.positions_T, table_SW, heads, scale / math.log(2),
+        *q_THC.stride()[:2], *q_THP.stride()[:2], *steps, table_SW.stride(0), 0 if chosen_TK is None else chosen_TK.stride(0),
+        *whole_THC.stride()[:2], PAGE=codes.shape[1], C=latent, P=rope, G=GROUPS if fp8 else 0, CHOSEN=chosen_TK is not None,
+        STRIDE=stride, H=tiles.heads, num_warps=tiles.warps, **dependent(device),
+    )  # fmt: skip
+    return Partial(whole_THC, parts, found)

@@ -1,0 +1,103 @@
+"""Kernels of attention to latents, chosen slots and windows, compiled as `helpers.compiled` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from helpers.compiling import gluon
+from pagerunner.batch import StepRows
+from pagerunner.ops.kernels import indexer, sparse_latents
+from pagerunner.ops.kernels.latent_gluon import slices_kernel
+from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
+from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
+from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
+
+
+def _sparse(
+    kernel: Any,
+    narrow: str,
+    fp8: bool,
+    constants: dict[str, Any],
+    tiles: Any,
+    held: str,
+    odd: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """A kernel of DeepSeek-V3.2's attention at its sizes. `narrow`: the type of queries, and of pages if they aren't `fp8`; `held` names these.
+
+    `odd` strides aren't multiples of 16.
+    """
+    names = [name for name in kernel.arg_names if name not in constants]
+    integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr")
+    types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("position_ptr", "table", "table_ptr"), "*i64")
+    types |= dict.fromkeys(("found", "weights_ptr", "scores_ptr"), "*fp32") | {"scale": "fp32"}
+    if held == "codes":  # the other kernel has a number of parts
+        types["parts"] = "*fp32"
+    types |= {held: "*u8" if fp8 else "*" + narrow, "scales": "*fp32" if fp8 else "*" + narrow}
+    types |= {"scales_ptr": types["scales"]}
+    pointers = ("q_latent", "q_rope", "rope", "whole", "q_ptr")
+    types = {name: type for name, type in (dict.fromkeys(pointers, "*" + narrow) | types).items() if name in names}
+    strides = [name for name in names if name.endswith(("_token", "_head", "_page", "_slot", "_stride"))]
+    aligned = [*(name for name, type in types.items() if type[0] == "*"), *strides]
+    aligned = [name for name in aligned if name not in odd]
+    constants |= {"FP8": tl.float8e4nv if fp8 else None, "PRECISION": "tf32x3" if narrow == "fp32" else "tf32"}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": True}
+    return gluon(kernel, types, constants | {"PAGE": 64, "PDL": True}, aligned, ASTSource, **options)
+
+
+def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
+    """Attention to chosen latents, `ops/kernels/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
+    tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2, fp8)
+    constants = {
+        "K": 2048,
+        "C": 512,
+        "P": 64,
+        "G": 4 if fp8 else 1,
+        "BC": 512,
+        "BP": 64,
+        "SPLIT": split,
+        "COMPILED": True,
+    }
+    constants |= {"BH": tiles.heads, "BN": tiles.slots}
+    odd = ("rope_slot", "scale_slot") if fp8 else ()
+    return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes", odd)
+
+
+def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> dict[str, Any]:
+    """Slices of attention in the latent space, `ops/kernels/latent_gluon.py`, with a slot's parts at strides of 16 bytes."""
+    sizes = {"PAGE": 64, "C": 512, "P": 64, "G": GROUPS if fp8 else 0, "H": wide_tiles(queries).heads}
+    constants = sizes | {"CHOSEN": chosen, "STRIDE": stride, "PDL": True}
+    types = dict.fromkeys(("q_latent", "q_rope", "pages", "rope", "whole"), "*" + name) | {"scale": "fp32"}
+    types |= dict.fromkeys(("parts", "found", "scales"), "*fp32")
+    types |= dict.fromkeys(("chosen", "unit_ptr", "slice_ptr", "row_ptr"), "*i32")
+    types |= {"position_ptr": "*i64", "table": "*i64"} | ({"pages": "*u8"} if fp8 else {})
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    aligned += [name for name in slices_kernel.arg_names if name[:2] in ("qc", "qp", "wh") and "_" in name]
+    return gluon(slices_kernel, types, constants, aligned, num_warps=wide_tiles(queries).warps, launch_pdl=True)
+
+
+def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
+    """Scores of an indexer, `ops/kernels/indexer.py`: rows of so many tokens."""
+    rows = StepRows.of([tokens] * 8, [5000] * 8, range(8))
+    dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
+    sizes = indexer.score_sizes(rows, 8 * tokens, heads, dtype)
+    constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
+    constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
+    return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
+
+
+def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:
+    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`."""
+    names = vectors_kernel.arg_names
+    types = dict.fromkeys(("q", "vectors", "window", "slot_pages", "cos", "sin", "out"), "*" + name)
+    types |= dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
+    types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
+    constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
+    constants |= {"BN": GLUON_TILES.keys, "PARTS": parts, "NEW": new, "CHOSEN": chosen, "PDL": True}
+    strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
+    aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
+    return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)

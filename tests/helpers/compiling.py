@@ -1,0 +1,41 @@
+"""One kernel compiled for an H100 that isn't there, and what is found in its instructions."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from check_compiled import disassembled, faults, forgotten, overwritten
+
+STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
+"""What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
+
+
+def gluon(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: list[str],
+    kind: Any = GluonASTSource,
+    **options: Any,
+) -> dict[str, Any]:
+    """Compile a kernel; names in neither dictionary are 32-bit integers, `aligned` ones are divisible by 16."""
+    names = kernel.arg_names
+    all_types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = kind(kernel, all_types, {(names.index(name),): value for name, value in constants.items()}, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    shared = compiled.metadata.shared
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        code = disassembled(Path(file.name))
+    wrong = [*faults(code), *overwritten(code), *forgotten(compiled.asm.get("ttir", ""))]
+    found = {"faults": wrong, "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
+    return found | {"steps": STEPS.findall(compiled.asm["ptx"])}

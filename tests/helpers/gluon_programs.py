@@ -1,0 +1,154 @@
+"""Kernels in Gluon with tiles in shared memory run as Python: on tensors of torch, one program after another.
+
+What comes by copies is NaN until it has been waited for, and so is shared memory that nobody has written. Layouts are nothing.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class At:
+    """Addresses of elements, in bytes: pointers of several tensors may be chosen among."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, at: Any, kind: torch.dtype) -> None:
+        self.at, self.kind, self.dtype = torch.as_tensor(at), kind, SimpleNamespace(element_ty=kind)
+
+    def __add__(self, more: Any) -> At:
+        return At(self.at + torch.as_tensor(more).long() * self.kind.itemsize, self.kind)
+
+    def __getitem__(self, index: Any) -> At:
+        return At(self.at[index], self.kind)
+
+    def _found(self, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each tensor its memory, which places are its, and their numbers."""
+        left, found = mask.clone(), []
+        for tensor in self.tensors:
+            first, memory = tensor.untyped_storage().data_ptr(), torch.empty(0, dtype=tensor.dtype)
+            memory.set_(tensor.untyped_storage())
+            inside = left & (self.at >= first) & (self.at < first + memory.nbytes)
+            if tensor.dtype == self.kind and inside.any():
+                left &= ~inside
+                found.append((memory, inside, (self.at[inside] - first) // self.kind.itemsize))
+        assert not left.any(), "an address of no tensor"
+        return found
+
+    def load(self, mask: Any = True, other: float = float("nan")) -> torch.Tensor:
+        mask = torch.as_tensor(mask).expand(self.at.shape)
+        values = torch.zeros(self.at.shape, dtype=self.kind)
+        values[~mask] = other if not mask.all() else 0
+        for memory, inside, places in self._found(mask):
+            values[inside] = memory[places]
+        return values
+
+    def store(self, values: torch.Tensor, mask: Any = True) -> None:
+        mask = torch.as_tensor(mask).expand(self.at.shape)
+        values = torch.as_tensor(values).expand(self.at.shape)
+        for memory, inside, places in self._found(mask):
+            memory[places] = values[inside].to(memory.dtype)
+
+
+class Shared(torch.Tensor):
+    """A buffer in shared memory."""
+
+    def index(self, at: int) -> Shared:
+        return self[at]
+
+    def slice(self, first: int, count: int, dim: int = 0) -> Shared:
+        return self.narrow(dim, first, count)
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+    def store(self, values: torch.Tensor) -> None:
+        self.copy_(values)
+
+
+class Copies:
+    """Copies that have ended only when they are waited for."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[tuple[Shared, torch.Tensor]]] = [[]]
+
+    def async_copy_global_to_shared(self, smem: Shared, at: At) -> None:
+        smem.fill_(float("nan") if smem.dtype.is_floating_point else 0x7F)
+        self.groups[-1].append((smem, at.load()))
+
+    def commit_group(self) -> None:
+        self.groups.append([])
+
+    def wait_group(self, left: int) -> None:
+        while len(self.groups) > left + 1:
+            for smem, values in self.groups.pop(0):
+                smem.copy_(values)
+
+
+def room(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 0x7F, dtype=dtype).as_subclass(Shared)
+
+
+def multiply(a, b, acc, use_acc=True, is_async=False):
+    found = a.as_subclass(torch.Tensor).float() @ b.as_subclass(torch.Tensor).float()
+    return acc + found if use_acc else found
+
+
+def where(mask, one, other):
+    if isinstance(one, At):
+        return At(torch.where(mask, one.at, other.at), one.kind)
+    return torch.where(mask, one, other)
+
+
+def numbers_of_e4m3(words, constraints, arguments, dtype, is_pure, pack):
+    """The only PTX of these kernels."""
+    return arguments[0].view(torch.float8_e4m3fn).to(dtype)
+
+
+def language(programs: list[int]) -> SimpleNamespace:
+    number, nothing = torch.as_tensor, lambda *_: None
+    return SimpleNamespace(
+        program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end), static_range=range,
+        load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
+        maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),
+        cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
+        max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
+        expand_dims=torch.unsqueeze, permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing,
+        allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, float32=torch.float32, int32=torch.int32,
+        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16,
+    )  # fmt: skip
+
+
+NOTHING = ("fence_async_shared", "start_next_and_wait", "start_next", "wait_turn")
+
+
+class Launched:
+    """A kernel's launches, run as Python. `known`: what its module knows by these names."""
+
+    def __init__(self, module: ModuleType, name: str, **known: Any) -> None:
+        self.module, self.name, self.known, self.programs = module, name, known, 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, **constants):
+            At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
+            given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
+            for program in range(grid[0]):
+                for block in range(grid[1]):
+                    self._program([program, block])(*given, **constants)
+                    self.programs += 1
+
+        return launch
+
+    def _program(self, programs: list[int]) -> Any:
+        known: dict[str, Any] = {name: getattr(value, "value", value) for name, value in vars(self.module).items()}
+        known |= {"gl": language(programs), "async_copy": Copies(), "warpgroup_mma": multiply}
+        known |= {"warpgroup_mma_wait": lambda left, deps: deps[0], "warpgroup_mma_init": lambda acc: acc}
+        known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known
+        for name, value in vars(self.module).items():
+            if name not in self.known and name not in NOTHING and hasattr(value, "arg_names"):
+                known[name] = FunctionType(value.fn.__code__, known, name)
+        return known[self.name]
