@@ -465,7 +465,7 @@ class LLM:
             for request_id, prompt, requests in batches:
                 self._outputs.add(request_id, shown_text(prompt), requests, kind)
                 for request in requests:
-                    self._core.add(request)
+                    self._core.add(request, ids_checked=True)
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         with self._whole():

@@ -65,7 +65,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "logit_bias' negative id": (put("params", "logit_bias", {"-1": 1.0}), "logit_bias|-1"),
     "temperature": (put("params", "temperature", float("nan")), "temperature must be a finite number"),
     "prompt id": (put("request", "prompt_token_ids", [5, VOCAB]), f"prompt holds token id {VOCAB}"),
-    "negative prompt id": (put("request", "prompt_token_ids", [-1, 5]), "negative"),
+    "negative prompt id": (put("request", "prompt_token_ids", [-1, 5]), "prompt holds token id -1"),
     "long prompt": (put("request", "prompt_token_ids", [5] * 10_000), "max_model_len"),
     "salt": (put("request", "cache_salt", "x" * 1000), "PAGERUNNER_LIMIT_MAX_SALT_CHARS"),
     "priority": (put("request", "priority", 2**63), "priority|Integer value out of range"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from helpers.checkpoints import make_checkpoint
 from pagerunner import LLM, SamplingParams
+from pagerunner.engine.frontend import input_processor
 from pagerunner.errors import (
     CapacityError,
     CheckpointError,
@@ -22,6 +23,8 @@ from pagerunner.errors import (
     InvalidRequestError,
     PagerunnerError,
 )
+from pagerunner.types import checks
+from pagerunner.types.checks import extremes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG_PROMPT = {"prompt_token_ids": [7 + index % 400 for index in range(100)]}
@@ -57,6 +60,21 @@ def test_prompt_forms_agree(llm: LLM) -> None:
     [alone] = llm.generate(ids, GREEDY, use_tqdm=False)
     assert tokens([alone]) == [first] and alone.prompt is None and alone.prompt_token_ids == ids
     assert [tokens([output]) for output in llm.stream(ids, GREEDY)][-1] == [first]
+
+
+def test_the_ids_of_a_prompt_are_looked_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def look(ids: Collection[int]) -> tuple[int, int]:
+        looked.append(len(ids))
+        return extremes(ids)
+
+    for module in (checks, input_processor):
+        monkeypatch.setattr(module, "extremes", look)
+    llm.generate([LONG_PROMPT, LONG_PROMPT], GREEDY, use_tqdm=False)
+    assert looked.count(100) == 2
+    with pytest.raises(InvalidRequestError, match="512"):
+        llm.generate({"prompt_token_ids": [5] * 99 + [512]}, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pagerunner import limits
-from pagerunner.types.checks import at_most, extremes, is_int, refuse, require, show
+from pagerunner.types.checks import at_most, is_int, refuse, require, show
 from pagerunner.types.kv_transfer import KVTransferParams
 from pagerunner.types.params import SamplingParams
 
@@ -60,8 +60,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
     lora: str = ""
 
     def __post_init__(self) -> None:
-        """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError."""
-        params, prompt = self.params, self.prompt_token_ids
+        """Checks what needs no model, here and (by decoding) in the core. Raises InvalidRequestError. Ids of prompts are checked with the vocabulary."""
+        params = self.params
         for name in ("seed", "priority"):
             if not is_int(value := getattr(self, name)):
                 refuse(name, f"must be an integer of at most 64 bits, got {show(value)}.")
@@ -74,7 +74,6 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
         if params.min_tokens > self.max_tokens:
             said = f"the {self.max_tokens} tokens that the request may generate (max_tokens)"
             refuse("min_tokens", f"is {params.min_tokens}, more than {said}.")
-        require(extremes(prompt)[0] >= 0, "prompt", "holds a negative token id.")
         if self.cache_salt:
             at_most(len(self.cache_salt), "MAX_SALT_CHARS", "cache_salt", f"has {len(self.cache_salt)} characters")
         if words := self.bad_words_ids:
