@@ -5,6 +5,7 @@ Time is simulated: a look at a prompt takes the host LOOK seconds, a step takes 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -47,18 +48,18 @@ class Load(NamedTuple):
 
 
 class Engine:
-    """Two plans in flight, room for ROOM prompts on the device and for all in host memory."""
+    """Two plans in flight of `step` tokens at most, room for `room` prompts on the device and for all in host memory."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, room: float = ROOM, step: int = TOKENS) -> None:
         specs = KINDS[kind]
         each = sum(spec.page_bytes(16) * (2 if isinstance(spec, RecurrentState) else TOKENS // 16) for spec in specs)
         plan = plan_memory(
             specs,
             page_tokens=16,
-            budget_bytes=(ROOM + 1) * each,
+            budget_bytes=int((room + 1) * each),
             model_max_len=TOKENS + 128,
             max_num_seqs=SLOTS,
-            max_num_batched_tokens=TOKENS,
+            max_num_batched_tokens=step,
         )
         self.manager, host = KVManager(plan), HostTier(plan, 2 * PROMPTS * each)
         self.tiers = Timed(self.manager, host, clock=lambda: 0.0)
@@ -66,7 +67,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=SLOTS,
-            max_num_batched_tokens=TOKENS,
+            max_num_batched_tokens=step,
             max_model_len=TOKENS + 128,
             tiers=self.tiers,
             max_in_flight=2,
@@ -198,3 +199,86 @@ def test_what_was_just_loaded_is_not_looked_for_again_to_be_stored(
     engine.add("new", prompt(901))
     engine.run()
     assert asked, "a prompt that was computed is stored"
+
+
+def test_a_look_calls_nothing_for_each_page(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 256 pages, whose load evicts as many. They lie in slabs of 5 and more pages, and of each slab something may be called."""
+    engine = fresh(engine)
+    for number in range(ROOM + 4):  # until all pages are taken
+        engine.add(f"fill {number}", prompt(number))
+    engine.run()
+    engine.tiers.rates.seconds_per_token = 1.0
+    calls: list[int] = []
+    look_up = engine.tiers.look_up
+
+    def counted(*args: object) -> bool:
+        calls.append(0)
+        sys.setprofile(lambda frame, event, value: calls.__setitem__(-1, calls[-1] + (event == "call")))
+        try:
+            return look_up(*args)  # type: ignore[arg-type]
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(engine.tiers, "look_up", counted)
+    engine.loads.clear()
+    engine.add("found", prompt(ROOM + 6))
+    engine.run()
+    assert len(engine.loads) == 1
+    assert max(calls) < 9 * 256 // engine.manager.pool.per_slab[-1] + 200, calls
+
+
+@pytest.mark.parametrize("step", [TOKENS, 2 * TOKENS])
+@pytest.mark.parametrize(("room", "passes"), [(2.0, 2), (2.5, 1)])
+def test_every_prompt_of_a_hybrid_is_stored_where_few_have_room(room: float, passes: int, step: int) -> None:
+    """With (room + 1) prompts' pages, snapshots fill the last of them. Pages may lie so scattered that a snapshot has none; the next pass has it."""
+    engine = Engine("hybrid", room, step)
+    engine.tiers.rates.seconds_per_token = 1.0
+    found = []
+    for turn in range(passes + 2):
+        for number in range(16):
+            engine.add(f"{turn}: {number}", prompt(number))
+        found.append(engine.run() // ((TOKENS - 1) // 16 * 16))
+    assert found[0] == 0 and found[passes:] == [16] * 2, found
+
+
+def test_a_snapshot_stays_until_its_prompts_first_token_is_known_and_no_longer() -> None:
+    engine = Engine("hybrid", 2.5)
+    engine.add("one", prompt(1), max_tokens=8)
+    used = engine.manager.pool.used
+    engine._launch()
+    engine.manager.check_integrity()
+    assert used[0] == 2, "its state and the snapshot"
+    engine.step()
+    engine.manager.check_integrity()
+    assert used[0] == 1, "a request that generates holds its state alone"
+    engine.run()
+    assert used[0] == 0
+
+
+def test_a_lone_prompt_that_host_memory_has_in_part_is_loaded_without_room_for_its_snapshot() -> None:
+    """There is room for its state and the snapshot that it goes on from, and not for that of its end."""
+    engine = Engine("hybrid", 0.0339)
+    assert engine.manager.pool.slack([2, 264]) >= 0 > engine.manager.pool.slack([3, 264])
+    engine.add("first", prompt(1, TOKENS // 2))
+    engine.run()
+    engine.manager.reset_prefix_cache()
+    engine.tiers.rates.seconds_per_token = 1.0
+    engine.add("longer", prompt(1, TOKENS + 120))
+    assert engine.run() == (TOKENS // 2 - 1) // 16 * 16 and len(engine.loads) == 1
+
+
+def test_a_prompt_is_loaded_when_those_that_it_waited_for_generate() -> None:
+    """They have let their snapshots go, and it has no room for its own all the same."""
+    engine = Engine("hybrid", 0.0339)
+    engine.add("first", prompt(1, TOKENS // 2))
+    engine.run()
+    engine.manager.reset_prefix_cache()
+    engine.tiers.rates.seconds_per_token = 1.0
+    engine.add("runs", prompt(2, 65), max_tokens=50)
+    engine._launch()
+    slack = engine.manager.pool.slack
+    length = next(
+        length for length in range(TOKENS + 96, 0, -16) if slack([1, length // 16]) >= 0 > slack([2, length // 16])
+    )
+    engine.add("longer", prompt(1, length))
+    assert engine.run() == (TOKENS // 2 - 1) // 16 * 16 and len(engine.loads) == 1

@@ -1,6 +1,7 @@
 """Admission: what a new request finds in the prefix index or with a sibling, and whether the rest of its pages can be had.
 
-A request is admitted for all groups at once, or not at all. What it still has to compute is promised to it.
+A request is admitted for all groups at once, or not at all. What it still has to compute is promised to it, and the pages of its prompt's snapshots. Where these
+alone lack, it waits for other prompts' snapshots and for transfers, and does without where none gives pages back. It waits for no text that is generated.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ class Admission:
         lent = [len(numbers) for numbers in grant.borrowed] or [0] * len(self._rules)
         taken = [count - others for count, others in zip(grant.num_pages, lent, strict=True)]
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
+        positions = self._snapshot_positions(grant, hit) if shares else []
+        waits = bool(positions) and self.snapshots_wait(self._snapshots.pages_beside(needs, len(positions)))
         self._books.grants[grant] = None
-        fits = self._room.reserve(needs)
+        fits = not waits and self._room.reserve(needs)
         lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
         if not fits or lost:
             self._holdings.release(grant)
@@ -100,7 +103,8 @@ class Admission:
         self._books.promises.update(grant)
         if shares:
             self._holdings.set_next_publish(grant)
-            self._plan_snapshots(grant, hit)
+            grant.snapshot_positions = positions
+            self._snapshots.plan(grant, hit, prompt_len)
         grant.capacity = hit
         self._books.work.send_table(grant)
         return grant
@@ -155,7 +159,7 @@ class Admission:
         grant.starts = plan + 1 if any(grant.borrowed) else 0
         return True
 
-    def _plan_snapshots(self, grant: Grant, hit: int) -> None:
+    def _snapshot_positions(self, grant: Grant, hit: int) -> list[int]:
         """The positions where a later request may want to continue.
 
         The first is the last boundary of this prompt, where the same prompt hits. The second is where this prompt's hit would
@@ -163,8 +167,15 @@ class Admission:
         """
         cell = self._books.plan.hit_granularity
         wanted = {(grant.target - 1) // cell * cell, max(grant.group_hits) // cell * cell}
-        grant.snapshot_positions = sorted(position for position in wanted if position > hit)
-        self._snapshots.plan(grant, hit)
+        return sorted(position for position in wanted if position > hit)
+
+    def snapshots_wait(self, needs: Sequence[int]) -> bool:
+        """Whether `needs`, a prompt's snapshots among them, can't be had now, and may be when others let theirs go or transfers end."""
+        if not self._snapshots.has_state or self._books.promises.kept(needs):
+            return False
+        return self._snapshots.come_back(self._books.grants) or self._leases.would_fit(
+            self._books.promises.beside(needs)
+        )
 
     def count_query(self, grant: Grant, external: int) -> None:
         """See KVManager."""

@@ -25,7 +25,7 @@ class Grant:
     """
 
     __slots__ = (
-        "asks_again", "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "latest_snapshot",
+        "asks_again", "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "holds_snapshots", "latest_snapshot",
         "next_publish", "next_save", "num_pages", "pages", "passed", "promise", "published", "reserve", "saves", "sent", "slot",
         "snapshot_positions", "starts", "superseded", "target",
     )  # fmt: skip
@@ -51,6 +51,7 @@ class Grant:
         self.snapshot_positions: list[int] = []
         self.next_save = FOREVER  # where the next snapshot is due
         self.saves: list[tuple[int, Lease]] = []  # (position, lease) of snapshots in the making
+        self.holds_snapshots = False  # until its first token is known
         self.passed = 0  # where the state is at least when all plans have run
         self.asks_again = False  # the next plan, too, may be the one that passes a snapshot
         # (position, lease) of the last snapshot asked for in generated text, and of the one that it replaces

@@ -214,6 +214,10 @@ class KVManager:
             self._growth.end_plan()
         return saves
 
+    def has_first_token(self, grant: Grant) -> None:
+        """The prompt has been computed, and what is to be stored of it is known."""
+        self._room.version += self._snapshots.let_go(grant)
+
     # -- the end
 
     def release(self, grant: Grant) -> None:
@@ -328,6 +332,10 @@ class KVManager:
         both = zip(keys, self.index.pages, self._leases.arriving, strict=True)
         return [[there[key] if key in there else coming[key] for key in some] for some, there, coming in both]
 
+    def snapshot_waits(self, needs: Sequence[int]) -> bool:
+        """Whether a new request waits for `needs`, of which one page is for its prompt's snapshot. Otherwise it does without, or needs more than that."""
+        return self._admission.snapshots_wait(needs)
+
     def num_idle(self, pages: Sequence[Sequence[int]]) -> list[int]:
         """How many of these pages, by group, only the index keeps."""
         return [len(cached.keys() & set(some)) for some, cached in zip(pages, self.pool.cached, strict=True)]
@@ -386,6 +394,7 @@ class KVManager:
             AssertionError: the books don't balance; this is a bug of the manager.
         """
         self.pool.check()
+        snapshots = self._snapshots.check(self._books.grants)
         for group, refs in enumerate(self.pool.refs):
             counts: dict[int, int] = dict(self._leases.holders(group))
             for grant in self._books.grants:
@@ -394,8 +403,7 @@ class KVManager:
                 for page in pages:
                     counts[page] = counts.get(page, 0) + 1
             assert counts == refs, f"group {group}: grants and leases hold {counts}, the pool counts {refs}"
-            promised = sum(grant.promise[group] for grant in self._books.grants)
+            promised = snapshots[group] + sum(grant.promise[group] for grant in self._books.grants)
             assert promised == self._promises.by_group[group], "promises"
-        self._snapshots.check(self._books.grants)
         self._moves.check()
         self._leases.check()

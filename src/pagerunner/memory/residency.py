@@ -155,6 +155,12 @@ class TimedPool(SlabPool):
         self._sampler.stays.clear()
         super().evict_all()
 
+    def _evict_slab(self, slab: int) -> list[int]:
+        group = self.owner[slab]
+        pages = super()._evict_slab(slab)
+        self._sampler.evicted(group, pages)
+        return pages
+
     def _reuse(self, group: int, pages: list[int]) -> list[int]:
         self._sampler.evicted(group, pages)
         return super()._reuse(group, pages)

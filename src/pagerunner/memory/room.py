@@ -4,7 +4,7 @@ Pages are looked for in this order. Whoever asks says how far down the list it m
 
 1. Pages that are free, or cached and unused for longest: the pool hands them out.
 2. A shorter step, where a group forgets: `Growth` asks for less until it `fits`.
-3. Pages that a transfer has brought for requests that wait are given up, and then snapshots in the making.
+3. Pages that a transfer has brought for requests that wait are given up, and then snapshots in the making: for a new request not those of prompts.
 4. Pages are moved together.
 5. The request waits: for the next step, if that may move what is missing; or for a transfer, if that gives back what is missing.
 6. The scheduler preempts.
@@ -14,7 +14,7 @@ Example: a running request of 8,192 tokens a step doesn't fit. A step of 1,024 f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import Grant
@@ -42,22 +42,24 @@ class Room:
     def reserve(self, needs: Sequence[int]) -> bool:
         """Make sure that a new request can have `needs` beside all promises. It asks for nothing more then."""
         wanted = self._promises.beside(needs)
-        return self._pool.slack(wanted) >= 0 or self._make(wanted)
+        return self._pool.slack(wanted) >= 0 or self._make(
+            wanted, [one for one in self._grants if not one.holds_snapshots]
+        )
 
     def take(self, needs: Sequence[int]) -> list[list[int]] | None:
         """Hand out `needs` to a running request, or None. It goes before what others were promised."""
         fresh = self._pool.allocate(needs)
-        if fresh is None and self._make(needs):
+        if fresh is None and self._make(needs, self._grants):
             fresh = self._pool.allocate(needs)
         if fresh is None and self._leases:
             self.awaits_transfer |= self._leases.would_fit(needs)
         return fresh
 
-    def _make(self, needs: Sequence[int]) -> bool:
-        """Give up what is kept for requests that wait, then snapshots in the making; then move pages together. Whether that was enough."""
+    def _make(self, needs: Sequence[int], snapshots: Iterable[Grant]) -> bool:
+        """Give up what is kept for requests that wait, then snapshots in the making of these grants; then move pages together. Whether that was enough."""
         while self._leases.give_up_kept():
             if self._pool.slack(needs) >= 0:
                 return True
-        if self._snapshots.drop(self._grants) and self._pool.slack(needs) >= 0:
+        if self._snapshots.drop(snapshots) and self._pool.slack(needs) >= 0:
             return True
         return self._moves.make_room_for(needs)

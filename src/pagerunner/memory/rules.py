@@ -326,9 +326,11 @@ class RecurrentRule(GroupRule):
     def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """The last snapshot."""
         hashes, last = chain.hashes, 0
+        most = min(limit // UNIT_TOKENS, len(hashes))
         for held in _maps(index):
-            units = range(min(limit // UNIT_TOKENS, len(hashes)), last, -1) if held else ()
-            last = next((unit for unit in units if hashes[unit - 1] in held), last)
+            keys = hashes[last:most][::-1] if held else []
+            if (key := next(filter(held.__contains__, keys), None)) is not None:
+                last = most - keys.index(key)
         return last * UNIT_TOKENS
 
 

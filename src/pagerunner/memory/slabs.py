@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 
 from pagerunner.memory.prefix import PrefixIndex
 
@@ -99,6 +99,13 @@ class SlabPool:
     def share(self, group: int, pages: Sequence[int]) -> None:
         """One more reference to each of pages that are in use or cached."""
         refs, cached = self.refs[group], self.cached[group]
+        once = dict.fromkeys(pages, 1)
+        if len(once) == len(pages) and refs.keys().isdisjoint(pages):  # as almost always
+            refs.update(once)
+            for page in pages:
+                del cached[page]
+            self._mark_all_used(group, pages)
+            return
         fresh: list[int] = []
         for page in pages:
             if page in refs:
@@ -318,7 +325,7 @@ class SlabPool:
         self.index.forget_all(group, pages)
         for page in pages:
             del cached[page]
-            refs[page] = 1
+        refs.update(dict.fromkeys(pages, 1))
         self._mark_all_used(group, pages)
         self.evictions[group] += len(pages)
         return pages
@@ -330,8 +337,14 @@ class SlabPool:
         slab = self._oldest_idle(other_than=group)
         limit = self._clock if slab < 0 else self._idle[self.owner[slab]][slab]
         oldest = islice(self.cached[group].items(), most)
-        pages = [page for page, _ in takewhile(lambda item: item[1] <= limit, oldest)]
+        pages: list[int] = []
+        for page, when in oldest:
+            if when > limit:
+                break
+            pages.append(page)
         per_slab, idle, opened = self.per_slab[group], self._idle[group], set[int]()
+        if len(idle.keys() & {page // per_slab for page in pages}) <= slabs:
+            return pages
         for at, page in enumerate(pages):
             if (slab := page // per_slab) in idle and slab not in opened:
                 if len(opened) == slabs:
@@ -361,11 +374,19 @@ class SlabPool:
         self._close_if_free(group, slab)
         return True
 
-    def _evict_slab(self, slab: int) -> None:
+    def _evict_slab(self, slab: int) -> list[int]:
+        """Free the pages of a slab, which are cached. Returns them."""
         group = self.owner[slab]
-        per_slab = self.per_slab[group]
-        for page in range(slab * per_slab, (slab + 1) * per_slab):
-            self.evict(group, page)
+        per_slab, cached = self.per_slab[group], self.cached[group]
+        pages = list(filter(cached.__contains__, range(slab * per_slab, (slab + 1) * per_slab)))
+        self.index.forget_all(group, pages)
+        for page in pages:
+            del cached[page]
+        self.evictions[group] += len(pages)
+        self._slab_free[slab] += pages
+        self._open[group][slab] = None
+        self._close_if_free(group, slab)
+        return pages
 
     def evict_all(self) -> None:
         """Free every cached page."""

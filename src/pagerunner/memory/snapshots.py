@@ -1,7 +1,8 @@
 """Snapshots of recurrent state: which are planned, taken and made findable.
 
 A snapshot is a page of the recurrent group that holds the state after some tokens. It is copied out of a running request's
-state inside the forward pass that computes its position. Its page is leased until its tokens are known. Then it is cache like any other page.
+state inside the forward pass that computes its position. Its page is leased until its tokens are known, those of a prompt until its first token is. Then it
+is cache like any other page. A prompt's other pages are in use meanwhile: were its snapshot not, it would be evicted before them, and they are of no use without it.
 
 With drafts a plan doesn't know where a generating row's state will be, only bounds. A snapshot is asked for in every plan that may pass its
 position, until a plan must have passed it; the step whose row does pass it writes the page, no other does. Example: a step begins at 60 to 63. Its
@@ -12,7 +13,7 @@ begins at 63 at least. It is found when a plan was made after which the state is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import NO_PAGE, Grant
@@ -26,7 +27,7 @@ MOST_ASKED = 2  # snapshots of generated text that a plan asks a row for, becaus
 
 
 class Snapshots:
-    """The snapshots of a plan with recurrent state. They take pages that no running request was promised.
+    """The snapshots of a plan with recurrent state. Those of prompts are promised their pages. Those of generated text take what nobody was promised.
 
     Where no layer has such state, nothing is planned, taken or lost. With `keep` a snapshot stays in the prefix index when the
     requests that may use it now have ended.
@@ -74,12 +75,22 @@ class Snapshots:
         grant.pages[group] = [page]
         grant.num_pages[group] = 1
 
-    def plan(self, grant: Grant, hit: int) -> None:
+    def plan(self, grant: Grant, hit: int, prompt_len: int) -> None:
         """A new request, which has the state after `hit` tokens, will take a snapshot at each of its `snapshot_positions`."""
         if self.has_state:
-            self._planned += _planned(grant)
+            planned = _planned(grant)
+            self._planned += planned
+            self._promises.by_group[self._group] += planned.total()
             self._set_next(grant, hit)
-            grant.passed = hit
+            grant.passed, grant.holds_snapshots = hit, self._keep and grant.target <= prompt_len
+
+    def pages_beside(self, needs: Sequence[int], snapshots: int) -> list[int]:
+        """`needs` and the pages of so many snapshots."""
+        return [need + one * snapshots for need, one in zip(needs, self._one, strict=True)]
+
+    def come_back(self, grants: Iterable[Grant]) -> bool:
+        """Whether one of these has snapshots of its prompt to let go of, or is about to take some."""
+        return any(grant.holds_snapshots or grant.snapshot_positions for grant in grants)
 
     def is_planned(self, chain: PrefixChain, hit: int, limit: int) -> bool:
         """Whether a running request is about to take a snapshot that is of more use to `chain` than the one after `hit` tokens."""
@@ -92,6 +103,8 @@ class Snapshots:
         """Forget planned snapshots up to position `end`, as they are taken or never will be. Whether there were any."""
         passed = _planned(grant, end)
         self._planned -= passed
+        if self.has_state:
+            self._promises.by_group[self._group] -= passed.total()
         grant.snapshot_positions = [position for position in grant.snapshot_positions if position > end]
         return bool(passed)
 
@@ -115,9 +128,10 @@ class Snapshots:
     ) -> bool:
         """Decide the snapshots of plan row `row` over [start, end), whose state is at `passed` at least. Returns whether any were planned.
 
-        A snapshot takes a page that nobody holds and that was promised to nobody. Without such a page it is left out. A grant
+        A snapshot takes a page that nobody holds, and that was promised to it or to nobody. Without such a page it is left out. A grant
         that isn't `current` began before the index was cleared, and takes none.
         """
+        unplanned = False
         positions = [position for position in grant.snapshot_positions if start < position <= end]
         latest = end // self._latest_every * self._latest_every
         again = [self._asked(row, *save) for save in grant.saves if save[0] > grant.passed]
@@ -125,11 +139,12 @@ class Snapshots:
         saves += again
         if current:
             for position in [latest] if is_latest else positions:
+                unplanned |= self.unplan(grant, position)  # what it was promised is free for it now
                 if self._save(grant, position, is_latest, sure=position <= passed):
                     saves.append(self._asked(row, *grant.saves[-1]))
         grant.passed = passed
         grant.asks_again = any(position > passed for position, _ in grant.saves)
-        unplanned = self.unplan(grant, end)
+        unplanned |= self.unplan(grant, end)
         self._set_next(grant, end)
         self.publish(grant, current)
         return unplanned
@@ -191,13 +206,20 @@ class Snapshots:
             if known and lease is grant.latest_snapshot[1]:
                 self._drop(grant, grant.superseded)
                 grant.superseded = (0, None)
-            if known and (self._keep or not self._index.holds(group, page)):
+            if known and not grant.holds_snapshots and (self._keep or not self._index.holds(group, page)):
                 self._leases.saved(lease)
             else:
                 kept.append((position, lease))
                 if not known:
                     grant.next_publish = min(grant.next_publish, position)
         grant.saves = kept
+
+    def let_go(self, grant: Grant) -> bool:
+        """The first token is known, and who wants the prompt's snapshots has asked for them: they are cached pages from now on. Whether it may have held any."""
+        held, grant.holds_snapshots = grant.holds_snapshots, False
+        if held and grant.saves:
+            self.publish(grant, grant.epoch == self._index.epoch)
+        return held
 
     def drop(self, grants: Iterable[Grant]) -> bool:
         """Free the snapshots that running requests hold. Returns whether there were any."""
@@ -216,12 +238,13 @@ class Snapshots:
             self._leases.saved(lease)
         self.unplan(grant, FOREVER)
 
-    def check(self, grants: Iterable[Grant]) -> None:
-        """Recount. Raises AssertionError when what is planned isn't what `grants` will take."""
+    def check(self, grants: Iterable[Grant]) -> list[int]:
+        """Recount: the pages by group that are promised to snapshots. Raises AssertionError when what is planned isn't what `grants` will take."""
         planned: Counter[tuple[int, PageKey]] = Counter()
         for grant in grants:
             planned += _planned(grant) if self.has_state else Counter()
         assert planned == self._planned, "planned snapshots"
+        return [planned.total() * one for one in self._one]
 
 
 def _planned(grant: Grant, end: int = FOREVER) -> Counter[tuple[int, PageKey]]:

@@ -159,6 +159,8 @@ class SchedulerState:
             if self.tiers is not None and sequence.shares:
                 external, cached = sequence.external_tokens, sequence.cached_tokens
                 self.tiers.wish(sequence.chain, sequence.prompt_len, external if external == cached else 0)
+            if sequence.grant is not None:
+                self.manager.has_first_token(sequence.grant)
             self.counts.prompt_tokens += sequence.prompt_len
         return RequestUpdate(
             request_id=sequence.request_id,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import filterfalse
 
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
-from pagerunner.memory.rules import GroupRule
+from pagerunner.memory.rules import GroupRule, missing_keys
 
 
 def prompt_keys(rules: Iterable[GroupRule], chain: PrefixChain, limit: int) -> list[set[PageKey]]:
@@ -21,10 +22,39 @@ def hit_keys(rules: Iterable[GroupRule], chain: PrefixChain, hit: int) -> list[l
     return [rule.keys(chain, *rule.hit_span(hit)) if hit else [] for rule in rules]
 
 
+def pages_beside(
+    rules: Iterable[GroupRule], wanted: Iterable[Sequence[PageKey]], tokens: int, takes_snapshot: bool
+) -> list[int]:
+    """By group, how many pages a request of so many tokens needs beside those `wanted` of its hit. A state is a page of its own beside the snapshot that it
+    is a copy of. A prompt that isn't found to its end takes a snapshot there.
+    """
+    return [
+        max(rule.pages_needed(tokens) + (takes_snapshot if rule.snapshots else -len(some)), 0)
+        for rule, some in zip(rules, wanted, strict=True)
+    ]
+
+
 def found(keys: Sequence[set[PageKey]], *held: Sequence[Mapping[PageKey, object]]) -> list[set[PageKey]]:
     """By group, those of `keys` that one of the memories has."""
     parts = [[memory[group].keys() & some for memory in held if memory[group]] for group, some in enumerate(keys)]
     return [some[0] if len(some) == 1 else set().union(*some) for some in parts]
+
+
+def together(*held: Sequence[dict[PageKey, int]]) -> list[Mapping[PageKey, int]]:
+    """By group, several memories as one. Nothing is copied."""
+    groups = [[memory for memory in memories if memory] for memories in zip(*held, strict=True)]
+    return [some[0] if len(some) == 1 else ChainMap(*some) for some in groups]
+
+
+def split(
+    keys: Sequence[Sequence[PageKey]], held: Iterable[Collection[PageKey]]
+) -> tuple[list[list[PageKey]], list[list[PageKey]]]:
+    """By group, those of the keys that are held, and the others, in their order."""
+    lacking = list(map(missing_keys, keys, held))
+    there = [
+        without(some, set(gone)) if len(gone) < len(some) else [] for some, gone in zip(keys, lacking, strict=True)
+    ]
+    return there, lacking
 
 
 def within(keys: Iterable[PageKey], held: Collection[PageKey]) -> list[PageKey]:

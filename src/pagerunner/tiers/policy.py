@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from itertools import islice
 from math import isinf
 
@@ -27,7 +27,7 @@ from pagerunner.tiers import bounds
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.lookup import found, hit_keys, prompt_keys, within, without
+from pagerunner.tiers.lookup import found, hit_keys, pages_beside, prompt_keys, split, together, within, without
 from pagerunner.tiers.pieces import Pieces, Wish
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
@@ -66,9 +66,7 @@ class Tiering:
         self._has_state = any(rule.snapshots for rule in self._rules)
         self._most_stored = int(bounds.STORED_AT_ONCE * manager.plan.kv_bytes)
         self._pieces = Pieces(manager.plan)
-        self._coming: list[dict[PageKey, int]] = [
-            {} for _ in self._rules
-        ]  # pages -> the store that brings them to the host
+        self._coming = [dict[PageKey, int]() for _ in self._rules]  # pages -> the store that brings them to the host
         self._bringing: dict[bytes, set[int]] = {}  # the last hash of a prompt -> numbers of the stores that bring it
         self._wishes: dict[bytes, Wish] = {}
         self._put_by: dict[bytes, Wish] = {}
@@ -306,31 +304,36 @@ class Tiering:
         if self._still_refused(request, behind):
             return False
         hit = have = 0
-        every: list[set[PageKey]] = [set() for _ in self._rules]
-        near = every
-        if request.shares and limit > 0:
+        device = manager.index.pages, manager.arriving
+        near, shares = together(*device), request.shares and limit > 0
+        if shares:
             chain.cover(request.tokens, len(request.tokens))
-            every = prompt_keys(self._rules, chain, limit)
-            near = found(every, manager.index.pages, manager.arriving)
             hit = have = joint_hit(self._rules, near, chain, limit)
             if not request.looked_up:
-                far = [here | some for here, some in zip(near, found(every, self.host.index.pages), strict=True)]
-                could = joint_hit(self._rules, far, chain, limit)
-                if self._fetch(request, far, could, limit):
+                hit = joint_hit(self._rules, together(*device, self.host.index.pages), chain, limit)
+                if self._fetch(request, hit, limit):
                     return True
-                hit = could if could > have and self._pays(chain, near, have, could) else have
         wanted = hit_keys(self._rules, chain, hit)
-        keys, pages = list(map(without, wanted, near)), manager.pages_of(list(map(within, wanted, near)))
-        more = [
-            max(rule.pages_needed(len(request.tokens)) - (0 if rule.snapshots else len(some)), 0)
-            for rule, some in zip(self._rules, wanted, strict=True)
-        ]
-        beside = [len(some) + rest for some, rest in zip(keys, more, strict=True)]
-        fits, needs = self._make_room(pages, beside, behind)
+        there, keys = split(wanted, near)
+        if hit > have and not self.rates.pays(self._bytes_of(keys), self._loading(), hit - have):
+            hit, wanted = have, hit_keys(self._rules, chain, have)
+            there, keys = split(wanted, near)
+        pages = manager.pages_of(there)
+        tokens, cell = len(request.tokens), manager.plan.hit_granularity
+        takes_snapshot = request.shares and hit < (tokens - 1) // cell * cell
+        more = pages_beside(self._rules, wanted, tokens, takes_snapshot)
+        fits, needs = self._make_room(pages, keys, more, behind)
+        if (
+            not fits and takes_snapshot and not self._ahead and not manager.snapshot_waits(needs)
+        ):  # so it does without when it is its turn
+            more = pages_beside(self._rules, wanted, tokens, False)
+            fits, needs = self._make_room(pages, keys, more, behind)
         leases = self._load(request, keys, pages) if fits else None
         if leases is None:
-            lacks = [some - there for some, there in zip(every, near, strict=True)]
-            self._refused = Refused(request, manager.version, needs, lacks)
+            every = prompt_keys(self._rules, chain, limit if shares else 0)
+            lacks = [some.difference(here).difference(come) for some, here, come in zip(every, *device, strict=True)]
+            least = [need - (rule.snapshots and takes_snapshot) for need, rule in zip(needs, self._rules, strict=True)]
+            self._refused = Refused(request, manager.version, least, lacks)
             return False
         self._ahead[request], self._refused = Ahead(more, leases), None
         if not request.looked_up:
@@ -341,11 +344,6 @@ class Tiering:
             request.found = have, hit
         request.looked_up = True
         return True
-
-    def _pays(self, chain: PrefixChain, near: list[set[PageKey]], have: int, could: int) -> bool:
-        """Whether what a hit of `could` tokens lacks on the device is there sooner than computed."""
-        keys = map(without, hit_keys(self._rules, chain, could), near)
-        return self.rates.pays(self._bytes_of(keys), self._loading(), could - have)
 
     def _loading(self) -> int:
         """Bytes that loads under way bring."""
@@ -368,10 +366,15 @@ class Tiering:
         others = (ahead.needs for ahead in self._ahead.values())
         return self._manager.has_room([sum(column) for column in zip(needs, *others, strict=True)])
 
-    def _make_room(self, pages: list[list[int]], beside: list[int], behind: list[Waiting]) -> tuple[bool, list[int]]:
-        """Whether pages of the device can be kept and so many taken `beside`, and how many that are. What is set aside for others stays, but for those `behind`."""
+    def _make_room(
+        self, pages: list[list[int]], keys: list[list[PageKey]], more: list[int], behind: list[Waiting]
+    ) -> tuple[bool, list[int]]:
+        """Whether pages of the device can be kept and `more` be taken beside those of `keys`, and how many that are in all. What is set aside for others
+        stays, but for those `behind`.
+        """
         while True:
-            needs = [idle + more for idle, more in zip(self._manager.num_idle(pages), beside, strict=True)]
+            idle = self._manager.num_idle(pages)
+            needs = [kept + len(some) + rest for kept, some, rest in zip(idle, keys, more, strict=True)]
             if (fits := self._fits(needs)) or not behind:
                 return fits, needs
             self.let_go(last := behind.pop())
@@ -395,12 +398,14 @@ class Tiering:
             self._begun(lease, shared, [], loads=True, request=request, before=before)
         return leases
 
-    def _fetch(self, request: Waiting, far: list[set[PageKey]], could: int, limit: int) -> bool:
+    def _fetch(self, request: Waiting, could: int, limit: int) -> bool:
         """Begin to read what the store below has more than host memory, if that pays. A request does so once, and waits for room in its turn."""
         below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
         self._leave_line(request)
         if below is None or request.fetched:
             return False
+        every, device = prompt_keys(self._rules, chain, limit), self._manager
+        far = found(every, device.index.pages, device.arriving, self.host.index.pages)
         deep = [ChainMap(dict.fromkeys(held, 0), others) for held, others in zip(far, below.index, strict=True)]
         hit = joint_hit(self._rules, deep, chain, limit)
         if hit <= could:
@@ -447,8 +452,8 @@ class Tiering:
             self._come.pop(request, None)
         return served
 
-    def _bytes_of(self, pages: Iterable[Iterable[object]]) -> int:
-        return sum(size * len(list(some)) for size, some in zip(self._page_bytes, pages, strict=True))
+    def _bytes_of(self, pages: Iterable[Sized]) -> int:
+        return sum(size * len(some) for size, some in zip(self._page_bytes, pages, strict=True))
 
     def _begun(
         self,
@@ -568,17 +573,13 @@ class Tiering:
         self.settle()
         stats, pool = self.stats(), self.host.pool
         return HostState(
-            disk=None if stats.disk is None else stats.disk.state(),
-            num_bytes=stats.num_bytes, ready_bytes=stats.ready_bytes, used_bytes=stats.used_bytes,
+            disk=None if stats.disk is None else stats.disk.state(), num_bytes=stats.num_bytes, ready_bytes=stats.ready_bytes, used_bytes=stats.used_bytes,
             loads=stats.loads, stores=stats.stores,
             queries_total=stats.queries_total, hits_total=stats.hits_total,
             groups=[
                 HostPagesState(
-                    name=group.name,
-                    in_use=pool.used[number],
-                    cached=len(pool.cached[number]),
-                    arriving=len(self._manager.arriving[number]),
-                    kept=self._manager.num_kept(number),
+                    name=group.name, in_use=pool.used[number], cached=len(pool.cached[number]),
+                    arriving=len(self._manager.arriving[number]), kept=self._manager.num_kept(number),
                 )
                 for number, group in enumerate(self._manager.plan.groups)
             ],
