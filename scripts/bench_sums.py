@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,14 +36,17 @@ Sum = Callable[[torch.Tensor, torch.Tensor], None]
 def comms(host: GlooComm, device: torch.device) -> tuple[NcclComm, PeerComm, PeerSums]:
     """NCCL, our own kernels, and the end of the rooms that launches them, whose limits may be set."""
     ends: list[PeerSums] = []
+    usual = limits_of(host.size)._replace(most=2**40)
+    every = usual._replace(bare=2**31, once=0)  # rooms for all ways
 
     def sums(rooms: list[int], rank: int) -> PeerSums:
-        ends.append(PeerSums(torch.tensor(rooms, device=device), rank, limits_of(host.size)._replace(most=2**40)))
+        ends.append(PeerSums(torch.tensor(rooms, device=device), rank, every))
+        ends[0].limits = usual
         return ends[0]
 
     with nccl_environment():
         nccl = NcclComm(host, device, rehearsing=lambda: False)
-        peer = PeerComm(host, nccl, CudaDriver(device.index), room_bytes, sums)
+        peer = PeerComm(host, nccl, CudaDriver(device.index), partial(room_bytes, limits=every), sums)
     return nccl, peer, ends[0]
 
 

@@ -53,7 +53,10 @@ ALL = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.days(2)
 @pytest.mark.parametrize(
     ("ranks", "calls", "bare", "once"),
-    [(2, 6, 0, 0), (3, 5, 0, 0), (4, 4, 700, 700), (2, 6, 2**20, 2**20), (3, 6, 2**20, 2**20), (2, 6, 2**20, 0), (4, 8, 9000, 1000)],
+    [
+        (2, 6, 0, 0), (3, 5, 0, 0), (4, 4, 700, 700), (2, 6, 2**20, 2**20), (3, 6, 2**20, 2**20), (5, 3, 2**20, 2**20), (8, 2, 2**20, 2**20),
+        (2, 6, 2**20, 0), (4, 8, 9000, 1000),
+    ],
 )
 def test_sums_of_mixed_sizes_are_the_twins_bits(
     ranks: int, calls: int, bare: int, once: int, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +67,7 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
     monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 10)  # which have up to two rounds: a phase sends all of them
     monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
     limits = Limits(0, 2**31, bare, once)
-    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+    rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
     ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks + bare)
     shapes: list[tuple[int, ...]] = [(1,), (2,), (3, 40), (2, 1024), (5, 1000), (17, 256), (1, 5000)]

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from helpers.effort import share_of_the_day
 from helpers.patience import patient
 from helpers.programs import run_python
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="is for Triton's interpreter")
+MORE = [(3, 5, 8)[number] for number in share_of_the_day(3, 3)]
+"""Numbers of ranks that add up by bare words, beside two."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def found() -> list[Any]:
     """Of words, of numbers with flags, and of bare words: what each rank got wrong, and the rounds that its programs counted."""
     code = "from helpers import waiting_ranks; waiting_ranks.main()"
     seconds = patient(30)
-    done = run_python(code, [str(seconds)], dict(os.environ), timeout=2 * seconds + 30)
+    done = run_python(code, [str(seconds), json.dumps(MORE)], dict(os.environ), timeout=2 * seconds + 30)
     assert done.returncode == 0, done.stderr
     result: list[Any] = json.loads(done.stdout)
     return result
@@ -42,7 +45,9 @@ def test_numbers_are_taken_behind_their_flag(found: list[Any]) -> None:
 
 
 def test_a_bare_word_is_taken_when_it_is_there(found: list[Any]) -> None:
-    """Once or in two rounds. Numbers that are none are sent as others that are none, as the room's zeros mean that nothing has come."""
-    (wrong, counted), (others_wrong, others) = found[2]
-    assert (wrong, others_wrong) == (0, 0)
-    assert counted == others and counted[0][0] < 0 < counted[0][1]
+    """Once or in two rounds, of two ranks and of more. Numbers that are none are sent as others that are none, as the room's zeros mean that nothing has come."""
+    assert [len(ranks) for ranks in found[2:]] == [2, *MORE], found
+    for ranks in found[2:]:
+        assert [wrong for wrong, _ in ranks] == [0] * len(ranks)
+        counted = ranks[0][1]
+        assert all(others == counted for _, others in ranks) and counted[0][0] < 0 < counted[0][1]

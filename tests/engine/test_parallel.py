@@ -386,22 +386,20 @@ def test_a_rank_that_hangs_is_named_and_ended(rank: int, short: None, monkeypatc
     assert 2 < the_end(core, message) < patient(8)
 
 
-@pytest.mark.parametrize("fault", ["all", "all load hangs", "sleep hangs"])
+@pytest.mark.parametrize("fault", ["all", "all load hangs", "sleep hangs", "devices"])
 def test_where_all_ranks_stand_the_engine_ends(fault: str, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is behind the others then: in a step, in a start, and in a call."""
-    monkeypatch.setenv(faulty_ranks.VARIABLE, fault)
+    """None is behind the others then: in a step, in a start, in a call, and as devices wait for each other for ever."""
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "all" if fault == "devices" else fault)
     monkeypatch.setattr(watch, "_CALL_FACTOR", 1)
-    began, said = time.monotonic(), r"^Rank 0 of 2 hangs: no rank has come further for 3 seconds .*, and it "
+    began, stands = time.monotonic(), r"^Rank 0 of 2 hangs: no rank has come further for 3 seconds .*, and it "
     if fault == "all load hangs":
-        with pytest.raises(EngineDeadError, match=f"{said}hasn't loaded"):
+        with pytest.raises(EngineDeadError, match=f"{stands}hasn't loaded"):
             faulty()
     else:
-        core = faulty()
-        ask(core, 7, faulty_ranks.HANG)
-        act, why = (
-            (run, "is at step 1 of") if fault == "all" else (lambda core: core.sleep(1), "hasn't answered a call")
-        )
-        the_end(core, f"{said}{why}", act)
+        core, on_device = faulty(), r"^Rank 0 of 2: its device has worked for 3 seconds .* on step 1 of 1 .*, and hangs"
+        ask(core, 7, faulty_ranks.LOSE if fault == "devices" else faulty_ranks.HANG)
+        why = {"all": f"{stands}is at step 1 of", "devices": on_device}.get(fault, f"{stands}hasn't answered a call")
+        the_end(core, why, run if fault != "sleep hangs" else lambda core: core.sleep(1))
     assert time.monotonic() - began < patient(12)
 
 

@@ -17,14 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import faulty_ranks
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import ON_CUDA
 from helpers.patience import patient, until
 from pagerunner import LLM, SamplingParams
+from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import EngineDeadError
 from pagerunner.ops.linear import MAX_FEW_WEIGHTS
+from pagerunner.types import EngineRequest
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
 
@@ -189,4 +192,27 @@ def test_a_rank_that_is_killed_ends_the_engine_and_frees_both_devices(tmp_path: 
         while True:
             tokens(llm)
     assert time.monotonic() - began[0] < patient(2)
+    until(lambda: all(torch.cuda.mem_get_info(device)[0] > before - 2**28 for device, before in enumerate(free)), 5)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("sums", SUMS)
+def test_a_device_that_waits_for_ever_for_another_ends_the_engine(sums: str, tmp_path: Path) -> None:
+    """Rank 1 leaves a step out, so rank 0's first sum waits for what never comes. No kernel has a limit: the watch does, and a killed process's kernels end."""
+    check_devices(2, sums)
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+    args = EngineArgs(
+        model=str(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", **WIDE)), skip_tokenizer_init=True, max_model_len=512, max_num_seqs=8,
+        kv_cache_memory_bytes=2**28, tensor_parallel_size=2, disable_custom_all_reduce=sums == "nccl",
+    )  # fmt: skip
+    core = faulty_ranks.build(args)
+    core._executor._ranks.watch._seconds = 3.0  # type: ignore[attr-defined]
+    began = time.monotonic()
+    core.add(
+        EngineRequest(request_id="lost", prompt_token_ids=[7, faulty_ranks.LOSE], params=GREEDY, seed=0, max_tokens=4)
+    )
+    with pytest.raises(EngineDeadError, match=r"of 2: its device has worked for 3 seconds .* and hangs"):
+        while core.has_work:
+            core.step()
+    assert 2 < time.monotonic() - began < patient(8)
     until(lambda: all(torch.cuda.mem_get_info(device)[0] > before - 2**28 for device, before in enumerate(free)), 5)

@@ -13,8 +13,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from check_compiled import disassembled, faults, forgotten, overwritten
 
-STEPS = re.compile(r"griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
+STEPS = re.compile(r"fence\.acq_rel\.\w+|griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
 """What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
+PATHS = re.compile(r"fence\.acq_rel\.\w+|bar\.sync|bra(?:\.uni)?\s+\$L\w+|^\$L__BB\w+(?=:)|ret(?=;)", re.MULTILINE)
+"""Where it goes on, and which barriers are on the way."""
 
 
 def gluon(
@@ -38,4 +40,5 @@ def gluon(
         code = disassembled(Path(file.name))
     wrong = [*faults(code), *overwritten(code), *forgotten(compiled.asm.get("ttir", ""))]
     found = {"faults": wrong, "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
-    return found | {"steps": STEPS.findall(compiled.asm["ptx"])}
+    ptx = compiled.asm["ptx"]
+    return found | {"steps": STEPS.findall(ptx), "paths": [" ".join(one.split()) for one in PATHS.findall(ptx)]}

@@ -22,11 +22,20 @@ from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
 
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
-RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE = 501, 502, 503, 504, 505
+RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE, LOSE = 501, 502, 503, 504, 505, 506
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
 "all" fail, or "all load hangs". With "load slow" the last rank reads for 5 seconds longer than the others, which wait for it. "sleep hangs" is of all.
 "disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever."""
+
+
+class Never:
+    """A step whose result doesn't come."""
+
+    in_graph = False
+
+    def result(self) -> Any:
+        time.sleep(3600)
 
 
 class FaultyWorker:
@@ -34,7 +43,11 @@ class FaultyWorker:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._wakes = self._updates = 0
+        self._wakes = self._updates = self._lost = 0
+
+    @property
+    def steps_done(self) -> int:
+        return int(self._worker.steps_done) - self._lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -49,6 +62,11 @@ class FaultyWorker:
             torch.empty(2**60, dtype=torch.uint8)
         if EXIT in tokens:
             os._exit(3)
+        if LOSE in tokens:  # hosts go on, and devices wait for ever for what this rank doesn't send
+            self._lost = int(not torch.cuda.is_available())
+            if self._lost:
+                self._worker.run(plan)
+            return Never()
         pending = self._worker.run(plan)
         if OTHER_TABLE in tokens:
             self._worker._runner._tables.all.entries[-1] += 1

@@ -26,6 +26,11 @@ class Limits(NamedTuple):
     bare: int = 0
     once: int = 2**31
 
+    @property
+    def twice(self) -> bool:
+        """Whether some sums go in two rounds."""
+        return self.once < self.bare
+
 
 LIMITS = {
     2: Limits(2**19, 2**31, bare=2**22),
@@ -46,17 +51,17 @@ def _words_bytes(size: int) -> int:
     return 2 * 8 * _SLOT_WORDS * _WORD_PROGRAMS * size
 
 
-def _bare_bytes(size: int) -> int:
-    return 4 * 4 * _SLOT_WORDS * _BARE_PROGRAMS * size
+def _bare_bytes(size: int, limits: Limits) -> int:
+    return (4 if limits.twice else 2) * 4 * _SLOT_WORDS * _BARE_PROGRAMS * size
 
 
-def room_bytes(size: int) -> int:
+def room_bytes(size: int, limits: Limits | None = None) -> int:
     """Of a rank's room: parts for words, for bare words and for units. Each has two halves, which rounds take in turns, of a slot for each program and
-    sender; bare words have two more, for sums.
+    sender; bare words have two more, for sums, if some go in two rounds.
 
     Behind the units' slots is a flag for each program and sender. Programs count the rounds of each part by itself, so the ways may alternate.
     """
-    return _words_bytes(size) + _bare_bytes(size) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
+    return _words_bytes(size) + _bare_bytes(size, limits or limits_of(size)) + (2 * _SLOT_BYTES + 4) * _PROGRAMS * size
 
 
 class Units(NamedTuple):
@@ -74,7 +79,7 @@ class PeerSums:
     """A rank's end of the rooms: sums, and what is gathered. `peers` int64 [size] are the addresses of all ranks' rooms, as this rank's device has them.
 
     A room is zero before the first sum. All ranks make the same calls in the same order, on one stream each. Tests of one process first `send`
-    of all ranks, then `relay` of all, and then `take` of all. `limits` None: as LIMITS says.
+    of all ranks, then `relay` of all, and then `take` of all. `limits` are those that the rooms were taken for; None: as LIMITS says.
     """
 
     def __init__(self, peers: torch.Tensor, rank: int, limits: Limits | None = None) -> None:
@@ -83,7 +88,7 @@ class PeerSums:
         self._rank, self._size, self._device = rank, peers.shape[0], peers.device
         self.limits = limits or limits_of(self._size)
         self._words_part, self._bare_part = peers, peers + _words_bytes(self._size)
-        self._units_part = self._bare_part + _bare_bytes(self._size)
+        self._units_part = self._bare_part + _bare_bytes(self._size, self.limits)
         self._words_rounds, self._bare_rounds, self._rounds = (
             torch.zeros(programs, dtype=torch.int32, device=peers.device)
             for programs in (_WORD_PROGRAMS, _BARE_PROGRAMS, _PROGRAMS)

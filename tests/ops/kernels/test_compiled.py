@@ -277,6 +277,11 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
         first = steps.index(looked)
         assert steps[:first].count("st.global.v4.b32") >= ranks - 1, "no rank looks before it has sent its own"
         assert steps[first : first + ranks] == [looked] * ranks, "all ranks' words are asked for at once"
+        paths = "; ".join(compiled[case]["paths"])
+        between = r"; bra (\$L\w+); fence\.acq_rel\.sys; bar\.sync; bra\.uni \$L\w+; \1; ret$"
+        assert re.search(between, paths) and paths.count("fence") == 1, (
+            "a last round goes around the fence, and others don't"
+        )
         return
     told = [place for place, step in enumerate(steps) if step.startswith("atom.")]
     assert len(told) == 1

@@ -4,7 +4,7 @@
 there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
 another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
 `peer_bare` (sums): 4 bytes go as their complement, which is never 0. Whoever has read them puts a 0 there. So again the numbers themselves say when
-they are there, in half as many bytes.
+they are there, in half as many bytes. Where a launch has several rounds a fence stands between them, as a place must be clear before it gets another word.
 `peer_bare_twice` (larger sums, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
 added up is written to all. So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many.
 `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
@@ -123,6 +123,23 @@ def peer_words(
 
 
 @triton.jit
+def _fence(round):
+    """Give `round` back. What this thread has read and written before is behind it for all devices, and what it does from here on before it."""
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [round], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _next_round(round, WAIT: tl.constexpr):
+    """Between two rounds of a launch: no thread sends words of the next one before all have cleared those of this one, as other devices see it too."""
+    if WAIT:
+        round = _fence(round)
+    tl.debug_barrier()
+    return round
+
+
+@triton.jit
 def _known(words):
     """Words as they may be sent: the only one whose complement is 0 has two numbers that are none, or one, and is another such word."""
     return tl.where(words == -1, 0x7FFF7FFF, words)
@@ -192,8 +209,8 @@ def peer_bare(
     """See PeerSums. Units and rounds are those of `peer_words`, in a part of the room that only bare words use.
 
     A rank clears a word when it has it. The sender's next word for this place is of the round after the next one, which it begins when it has all words
-    of the next round. These were sent behind the clearing, but PTX orders stores to two devices only by a fence: within one launch of several rounds this
-    leans on the devices, where a word's way there and back takes longer than a store to one's own memory. Ranks send to the next one first, so that none gets the words of all at once.
+    of the next round. These were sent behind the clearing: by `_next_round` within a launch, and between launches as the next one waits for its turn. As in
+    `peer_words`, words themselves are plain stores and loads. Ranks send to the next one first, so that none gets the words of all at once.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
@@ -219,7 +236,8 @@ def peer_bare(
                 total = _with_old(total, old, DTYPE)
             tl.store(out_ptr + place, total, mask=mask)
         unit += programs
-        tl.debug_barrier()  # no thread sends the next round's words before all have cleared those of this one
+        if unit * W < num:
+            round = _next_round(round, WAIT)
     if TAKE:
         tl.store(rounds_ptr + program, round)
 
@@ -279,7 +297,8 @@ def peer_bare_twice(
                 total = _with_old(total, old, DTYPE)
             tl.store(out_ptr + first + every, total, mask=mask)
         unit += programs
-        tl.debug_barrier()
+        if unit * N * PART < num:
+            round = _next_round(round, WAIT)
     if TAKE:
         tl.store(rounds_ptr + program, round)
 
