@@ -16,6 +16,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.forward import load
 from pagerunner.errors import CheckpointError, ConfigError, PagerunnerError
 from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.lora import config as config_module
+from pagerunner.lora import expressions
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
 from pagerunner.lora.config import read_config
 from pagerunner.ops.activation import SILU, GatedActivation
@@ -84,7 +86,7 @@ REFUSED: dict[str, Any] = {
     "target_modules": [3],
     "exclude_modules": "(",
     "layers_to_transform": ["1"],
-    "layers_pattern": ["("],
+    "layers_pattern": ["la.*"],
 }
 
 
@@ -176,6 +178,7 @@ TARGETS: dict[str, tuple[dict[str, Any], int]] = {
     "an expression": ({"target_modules": r"model\.layers\.\d\.self_attn\.[kv]_proj"}, 4),
     "all": ({"target_modules": "all-linear"}, 14),
     "all but some": ({"target_modules": "all-linear", "exclude_modules": ["o_proj"]}, 12),
+    "nothing is excluded": ({"target_modules": ["q_proj"], "exclude_modules": "all-linear"}, 2),
     "excluded by an expression": ({"target_modules": ["q_proj"], "exclude_modules": ".*layers.0.*"}, 1),
     "one layer": ({"target_modules": ["q_proj"], "layers_to_transform": 1}, 1),
     "layers by a pattern": ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}, 1),
@@ -365,6 +368,35 @@ def test_experts_deltas_are_those_of_peft(tmp_path: Path) -> None:
         "rank_pattern": {"experts.down_proj": 2},
     }
     _compare(tmp_path, peft, model, asked, Targets.of(load(tmp_path / "base")[0]))
+
+
+HOSTILE = r"((\w|\.)+)+!"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rank_pattern": {HOSTILE: 4}},
+        {"alpha_pattern": {HOSTILE: 4}},
+        {"exclude_modules": HOSTILE},
+        {"target_modules": rf"{HOSTILE}|.*layers\.0.*q_proj|.*layers\.1.*k_proj"},
+    ],
+)
+def test_no_expression_takes_for_ever(tmp_path: Path, targets: Targets, config: dict[str, Any]) -> None:
+    _, tensors = two()
+    path = write_adapter(tmp_path / "a", {"target_modules": [Q, K], **config}, tensors)
+    assert set(read(path, targets).products) == {Q, K}
+
+
+def test_a_config_has_an_end(tmp_path: Path, targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = two(base_model_name_or_path="x" * 300, rank_pattern={HOSTILE: 4})
+    path = write_adapter(tmp_path / "a", config, tensors)
+    with monkeypatch.context() as some, pytest.raises(ConfigError, match=r"rank_pattern.*takes more than 100 steps"):
+        some.setattr(expressions, "MAX_STEPS", 100)
+        read(path, targets)
+    monkeypatch.setattr(config_module, "MOST_BYTES", 300)
+    with pytest.raises(ConfigError, match="adapter_config.json has [0-9]+ bytes, and at most 300"):
+        read(path, targets)
 
 
 def test_errors_are_ours(tmp_path: Path, targets: Targets) -> None:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pagerunner.errors import ConfigError
+from pagerunner.lora.expressions import Budget, Expression, ExpressionError, Patterns
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.types.checks import is_finite, is_int, show
 
 CONFIG = "adapter_config.json"
 MOST_RANK = 512
+MOST_BYTES = 2**24
+"""Of a config. One with a pattern for each matrix of 128 experts in 48 layers has 2 MB."""
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+Names = Expression | frozenset[str]
+Made = TypeVar("Made")
 
 # What is about training, or about where files come from.
 _SAY_NOTHING = frozenset(
@@ -61,47 +68,45 @@ class AdapterConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    targets: str | tuple[str, ...] | None
-    excluded: str | tuple[str, ...]
-    parameters: tuple[str, ...]
-    layers: tuple[int, ...]
+    ranks: Patterns
+    alphas: Patterns
+    targets: Names | Literal["all-linear"]
+    excluded: Names
+    parameters: frozenset[str]
+    layers: frozenset[int]
     layers_patterns: tuple[str, ...]
     version: tuple[int, ...] | None = None
 
     def rank_of(self, name: str) -> int:
         """The rank of a module's adapter, by the module's whole name."""
-        return int(_by_pattern(self.ranks, name, self.rank))
+        return int(self.ranks.of(name, self.rank))
 
     def scale_of(self, name: str) -> float:
         """What a module's `B A` is multiplied by."""
         rank = self.rank_of(name)
-        return float(_by_pattern(self.alphas, name, self.alpha)) / (math.sqrt(rank) if self.rslora else rank)
+        return self.alphas.of(name, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     @property
     def most_rank(self) -> int:
         """The largest rank that any module may have."""
-        return max(self.rank, *self.ranks.values()) if self.ranks else self.rank
+        return int(max(self.rank, *self.ranks.numbers)) if self.ranks.numbers else self.rank
 
     def asks_for(self, name: str) -> bool:
         """Whether the module of this whole name has an adapter.
 
         Example: with `target_modules=["q_proj"]` and `layers_to_transform=[1]` it is so of `model.layers.1.self_attn.q_proj` alone.
         """
-        if self.excluded and _matches(self.excluded, name):
+        if _matches(self.excluded, name):
             return False
-        if self.targets is None:
-            return False
-        if self.targets == "all-linear":
+        if self.targets == ALL_LINEAR:
             return not name.endswith("lm_head")
-        if isinstance(self.targets, str) or name in self.targets or not self.layers:
+        if isinstance(self.targets, Expression) or name in self.targets or not self.layers:
             return _matches(self.targets, name)
         return _matches(self.targets, name) and self._layer_of(name) in self.layers
 
     def asks_for_parameter(self, name: str) -> bool:
         """Whether the parameter of this whole name has an adapter."""
-        return bool(self.parameters) and _matches(self.parameters, name)
+        return _matches(self.parameters, name)
 
     def _layer_of(self, name: str) -> int | None:
         """The first number of the name, or the first behind one of the patterns."""
@@ -117,28 +122,34 @@ def read_config(directory: Path) -> AdapterConfig:
         CheckpointError: there is none, or it isn't JSON.
         ConfigError: it asks for what isn't computed; the message names the field.
     """
-    return _Reader(directory / CONFIG, read_json(directory / CONFIG)).config(str(directory))
+    file = directory / CONFIG
+    with suppress(OSError):  # which reading has a sentence for
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ConfigError(f"{file} has {size:,} bytes, and at most {MOST_BYTES:,} are read of an adapter's config.")
+    return _Reader(file, read_json(file)).config(str(directory))
 
 
 class _Reader:
     """Checks the fields of one file."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file, self.values = file, values
+        self.file, self.values, self._budget = file, values, Budget(str(file))
 
     def config(self, directory: str) -> AdapterConfig:
         """Every field checked."""
         if self.values.get("peft_type") != "LORA":
             self.refuse("peft_type", 'only "LORA" is supported')
         self._check_names()
-        targets, parameters = self._targets("target_modules"), self._names("target_parameters")
+        all_linear = self.values.get("target_modules") == ALL_LINEAR
+        targets = ALL_LINEAR if all_linear else self._targets("target_modules")
+        parameters = frozenset(self._names("target_parameters"))
         if not targets and not parameters:
             raise ConfigError(f"{self.file} has no target_modules, so it doesn't say which modules have an adapter.")
         layers = self.values.get("layers_to_transform")
         layers = [layers] if is_int(layers) else layers or []
         if not isinstance(layers, list) or not all(map(is_int, layers)):
             self.refuse("layers_to_transform", "it must be a layer's number or a list of such")
-        if layers and isinstance(targets, str):
+        if layers and not isinstance(targets, frozenset):
             self.refuse("layers_to_transform", "target_modules must be a list with it")
         base = self.values.get("base_model_name_or_path")
         return AdapterConfig(
@@ -147,12 +158,12 @@ class _Reader:
             self._rank("r", self.values.get("r", 8)),
             self._alpha("lora_alpha", self.values.get("lora_alpha", 8)),
             self._flag("use_rslora"),
-            {key: self._rank("rank_pattern", value) for key, value in self._patterns("rank_pattern").items()},
-            {key: self._alpha("alpha_pattern", value) for key, value in self._patterns("alpha_pattern").items()},
-            targets or None,
+            self._patterns("rank_pattern", self._rank),
+            self._patterns("alpha_pattern", self._alpha),
+            targets,
             self._targets("exclude_modules"),
             parameters,
-            tuple(layers),
+            frozenset(layers),
             self._layers_patterns(),
             self._version(),
         )
@@ -176,7 +187,7 @@ class _Reader:
             self.refuse("init_lora_weights", why)
 
     def _version(self) -> tuple[int, ...] | None:
-        found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(self.values.get("peft_version")))
+        found = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})", str(self.values.get("peft_version")))
         return tuple(map(int, found.groups())) if found else None
 
     def _flag(self, field: str) -> bool:
@@ -195,28 +206,27 @@ class _Reader:
             self.refuse(field, "it must be a finite number")
         return float(value)
 
-    def _patterns(self, field: str) -> dict[str, Any]:
+    def _patterns(self, field: str, number: Callable[[str, Any], float]) -> Patterns:
         found = self.values.get(field) or {}
         if not isinstance(found, dict):
             self.refuse(field, "it must map regular expressions to numbers")
-        for key in found:
-            self._check_expression(field, key)
-        return dict(found)
+        numbers = {key: number(field, value) for key, value in found.items()}
+        return self._checked(field, lambda: Patterns(numbers, self._budget))
 
     def _layers_patterns(self) -> tuple[str, ...]:
         found = self.values.get("layers_pattern")
         patterns = (found,) if isinstance(found, str) and found else self._names("layers_pattern")
-        for one in patterns:
-            self._check_expression("layers_pattern", one)
+        if not all(map(re.compile(r"[\w.]+").fullmatch, patterns)):
+            self.refuse("layers_pattern", 'it must be a name such as "layers" or "transformer.h", or a list of names')
         return patterns
 
-    def _targets(self, field: str) -> str | tuple[str, ...]:
+    def _targets(self, field: str) -> Names:
         found = self.values.get(field)
         if not isinstance(found, str):
-            return self._names(field)
-        if found != "all-linear":
-            self._check_expression(field, found)
-        return found
+            return frozenset(self._names(field))
+        if not found:
+            return frozenset()
+        return self._checked(field, lambda: Expression(found, self._budget))
 
     def _names(self, field: str) -> tuple[str, ...]:
         found = self.values.get(field) or []
@@ -224,20 +234,22 @@ class _Reader:
             self.refuse(field, "it must be a list of names")
         return tuple(found)
 
-    def _check_expression(self, field: str, text: str) -> None:
+    def _checked(self, field: str, make: Callable[[], Made]) -> Made:
         try:
-            re.compile(text)
-        except (re.error, RecursionError, OverflowError) as error:
-            self.refuse(field, f"{text!r:.80} is no regular expression ({error})")
+            return make()
+        except ExpressionError as error:
+            self.refuse(field, str(error))
+            raise
 
 
-def _matches(targets: str | tuple[str, ...], name: str) -> bool:
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in targets)
-
-
-def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches the end of the name."""
-    at_end: Callable[[str], Any] = lambda key: re.match(rf"(.*\.)?({key})$", name)  # noqa: E731
-    return next((value for key, value in patterns.items() if at_end(key)), otherwise)
+def _matches(targets: Names, name: str) -> bool:
+    """Whether a module is meant: by an expression for its whole name, or by the names that its own is or ends in, behind a point."""
+    if isinstance(targets, Expression):
+        return targets.matches(name)
+    if name in targets:
+        return True
+    end = name
+    while end := end.partition(".")[2]:
+        if end in targets:
+            return True
+    return False
