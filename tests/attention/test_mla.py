@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.borders import set_borders
 from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from helpers.latent_cases import Case, RowCase, run
@@ -122,7 +123,7 @@ def test_reading_tables_equals_attention_row_by_row(case: Case, in_graph: bool, 
 def test_long_rows_are_expanded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch, limit: int, short: int) -> None:
     case = Case(LONG, heads=2, key_dim=12, value_dim=10)
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
-    monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", short)
+    set_borders(monkeypatch, "attention", short_latent_queries=short)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 

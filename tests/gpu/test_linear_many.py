@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.quantize import ROUNDED_TOKENS, dequantized, quantize, silu_quantize
+from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8, dense
 
 FORMS = [
@@ -110,5 +111,5 @@ def test_rounding(dtype: torch.dtype, grouped: bool, features: int) -> None:
 
 def test_few_tokens_are_not_rounded() -> None:
     matrix = on_device(stored("fp8 row", 512, 1024), activations="token")
-    x = torch.randn(ROUNDED_TOKENS - 1, 1024, device="cuda").bfloat16()
+    x = torch.randn(numerics.FAST.products.rounded_tokens - 1, 1024, device="cuda").bfloat16()
     close(linear(x, matrix), x.double() @ dense(matrix, torch.float32).double().t(), 4e-3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.attention_cases import Case, check_sampled, plain
+from helpers.borders import set_borders
 from helpers.paged_kernels import (
     check_attention,
     check_drafts,
@@ -180,7 +181,7 @@ def test_drafts_get_what_rows_of_one_token_get(
 ) -> None:
     """Bit for bit, where slices cut no row: as many multiprocessors as make one slice."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda _: 1)
-    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
+    set_borders(monkeypatch, "attention", few_rows=1)
     rows = tuple(plain(start, stride) for start in (0, 62, 500, 127, 1300))
     check_drafts(Case(rows, 16, 4, group, dim, dtype=BF16, kv_dtype=BF16), stride, "cuda", **CLOSE, equal=True)
 

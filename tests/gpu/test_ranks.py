@@ -26,7 +26,7 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import EngineDeadError
-from pagerunner.ops.linear import MAX_FEW_WEIGHTS
+from pagerunner.ops import numerics
 from pagerunner.types import EngineRequest
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
@@ -128,7 +128,7 @@ def test_three_ranks_have_unequal_parts(tmp_path: Path) -> None:
         "head_dim": 128,
     }
     parts = [2 * sizes["hidden_size"] * ((rank + 1) * 4096 // 3 - rank * 4096 // 3) for rank in range(3)]
-    assert min(parts) <= MAX_FEW_WEIGHTS < max(parts)
+    assert min(parts) <= numerics.FAST.products.few_weights < max(parts)
     three = engine(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=2, **sizes), 3)
     found = tokens(three)
     assert [one.token_ids for one in tokens(three)] == [one.token_ids for one in found]

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from helpers import compiled_latents
 from helpers.compiling import gluon
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
@@ -42,7 +43,6 @@ from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGIS
 from pagerunner.ops.kernels.moe_streams import streams_config
 from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
 from pagerunner.ops.kernels.paged_attention import (
-    FEW_ROWS,
     draft_tiles,
     few_draft_tiles,
     few_tiles,
@@ -257,7 +257,7 @@ def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
     tiles, half, columns = few_tiles(2 * padded(dim), group, 1), max(16, padded(dim // 2)), padded(group)
     constants = {
         "LEAST": 1,
-        "UNITS": FEW_ROWS,
+        "UNITS": numerics.FAST.attention.few_rows,
         "ONE_TILE": False,
         "K": 2,
         "G": group,
@@ -283,7 +283,7 @@ def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> di
     """The same for rows with drafts, `ops/kernels/paged_few_drafts.py`."""
     tiles, half = few_draft_tiles(2 * padded(dim)), max(16, padded(dim // 2))
     constants = {
-        "UNITS": FEW_ROWS,
+        "UNITS": numerics.FAST.attention.few_rows,
         "K": 2,
         "G": group,
         "STRIDE": stride,

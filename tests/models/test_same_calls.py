@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.borders import set_borders
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.divided import Whole
@@ -18,7 +19,6 @@ from pagerunner.models.checkpoint.loader import Model, load_weights, materialize
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks
 from pagerunner.models.configs.base import ExpertShare
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.ops import linear
 
 pytest.importorskip("triton")
 from helpers.noted_sums import noting
@@ -65,7 +65,7 @@ def test_ranks_with_unequal_parts_make_the_same_calls(
     parts = [sizes_before_sums(model) for model, _ in built]
     unequal = [one for one in zip(*parts, strict=True) if len(set(one)) > 1]
     assert unequal or family != "qwen3"
-    monkeypatch.setattr(linear, "MAX_FEW_WEIGHTS", min(map(min, unequal or parts)))
+    set_borders(monkeypatch, "products", few_weights=min(map(min, unequal or parts)))
     found = []
     for rank, (model, share) in enumerate(built):
         comm, launched = noting(rank, ranks, Limits(500, 2**31, bare=500))

@@ -12,6 +12,7 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.launches import compiled_for
 from helpers.stored_cases import stored
 from pagerunner.layers.linear import Linear, kernels_of
+from pagerunner.ops import numerics
 from pagerunner.ops import quantize as twins
 from pagerunner.ops.linear import linear, linear_add_, silu_linear_add_
 from pagerunner.ops.stored import Stored8
@@ -69,7 +70,7 @@ class Product:
         self.launches = set()
         linear.kernel(self.x[:tokens], self.matrix)
         linear_add_.kernel(self.x[:tokens], self.matrix, self.out[:tokens])
-        if tokens >= twins.ROUNDED_TOKENS:
+        if tokens >= numerics.FAST.products.rounded_tokens:
             silu_linear_add_.kernel(self.gate_up[:tokens], self.matrix, self.out[:tokens])
         return self.launches
 

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
+from pagerunner.ops import numerics
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import (
-    MANY_TOKENS,
-    TILE_TOKENS_4,
     experts_at_once,
     experts_bytes,
     product_bytes,
 )
 
 many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
+
+BORDERS = numerics.FAST.products
 
 
 @pytest.mark.parametrize(
@@ -28,11 +29,11 @@ def test_no_number_of_tokens_unpacks_more_and_one_unpacks_as_much(outputs: int, 
     found = product_bytes(weight, torch.bfloat16, 8_192)
     sizes = {
         tokens: max(part.stop - part.start for part in many._parts(weight, torch.bfloat16, tokens)) * inputs * 2
-        for tokens in (TILE_TOKENS_4 + 1, MANY_TOKENS - 1, MANY_TOKENS, 8_192)
+        for tokens in (BORDERS.converted_tokens_4 + 1, BORDERS.parted_tokens - 1, BORDERS.parted_tokens, 8_192)
     }
-    assert max(sizes.values()) == sizes[MANY_TOKENS - 1] == found <= 2**28
+    assert max(sizes.values()) == sizes[BORDERS.parted_tokens - 1] == found <= 2**28
     assert found == outputs * inputs * 2 or found > 2**27
-    assert product_bytes(weight, torch.bfloat16, TILE_TOKENS_4) == 0
+    assert product_bytes(weight, torch.bfloat16, BORDERS.converted_tokens_4) == 0
 
 
 def test_products_that_round_their_input_unpack_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.borders import set_borders
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.effort import share_of_the_day
@@ -116,7 +117,7 @@ def test_the_whole_model_runs_in_the_largest_steps_and_the_extreme_shapes(deep: 
     assert tokens == [512, 512, {"extremes": True}]  # 4 sequences of 128 tokens
     tokens.clear()
     runner._unpacks = True
-    monkeypatch.setattr(runner_module, "MANY_TOKENS", 200)
+    set_borders(monkeypatch, "products", parted_tokens=200)
     runner.warm_up()
     assert tokens == [512, 512, 199, {"extremes": True}]
 

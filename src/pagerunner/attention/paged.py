@@ -15,8 +15,8 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, Projection
 from pagerunner.attention.capability import FLOATS, HEADS, Capabilities
+from pagerunner.ops import numerics
 from pagerunner.ops.paged_attention import (
-    MIN_SHARING_ROWS,
     PagedPlan,
     paged_attention,
     prepare_heads_,
@@ -45,7 +45,7 @@ class PagedBackend:
         projection=True,
         wanted=True,
         graphs=True,
-        min_sharing_rows=MIN_SHARING_ROWS,
+        min_sharing_rows=numerics.FAST.attention.sharing_rows,
         drafts=True,
         triton=True,
         invariant=True,

@@ -22,6 +22,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
 from pagerunner.attention.capability import FLOATS, Capabilities
 from pagerunner.batch import LatentPages, StepRows
+from pagerunner.ops import numerics
 from pagerunner.ops.async_copy import to_device
 from pagerunner.ops.latent_attention import (
     BLOCK_QUERIES,
@@ -34,7 +35,6 @@ from pagerunner.ops.latent_attention import (
 from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
 from pagerunner.ops.latent_prefill import fresh_attention, library_serves
 
-MAX_SHORT_QUERIES = 64  # longer rows are expanded
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
 SHARED_MEMORY = (184_320, 131_072)  # bytes that the largest program takes, in half precision and in float32
 
@@ -73,7 +73,7 @@ class LatentPlan:
 
     def divide(self, elements: int) -> Division | None:
         """`elements` are those of a key and a value of all heads. None: all tokens are queries in the latent space."""
-        if self.inputs is None or max(self.inputs.query_lens) <= MAX_SHORT_QUERIES:
+        if self.inputs is None or max(self.inputs.query_lens) <= numerics.FAST.attention.short_latent_queries:
             return None
         step = max(1, MAX_EXPANDED_ELEMENTS // elements)
         if step not in self._made:
@@ -101,7 +101,7 @@ def _divide(inputs: PlanInputs, step: int) -> Division:
     calls: list[list[_Piece]] = []
     room, token = 0, 0
     for row, (queries, length) in enumerate(zip(inputs.query_lens, inputs.seq_lens, strict=True)):
-        if queries <= MAX_SHORT_QUERIES:
+        if queries <= numerics.FAST.attention.short_latent_queries:
             short += range(token, token + queries)
         else:
             for first in range(0, length, step):

@@ -16,12 +16,13 @@ from pagerunner.layers.mlp import GatedMLP, inner_features
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.layers.sublayer import FeedForward, ResidualStream
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.lora import Adapters, FusedExperts
 from pagerunner.ops.moe import Shared, moe_experts, reads_groups
 from pagerunner.ops.pair_sums import PairSums
-from pagerunner.ops.routing import MOST_TOKENS, Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, Mixture, UnquantizedExperts, Weights
@@ -321,7 +322,7 @@ class Router(Module):
         own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
         if stream.x_TD.shape[0] == 1 and not stream.most_tokens:
             row_T = None  # kernels for one token read the experts that it has
-        if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= MOST_TOKENS:
+        if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= numerics.FAST.router.most_tokens:
             stream.add_sums()  # so few tokens' norm and logits are one kernel
         if stream.sums is not None or self.tokens_at_once is not None:
             normed_TD = stream.normed(norm)

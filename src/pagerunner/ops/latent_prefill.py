@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.fresh_rows import attend_fresh_rows
 
-LIBRARY_ROWS = 4096  # cuDNN prepares itself for a row length in 50 ms: only lengths that are multiples of this
 LIBRARY_SIZES = (192, 128)  # of queries and values: DeepSeek's
 MAX_ELEMENTS = 2**27  # of keys and values that are expanded together
 
@@ -33,7 +33,7 @@ def library_serves(q_THD: torch.Tensor, value_dim: int, lengths: Sequence[int]) 
         and q_THD.is_cuda
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and (q_THD.shape[-1], value_dim) == LIBRARY_SIZES
-        and not any(length % LIBRARY_ROWS for length in lengths)
+        and not any(length % numerics.FAST.attention.library_latent_queries for length in lengths)
         and _has_library(q_THD.device)
     )
 

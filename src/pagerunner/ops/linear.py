@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
@@ -39,15 +40,12 @@ class Norm(NamedTuple):
         return apply(x_TI, residual_TI, self.weight_I, self.eps)
 
 
-MAX_FEW = 16
-MAX_FEW_WEIGHTS = 2**23  # for larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast
-
-
 def joins_few(tokens: int, dtype: torch.dtype, weights: int) -> bool:
     """Whether a GPU's product of so many tokens and weights is one kernel with the norm before it, and the gate or the addition behind it."""
     if tokens == 1:
         return True
-    return dtype != torch.float32 and 0 < tokens <= MAX_FEW and weights <= MAX_FEW_WEIGHTS
+    borders = numerics.FAST.products
+    return dtype != torch.float32 and 0 < tokens <= borders.few_tokens and weights <= borders.few_weights
 
 
 def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor:

@@ -67,9 +67,6 @@ class PagedPlan:
         return max(position - self.window + 1, 0) if self.window else 0
 
 
-MIN_SHARING_ROWS = 16  # steps of fewer rows don't look for pages that all rows share
-
-
 class HeadPrep(NamedTuple):
     """What is done to the heads of a projection's output [T, N, D] before attention: norms of queries and keys (None:
     none), then rotary positions in halves. Heads are queries, then keys, then values.

@@ -20,8 +20,6 @@ from pagerunner.ops.stored import Stored8
 
 GROUP = 128
 """Input features that share a scale, where not all features of a token do."""
-ROUNDED_TOKENS = 17
-"""From so many tokens on, products may round their input. With fewer, reading the weights takes the time, and no input is rounded."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 LEAST_SCALE = 2.0**-126

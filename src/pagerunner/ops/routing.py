@@ -13,14 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagerunner.ops import numerics
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import mixture, small
-
-_FEW_TOKENS = 16  # by measurement (docs/performance.md)
-
-MOST_TOKENS = 128
-"""Tokens up to which `norm_expert_logits` on a CUDA device may be one kernel, which computes the norm too (docs/performance.md)."""
 
 
 class Routing(NamedTuple):
@@ -133,7 +129,7 @@ def _expert_logits_on_cpu(
 
 def few_tokens(tokens: int) -> bool:
     """Whether each of so many tokens has programs of its own in `norm_expert_logits` on a CUDA device."""
-    return tokens <= _FEW_TOKENS
+    return tokens <= numerics.FAST.router.few_tokens
 
 
 @gpu_kernel("moe_routing")

@@ -10,18 +10,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.quantize import rounding
 from pagerunner.ops.stored import Stored, Stored8
 
 UNPACKED_BYTES = 2**25  # of a matrix that is unpacked at a time, at most, if there are many tokens
-MANY_TOKENS = 2048  # with fewer, products with small parts of a matrix leave multiprocessors idle
 FEW_UNPACKED_BYTES = 2**28  # of a matrix for fewer tokens: the whole of most matrices, and not of output weights
 STEP = 128  # output features
-TILE_TOKENS_8, TILE_TOKENS_4 = 256, 512  # up to so many, converting in registers is faster than unpacking 8 or 4 bits
 EXPERTS_BYTES = 2**28
 """Of experts' matrices that are unpacked at a time, at most, unless four experts take more."""
-WORTH_UNPACKING = 96
-"""Pairs of an expert, on average, from which on its stored matrices are unpacked before the products."""
 
 
 def experts_at_once(weights_EOI: Stored, itemsize: int, most: int = EXPERTS_BYTES) -> tuple[int, int]:
@@ -49,7 +46,8 @@ def outputs_at_once(weight_OI: Stored, itemsize: int, most: int) -> int:
 
 def tile_tokens(weight_OI: Stored) -> int:
     """Up to so many tokens, a product converts the codes in registers, where a kernel can, and unpacks nothing."""
-    return TILE_TOKENS_8 if isinstance(weight_OI, Stored8) else TILE_TOKENS_4
+    borders = numerics.FAST.products
+    return borders.converted_tokens_8 if isinstance(weight_OI, Stored8) else borders.converted_tokens_4
 
 
 def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
@@ -76,7 +74,7 @@ def _unpacks(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> bool:
     single = {name: part[0] for name, part in weights_EOI._asdict().items() if isinstance(part, torch.Tensor)}
     eight_bit_floats = isinstance(weights_EOI, Stored8) and weights_EOI.codes.dtype == torch.float8_e4m3fn
     rounded = eight_bit_floats and inputs % 128 == 0 and _rounds(weights_EOI._replace(**single), dtype)
-    return not rounded and pairs > WORTH_UNPACKING * experts
+    return not rounded and pairs > numerics.FAST.experts.unpacked * experts
 
 
 def _rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:

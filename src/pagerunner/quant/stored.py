@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_linear_
-from pagerunner.ops.quantize import ROUNDED_TOKENS
 from pagerunner.ops.stored import Stored, dense
 from pagerunner.quant.base import ExpertMethod, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
@@ -75,7 +75,7 @@ class StoredMethod(WeightMethod):
 
     def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """See WeightMethod. Rounding a product's input, or putting it in the codes' order, is one pass with the gate."""
-        return tokens >= ROUNDED_TOKENS and self.order(weights) is None
+        return tokens >= numerics.FAST.products.rounded_tokens and self.order(weights) is None
 
     def apply_silu_add_(self, gate_up_T2I: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""

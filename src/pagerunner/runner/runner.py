@@ -11,13 +11,13 @@ import torch
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.life import LIFE
+from pagerunner.ops import numerics
 from pagerunner.ops.accept import Chances, accept
 from pagerunner.ops.ahead import compile_ahead
 from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
-from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.first_rows import even_rows, first_request
@@ -101,7 +101,7 @@ class ModelRunner:
         max_in_flight: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """`unpacks`: products unpack weights, and larger parts of them for fewer than `MANY_TOKENS` tokens. `kernels` say for which numbers of tokens
+        """`unpacks`: products unpack weights, and larger parts of them for fewer than `parted_tokens` (ops/numerics.py). `kernels` say for which numbers of tokens
         the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
         all ranks run the same steps. `stage`: the model is that of one of several stages. `transfers` bring pages to host memory and back.
         `drafter` makes drafts, as many as `state` has room for. With `rates` they are taken by chance.
@@ -392,8 +392,8 @@ class ModelRunner:
         yield self._long_rows(most)
         yield even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
         yield from self._drafted_steps((most_rows,), 1 + self._num_drafts)
-        if self._unpacks and most >= MANY_TOKENS:
-            yield self._long_rows(MANY_TOKENS - 1)
+        if self._unpacks and most >= numerics.FAST.products.parted_tokens:
+            yield self._long_rows(numerics.FAST.products.parted_tokens - 1)
 
     def _more_counts(self) -> tuple[list[int], list[int], list[int]]:
         """Numbers of sampled, scored and other tokens of steps for kernels that no other step of the warm-up needs.

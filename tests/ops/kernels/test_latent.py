@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.borders import set_borders
 from helpers.effort import effort, share_of_the_day
 from helpers.interpreter_floats import install
 from helpers.latent_cases import Case, RowCase, run
@@ -152,7 +153,7 @@ LIMITS = [2**25, 22 * 30]
 @pytest.mark.parametrize("limit", [LIMITS[number] for number in share_of_the_day(len(LIMITS), 2, first=1)])
 def test_expanded_keys(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
-    monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)
+    set_borders(monkeypatch, "attention", short_latent_queries=4)
     case = Case((RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40)), page_tokens=3, raw=True)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
@@ -178,7 +179,7 @@ def test_fp8_pages(dtype: torch.dtype, heads: int, in_graph: bool, raw: bool) ->
 @pytest.mark.parametrize("limit", [LIMITS[number] for number in share_of_the_day(len(LIMITS), 2)])
 def test_expanded_keys_of_fp8_pages(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(paged_mla, "MAX_EXPANDED_ELEMENTS", limit)
-    monkeypatch.setattr(paged_mla, "MAX_SHORT_QUERIES", 4)
+    set_borders(monkeypatch, "attention", short_latent_queries=4)
     rows = (RowCase(40, 37), RowCase(3, 1), RowCase(0, 5), RowCase(0, 40))
     got, want = run(Case(rows, page_tokens=3, raw=True, dtype=FP8[0]), PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.as_python import as_python
+from helpers.borders import set_borders
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_dense
@@ -233,7 +234,7 @@ def test_which_products_take_it(monkeypatch):
     seen: list[Product] = []
     monkeypatch.setattr(linear_dense, "has_gluon", lambda device: True)
     monkeypatch.setattr(linear_dense, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(linear_dense, "LEAST_WEIGHTS", 64 * 100)
+    set_borders(monkeypatch, "products", least_dense_weights=64 * 100)
     monkeypatch.setattr(linear_dense, "run_dense", lambda product: seen.append(product) or product.out_TO)
     half, card = torch.float16, torch.device("cpu")
     weight, x = torch.randn(64, 128).to(half), torch.randn(24, 128).to(half)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.borders import set_borders
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
@@ -57,7 +58,7 @@ def test_every_byte_unpacks_to_the_bit():
 @pytest.mark.parametrize(("form", "bias", "tokens"), by_days(FORMS, [False, True], [67, 1, 0]))
 def test_products(monkeypatch, form, bias, tokens):
     monkeypatch.setattr(many, "UNPACKED_BYTES", 128 * 256 * 4)  # two products of 67 tokens
-    monkeypatch.setattr(many, "MANY_TOKENS", 60)
+    set_borders(monkeypatch, "products", parted_tokens=60)
     matrix = stored(form, 192, 256)
     x, bias_O = torch.randn(tokens, 256), torch.randn(192) if bias else None
     want = linear.twin(x, matrix, bias_O)
@@ -73,7 +74,7 @@ def test_products(monkeypatch, form, bias, tokens):
 @pytest.mark.parametrize(("high", "outputs", "parts"), [(256, 520, 3), (100, 260, 1), (3, 500, 2), (600, 520, 1)])
 def test_no_part_cuts_blocks_that_share_scales(monkeypatch, high, outputs, parts):
     monkeypatch.setattr(many, "UNPACKED_BYTES", 1)
-    monkeypatch.setattr(many, "MANY_TOKENS", 60)
+    set_borders(monkeypatch, "products", parted_tokens=60)
     torch.manual_seed(high)
     codes, scales = torch.randn(outputs, 96).to(torch.float8_e4m3fn), torch.rand(-(-outputs // high), 3)
     matrix, x = Stored8(codes, scales, (high, 32)), torch.randn(67, 96)

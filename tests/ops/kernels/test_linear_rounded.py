@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.borders import set_borders
 from helpers.stored_cases import stored
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels import linear_rounded as kernels
 from pagerunner.ops.kernels.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
 from pagerunner.ops.linear import Norm, norm_linear_silu, silu_linear_add_
-from pagerunner.ops.quantize import ROUNDED_TOKENS, dequantized, quantize, silu_quantize
+from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense
 
 interpreter_floats.install()
@@ -69,7 +71,7 @@ def test_what_cublas_is_given(monkeypatch, tokens):
         return ((x.float() * by_group) @ (weight.float() * by_block[: weight.shape[0]]).t()).to(dtype)
 
     monkeypatch.setattr(kernels, "_scaled", scaled)
-    monkeypatch.setattr(kernels, "FEW_TILES", 0)
+    set_borders(monkeypatch, "products", library_tiles=0)
     matrix = matrix_of("fp8 block", 192, 640)
     x = quantize(torch.randn(tokens, 640), E4M3, grouped=True)
     got = product(x, matrix, None, torch.bfloat16)
@@ -90,13 +92,13 @@ def test_products_of_many_tokens_round_and_those_of_few_do_not(monkeypatch, form
     assert how is not None
 
     def want(x, before=None):
-        if x.shape[0] >= ROUNDED_TOKENS:
+        if x.shape[0] >= numerics.FAST.products.rounded_tokens:
             x = dequantized(quantize(x, how.dtype, grouped=how.grouped, norm=before))
         elif before is not None:
             x = before(x)
         return x.float() @ dense(matrix, torch.float32).t() + (0 if bias_O is None else bias_O.float())
 
-    for tokens in (ROUNDED_TOKENS, ROUNDED_TOKENS - 1):
+    for tokens in (numerics.FAST.products.rounded_tokens, numerics.FAST.products.rounded_tokens - 1):
         x, residual = torch.randn(tokens, 256).half(), torch.randn(tokens, 96).half()
         close(many.linear(x, matrix, bias_O), want(x), 2e-3)
         close(many.linear(x, matrix, bias_O, norm), want(x, norm), 2e-3)

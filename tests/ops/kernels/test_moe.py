@@ -7,10 +7,11 @@ import torch
 
 from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels import moe
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
-from pagerunner.ops.kernels.moe_joint import MOST_FEW, MOST_FEW_PLAIN, joins, joint_config, most_tiles, shared_rows
+from pagerunner.ops.kernels.moe_joint import joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products
 from pagerunner.ops.pair_sums import add_pairs_
@@ -282,7 +283,7 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
 def test_there_is_room_for_every_tile_and_its_counts(experts):
     """Two counts for each tile of pairs and of what all tokens pass, and places for 2 E tiles."""
     for active in {min(active, experts) for active in (1, 2, 4, 6, 10)}:
-        for plain, most in ((False, MOST_FEW), (True, MOST_FEW_PLAIN)):
+        for plain, most in ((False, numerics.FAST.experts.few), (True, numerics.FAST.experts.few_plain)):
             for tokens in range(2, most * experts // active + 1):
                 config = joint_config(tokens * active, experts, plain=plain)
                 tiles = most_tiles(tokens * active, experts, config.pairs)

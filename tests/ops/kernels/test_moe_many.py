@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.borders import set_borders
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels import moe, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
@@ -17,7 +18,7 @@ from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 @pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
 @pytest.mark.parametrize(("tokens", "features", "inner"), [(9, 128, 192), (150, 64, 64)])
 def test_dense_halves(activation, tokens, features, inner, monkeypatch):
-    monkeypatch.setattr(moe, "MOST_FEW_PLAIN", 1)
+    set_borders(monkeypatch, "experts", few_plain=1)
     torch.manual_seed(tokens)
     gate_up, down = torch.randn(5, 2 * inner, features).half() / 8, torch.randn(5, features, inner).half() / 8
     biases = torch.randn(5, 2 * inner).half(), torch.randn(5, features).half()
@@ -74,7 +75,7 @@ def test_rounded_inputs(block, grouped, first):
 
 
 def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
-    monkeypatch.setattr(moe, "MOST_FEW", 1)
+    set_borders(monkeypatch, "experts", few=1)
     torch.manual_seed(0)
     x, routes = torch.randn(40, 128).half(), route.twin(torch.randn(40, 3), Routing(2, normalise=True))
     gate_up = Stored8(torch.randn(3, 256, 128).to(torch.float8_e4m3fn), torch.rand(3, 256, 1) / 8, (1, 128), "token")
@@ -88,8 +89,8 @@ def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch):
-    monkeypatch.setattr(moe, "MOST_FEW", 1)
-    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    set_borders(monkeypatch, "experts", few=1)
+    set_borders(monkeypatch, "experts", unpacked=2)
     monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 0)
     torch.manual_seed(0)
     x, routes = torch.randn(30, 128).half(), route.twin(torch.randn(30, 6), Routing(3, normalise=True))
@@ -126,8 +127,8 @@ def test_two_rooms_for_unpacked_experts_take_turns(monkeypatch):
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_both_products_are_unpacked_in_two_lanes(biases, monkeypatch):
-    monkeypatch.setattr(moe, "MOST_OF_CODES", 0)
-    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    set_borders(monkeypatch, "experts", codes=0)
+    set_borders(monkeypatch, "experts", unpacked=2)
     monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * 128 * 64 * 2)
     torch.manual_seed(0)
     gate_up, down = (in_4_bits(18, outputs, 64) for outputs in (128, 64))
@@ -143,8 +144,8 @@ def test_both_products_are_unpacked_in_two_lanes(biases, monkeypatch):
 
 
 def test_matrices_of_4_bits_and_of_8_share_rooms_that_hold_the_larger(monkeypatch):
-    monkeypatch.setattr(moe, "MOST_OF_CODES", 0)
-    monkeypatch.setattr(moe, "WORTH_UNPACKING", 2)
+    set_borders(monkeypatch, "experts", codes=0)
+    set_borders(monkeypatch, "experts", unpacked=2)
     monkeypatch.setattr(moe_unpacked, "EXPERTS_BYTES", 8 * 128 * 64 * 2)
     torch.manual_seed(0)
     gate_up = in_4_bits(10, 128, 64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.attention_cases import Case, plain
+from helpers.borders import set_borders
 from helpers.effort import TEST_DAY, by_days, effort
 from helpers.interpreter_floats import install
 from pagerunner.attention.base import Reach
@@ -163,7 +164,7 @@ MANY = (plain(40, 3), plain(6, 8), plain(17, 1))
 def test_tiles_and_blocks_of_queries(
     monkeypatch: pytest.MonkeyPatch, group: int, stride: int, kv_dtype: torch.dtype, count: int, blocks: int
 ) -> None:
-    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
+    set_borders(monkeypatch, "attention", few_rows=1)
     tiles = kernels.draft_tiles(64, group, stride, kv_dtype != torch.float32, 4)
     assert (tiles.count, -(-stride // tiles.tokens)) == (count, blocks)
     check_drafts(Case(MANY, 4, 1, group, 8, kv_dtype=kv_dtype, padding=1), stride, "cpu")
@@ -179,7 +180,7 @@ def test_drafts_get_what_rows_of_one_token_get(
 ) -> None:
     """Rows that lie in one slice, and a row of five tiles in four slices."""
     tiles, draft_tiles = kernels.Tiles(16, 16, 4, 5, 1, 0), kernels.draft_tiles
-    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
+    set_borders(monkeypatch, "attention", few_rows=1)
     monkeypatch.setattr(kernels, "decode_tiles", lambda *_: tiles)
     monkeypatch.setattr(kernels, "draft_tiles", lambda *of: draft_tiles(*of)._replace(tiles=tiles))
     check_drafts(Case(rows, 4, kv_heads, group, 8, kv_dtype=kv_dtype, sinks=True), 4, "cpu", equal=True)
@@ -193,7 +194,7 @@ def test_drafts_get_what_rows_of_one_token_get(
 )
 @pytest.mark.parametrize("few_rows", [16, 1], ids=["few rows", "many rows"])
 def test_strided_batches_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
-    monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
+    set_borders(monkeypatch, "attention", few_rows=few_rows)
     check_projected_drafts(case, 4, "cpu", rtol=0.13 if case.kv_dtype == E4M3 else 2e-5)
 
 
@@ -242,8 +243,8 @@ SHARING = (plain(70, 1), plain(70, 1, 33), plain(70, 3, 33), plain(66, 1, 33), p
     Case(SHARING, 2, 2, 2, 8, kv_dtype=E4M3, padding=2, spare_columns=3),
 )
 def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
-    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
+    set_borders(monkeypatch, "attention", sharing_rows=2)
+    set_borders(monkeypatch, "attention", shared_saving=1)
     used = []
     original = kernels._Call.run_shared
 
@@ -262,8 +263,8 @@ def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, case: Cas
 
 def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even those that do: what all share is then read like the rest."""
-    monkeypatch.setattr(kernels, "MIN_SHARING_ROWS", 2)
-    monkeypatch.setattr(kernels, "MIN_SHARED_SAVING", 1)
+    set_borders(monkeypatch, "attention", sharing_rows=2)
+    set_borders(monkeypatch, "attention", shared_saving=1)
     monkeypatch.setattr(kernels._Call, "run_shared", lambda *_: 1 / 0)
     plan = PagedBackend.plan
     monkeypatch.setattr(PagedBackend, "plan", lambda *args: replace(plan(*args), sharing=False))
@@ -280,8 +281,8 @@ def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPat
 )
 @pytest.mark.parametrize("few_rows", [16, 1], ids=["few rows", "many rows"])
 def test_from_the_projection_on(monkeypatch: pytest.MonkeyPatch, case: Case, few_rows: int) -> None:
-    monkeypatch.setattr(kernels, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(kernels, "FEW_UNITS", 0)
+    set_borders(monkeypatch, "attention", few_rows=few_rows)
+    set_borders(monkeypatch, "attention", few_units=0)
     check_projected(case, "cpu")
 
 
@@ -351,8 +352,8 @@ WINDOWED = (plain(3, 1), plain(0, 1), plain(70, 1), plain(16, 1), plain(17, 1), 
 )
 def test_windows_of_many_rows(monkeypatch: pytest.MonkeyPatch, window: int, unused: str) -> None:
     """Rows that see no more keys than a tile has are one part each, however many they are."""
-    monkeypatch.setattr(kernels, "FEW_ROWS", 1)
-    monkeypatch.setattr(kernels, "FEW_UNITS", 0)
+    set_borders(monkeypatch, "attention", few_rows=1)
+    set_borders(monkeypatch, "attention", few_units=0)
     monkeypatch.setattr(kernels._Call, unused, lambda *_, **__: 1 / 0)
     check_projected(Case(WINDOWED, 16, 2, 3, 8, padding=3, sinks=True, reach=Reach(window)), "cpu")
 

@@ -13,7 +13,7 @@ from helpers.interpreter_floats import install
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend, PagedOps
 from pagerunner.batch import KVPages, StepRows
-from pagerunner.ops.numerics import FixedOrder
+from pagerunner.ops.numerics import Fixed
 from pagerunner.ops.paged_attention import (
     PagedPlan,
     Scores,
@@ -46,9 +46,7 @@ class FixedKernels(PagedBackend):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several pieces, each of two tiles, and tiles of several tokens."""
-    monkeypatch.setattr(
-        paged_fixed, "FIXED", FixedOrder(piece=32, query_rows=16, keys=16, exact_rows=16, exact_keys=16)
-    )
+    monkeypatch.setattr(paged_fixed, "FIXED", Fixed(piece=32, query_rows=16, keys=16, exact_rows=16, exact_keys=16))
 
 
 CASES = [

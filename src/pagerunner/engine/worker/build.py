@@ -40,9 +40,9 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks, share_of_drafter, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
+from pagerunner.ops import numerics
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
-from pagerunner.ops.unpacked import MANY_TOKENS
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
@@ -165,7 +165,7 @@ def make_runner(
     state = SlotState.empty(config.max_num_seqs, device, num_drafts)
     if drafts is not None and device.type == "cuda":
         check_backends(plan.groups, backends)
-    unpacks = unpacked_bytes(model.modules(), MANY_TOKENS - 1)[0] > 0
+    unpacks = unpacked_bytes(model.modules(), numerics.FAST.products.parted_tokens - 1)[0] > 0
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
     kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]

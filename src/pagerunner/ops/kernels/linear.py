@@ -18,12 +18,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.kernels.lora import TILE, row_added, row_blocks, row_inner
-from pagerunner.ops.linear import MAX_FEW, Norm, joins_few
+from pagerunner.ops.linear import Norm, joins_few
 from pagerunner.ops.lora import Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
@@ -309,8 +310,8 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
     """
     if isinstance(weight_OI, torch.Tensor):
         if linear_held.serves(tokens, dtype, weight_OI, device):
-            return linear_held.SERVED  # products with a gate may be `linear_dense`'s, of one tile
-        few = min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else MAX_FEW + 1
+            return "held"  # products with a gate may be `linear_dense`'s, of one tile
+        few = min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else numerics.FAST.products.few_tokens + 1
         return linear_dense.kernels_of(tokens, dtype, weight_OI, device) or few
     if linear_stored.serves(tokens, dtype, weight_OI):
         return padded(tokens)  # blocks are chosen by it

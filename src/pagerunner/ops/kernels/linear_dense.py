@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
 from pagerunner.ops.kernels.linear_parts import Product, silu_gate
 from pagerunner.ops.kernels.linear_wide import has_gluon
@@ -36,14 +37,10 @@ ROWS, STEP = 64, 64
 """Rows of weights of a group of warps, and columns of a step."""
 ROOM = 200 * 1024
 """Bytes of shared memory of a program. A multiprocessor has 228 KB."""
-SERVED = range(2, 65)
-"""With these numbers of tokens layers were faster than with cuBLAS, where `linear_held.py` doesn't compute the product."""
 STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
 """Microseconds of a step by groups, with few tokens."""
 LEAST_TILES = 32
 """So many programs or more, each with one tile whose weights all have room, are faster than twice as many whose sums must be added, if sums are of 64 tokens."""
-LEAST_WEIGHTS, MOST_WEIGHTS = 1 << 20, 1 << 27
-"""Smaller matrices are `_few_kernel`'s, which is one launch. Larger matrices, such as a vocabulary's, take so long that an early start is nothing."""
 
 
 class DenseConfig(NamedTuple):
@@ -221,7 +218,9 @@ def _gluon() -> Any:
 
 def serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: torch.device) -> bool:
     """Whether the kernel computes products of so many tokens: half precision, and rows that begin at multiples of 16 bytes, as the copy engine wants."""
-    if tokens not in SERVED or not LEAST_WEIGHTS < weight_OI.numel() <= MOST_WEIGHTS or weight_OI.shape[1] % 8:
+    borders = numerics.FAST.products
+    sized = borders.least_dense_weights < weight_OI.numel() <= borders.most_dense_weights
+    if tokens not in borders.dense_tokens or not sized or weight_OI.shape[1] % 8:
         return False
     whole = weight_OI.is_contiguous() and weight_OI.data_ptr() % 16 == 0
     return whole and weight_OI.dtype == dtype and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)

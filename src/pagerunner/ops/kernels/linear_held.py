@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent
 from pagerunner.ops.kernels.linear_parts import Product, norm_kind
 from pagerunner.ops.kernels.linear_wide import has_gluon
-
-SERVED = range(2, 9)
-MOST_WEIGHTS, MOST_GATED = 1 << 25, 1 << 24
-"""Larger matrices, and with a gate larger ones than the second, are faster in `linear_dense.py`."""
 
 
 class HeldConfig(NamedTuple):
@@ -58,7 +55,9 @@ def _gluon() -> Any:
 
 def serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: torch.device, gated: bool = False) -> bool:
     """Whether the kernel computes products of so many tokens."""
-    if tokens not in SERVED or weight_OI.numel() > (MOST_GATED if gated else MOST_WEIGHTS) or weight_OI.shape[1] % 8:
+    borders = numerics.FAST.products
+    most = borders.held_gated_weights if gated else borders.held_weights
+    if tokens not in borders.held_tokens or weight_OI.numel() > most or weight_OI.shape[1] % 8:
         return False
     half = weight_OI.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
     return half and weight_OI.is_contiguous() and has_gluon(device)

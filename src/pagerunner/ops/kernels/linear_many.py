@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
@@ -25,9 +26,9 @@ from pagerunner.ops.kernels.linear_shares import run_shares
 from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import ROUNDED_TOKENS, Quantized, quantize, silu_quantize
+from pagerunner.ops.quantize import Quantized, quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8
-from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, MANY_TOKENS, UNPACKED_BYTES, outputs_at_once, tile_tokens
+from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
 
 def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice]:
@@ -38,7 +39,11 @@ def _parts(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> Iterator[slice
 
 
 def _outputs_at_once(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> int:
-    return outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES if tokens < MANY_TOKENS else UNPACKED_BYTES)
+    return outputs_at_once(
+        weight_OI,
+        dtype.itemsize,
+        FEW_UNPACKED_BYTES if tokens < numerics.FAST.products.parted_tokens else UNPACKED_BYTES,
+    )
 
 
 def _in_tiles(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> bool:
@@ -58,7 +63,7 @@ def rounding_of(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
 
 def _rounding_of(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> Rounded | None:
     """How the product may round its input; None if it must not."""
-    if not isinstance(weight_OI, Stored8) or tokens < ROUNDED_TOKENS or dtype == torch.float32:
+    if not isinstance(weight_OI, Stored8) or tokens < numerics.FAST.products.rounded_tokens or dtype == torch.float32:
         return None
     return rounding(weight_OI)
 

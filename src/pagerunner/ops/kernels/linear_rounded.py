@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import halves, tile_of
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
@@ -25,7 +26,6 @@ from pagerunner.ops.quantize import Rounded as Rounded
 from pagerunner.ops.quantize import rounding as rounding
 from pagerunner.ops.stored import Stored8
 
-FEW_TOKENS, FEW_TILES = 32, 64  # with more of both and scales of blocks, cuBLAS is faster where it has such a product
 _ROWS, _GROUPS, _BLOCKS = F.ScalingType.RowWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
 
@@ -172,7 +172,8 @@ def _cublas_serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, grouped:
         return tokens > (MOST_ALONE if features <= MOST_WIDE else 192)
     if weight_OI.block != (GROUP, GROUP) or inputs % GROUP:
         return False
-    return tokens > FEW_TOKENS and blocks(tokens, 64) * blocks(features, 128) > FEW_TILES
+    borders, tiles = numerics.FAST.products, blocks(tokens, 64) * blocks(features, 128)
+    return tokens > borders.library_tokens and tiles > borders.library_tiles
 
 
 def cublas(x: Quantized, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> torch.Tensor:

@@ -10,14 +10,13 @@ from typing import TypeGuard
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels import moe_piped
 from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_joint import (
-    MOST_FEW,
-    MOST_FEW_PLAIN,
     MOST_ROWS,
     grouped_product,
     is_full,
@@ -25,8 +24,8 @@ from pagerunner.ops.kernels.moe_joint import (
     joint_products,
     most_pairs,
 )
-from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, lanes_products, serves_lanes
-from pagerunner.ops.kernels.moe_many import MANY_PAIRS, fits, many_config, many_product
+from pagerunner.ops.kernels.moe_lanes import lanes_products, serves_lanes
+from pagerunner.ops.kernels.moe_many import fits, many_config, many_product
 from pagerunner.ops.kernels.moe_one import one_token
 from pagerunner.ops.kernels.moe_packed import few_pairs, packs, pairs_products
 from pagerunner.ops.kernels.moe_piped import piped_product, row_blocks
@@ -41,10 +40,6 @@ from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
-from pagerunner.ops.unpacked import WORTH_UNPACKING
-
-MOST_OF_CODES = 256
-"""Pairs of an expert, on average, up to which `codes_products` is faster than unpacking. It is more than WORTH_UNPACKING, so plans count enough."""
 
 
 def _products(
@@ -64,7 +59,7 @@ def _products(
         return streams_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs, config=config)
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
-        few = routes.expected <= LANES_PAIRS * up.shape[0] and serves_lanes(up) and serves_lanes(low)
+        few = routes.expected <= numerics.FAST.experts.lanes * up.shape[0] and serves_lanes(up) and serves_lanes(low)
         products = lanes_products if few else codes_products
         return products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs)
     if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
@@ -88,19 +83,19 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
     if not isinstance(weights, Stored4) or not reads_codes(x, weights):
         return False
     each = routes.expected / weights.shape[0]
-    if each > MOST_OF_CODES and unpacks(x, weights):
+    if each > numerics.FAST.experts.codes and unpacks(x, weights):
         return False
-    return weights.numbers == "e2m1" or each > MOST_FEW
+    return weights.numbers == "e2m1" or each > numerics.FAST.experts.few
 
 
 def _piped(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[torch.Tensor]:
     """Whether `piped_product` is the fastest kernel, and serves such weights here."""
-    return moe_piped.serves(x, weights) and routes.expected > MANY_PAIRS * weights.shape[0]
+    return moe_piped.serves(x, weights) and routes.expected > numerics.FAST.experts.many * weights.shape[0]
 
 
 def _unpacked_before(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored]:
     """Whether matrices are unpacked before the product, as there are many pairs and no kernel that multiplies with their codes."""
-    if isinstance(weights, torch.Tensor) or routes.expected <= WORTH_UNPACKING * weights.shape[0]:
+    if isinstance(weights, torch.Tensor) or routes.expected <= numerics.FAST.experts.unpacked * weights.shape[0]:
         return False
     if _rounding(x, weights) is not None and isinstance(weights, Stored8) and fits(x, weights):
         return False
@@ -123,7 +118,7 @@ def _any_product(
         return (many_product if fits(x, w_EOK) else grouped_product)(x, w_EOK, *own, weigh=weigh)
     rounded = _rounding(x, w_EOK)
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
-        many = routes.expected > MANY_PAIRS * experts
+        many = routes.expected > numerics.FAST.experts.many * experts
         numbers = (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
         return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
     if _unpacked_before(x, routes, w_EOK):
@@ -225,7 +220,11 @@ def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Store
 
 def _is_joint(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
     """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own."""
-    most = MOST_FEW_PLAIN if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) else MOST_FEW
+    most = (
+        numerics.FAST.experts.few_plain
+        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        else numerics.FAST.experts.few
+    )
     few = routes.expected <= most * gate_up.shape[0]
     return few and not (_of_codes(x_TD, routes, gate_up) and _of_codes(x_TD, routes, down))
 
@@ -241,12 +240,17 @@ def moe_experts_kernels(tokens: int, experts: int, active: int, ranks: int) -> t
     """See `Op.kernels_for`: everything that products choose by, whatever form the weights have. The experts are one of so many `ranks`'."""
     pairs = -(-tokens * active // ranks)
     each = pairs / experts
-    few = tokens == 1, few_pairs(tokens, experts, pairs), each <= MOST_FEW, each <= MOST_FEW_PLAIN
-    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= MOST_FEW_PLAIN else ()
-    ways = *few, joint, each > WORTH_UNPACKING, each > MOST_OF_CODES
+    few = (
+        tokens == 1,
+        few_pairs(tokens, experts, pairs),
+        each <= numerics.FAST.experts.few,
+        each <= numerics.FAST.experts.few_plain,
+    )
+    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= numerics.FAST.experts.few_plain else ()
+    ways = *few, joint, each > numerics.FAST.experts.unpacked, each > numerics.FAST.experts.codes
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
-    fours = each <= LANES_PAIRS, streams_config(pairs, experts)
+    fours = each <= numerics.FAST.experts.lanes, streams_config(pairs, experts)
     return *ways, *fours, most_pairs(pairs, experts), *codes, *many
 
 

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, INT4, ROW_SCALES
@@ -29,8 +30,6 @@ from pagerunner.ops.routing import TILE_PAIRS, Routes
 from pagerunner.ops.stored import Stored
 
 TILE = tl.constexpr(TILE_PAIRS)
-MOST_FEW, MOST_FEW_PLAIN = 16, 24
-"""Pairs of an expert, on average, up to which reading the weights takes the time: of codes, and of weights that are none."""
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def _joint_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_pt
 def most_pairs(pairs: int, experts: int) -> int:
     """Pairs of a tile, by measurement (docs/performance.md)."""
     each = pairs / experts
-    return TILE_PAIRS if each <= MOST_FEW else 64 if each <= 128 else 128
+    return TILE_PAIRS if each <= numerics.FAST.experts.few else 64 if each <= 128 else 128
 
 
 def grouped_product(
@@ -235,7 +234,7 @@ def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
     """The tiles, by measurement (docs/performance.md). `plain`: the weights are no codes."""
     if not plain:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
-    if pairs > MOST_FEW * experts:
+    if pairs > numerics.FAST.experts.few * experts:
         return JointConfig(4 * TILE_PAIRS, 64, 64, 128, 64, 4, 3)
     if is_full(pairs, experts):
         return JointConfig(2 * TILE_PAIRS, 64, 64, 128, 64, 4, 4)

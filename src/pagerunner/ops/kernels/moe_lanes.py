@@ -36,8 +36,6 @@ class LanesConfig(NamedTuple):
 
 
 TILE = LanesConfig(16, 64, 4, 2, 80)
-LANES_PAIRS = 14
-"""Pairs of an expert, on average, up to which these kernels are chosen, by measurement (docs/performance.md)."""
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import DENSE, E4M3
@@ -31,9 +32,6 @@ from pagerunner.ops.kernels.moe_tiles import finish, kind_of
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored8
-
-MANY_PAIRS = 128
-"""Pairs of an expert, on average, from which on tiles are as large as they get."""
 
 
 @triton.jit
@@ -173,7 +171,7 @@ class ManyConfig(NamedTuple):
 
 def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool) -> ManyConfig:
     """The tile by measurement (docs/performance.md)."""
-    if pairs <= MANY_PAIRS * experts:
+    if pairs <= numerics.FAST.experts.many * experts:
         if rounded:
             return ManyConfig(64, 128, 128, 4, 3, 1)
         return ManyConfig(64, 128, 64, 8, 4, 1) if gated else ManyConfig(64, 128, 64, 4, 3, 2)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import E2M1
@@ -42,12 +43,6 @@ PIECES = tl.constexpr(8)
 """What a row and a token are cut into: as many as the smallest product of the matrix units has columns."""
 
 _STEP = 1024  # inputs of the pieces of one segment each
-
-MOST_PAIRS = 0.5
-"""Pairs of an expert, on average, that these kernels are chosen for, by measurement (docs/performance.md).
-
-They serve any number, but read an expert once for each of its pairs. With half a pair, experts are read 1.2 times.
-"""
 
 
 @triton.jit
@@ -266,8 +261,11 @@ def down_config(inputs: int, active: int) -> PairsConfig:
 
 
 def few_pairs(tokens: int, experts: int, pairs: int) -> bool:
-    """Whether `pairs_products` is the fastest for so many tokens, of which so many `pairs` are these experts'."""
-    return tokens == 1 or 0 < pairs <= MOST_PAIRS * experts
+    """Whether `pairs_products` is the fastest for so many tokens, of which so many `pairs` are these experts'.
+
+    It serves any number, but reads an expert once for each of its pairs. With half a pair for each, experts are read 1.2 times.
+    """
+    return tokens == 1 or 0 < pairs <= numerics.FAST.experts.packed * experts
 
 
 def packs(dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:

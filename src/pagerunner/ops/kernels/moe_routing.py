@@ -14,11 +14,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, PLAIN_NORM, norm_kind, norm_weight
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
-    MOST_TOKENS,
     TILE_PAIRS,
     Routes,
     Routing,
@@ -33,7 +33,6 @@ _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQ
 _MOST_AT_ONCE = 2048  # scores of a program that places pairs, too
 _FEWEST, _MOST, _BLOCKS = 1024, 8192, 128  # scores of one program of several, and about how many of them there are
 _COUNTS, _MANY_COUNTS = 4096, 16384  # that a program adds up at a time: of few tokens there are fewer
-_FEW_LOGITS = 4096  # up to which each token has programs of its own, as its experts' weights are little to read again
 _MOST_FEATURES = 2048  # of which a program holds 16 experts' weights and 8 tokens at a time
 _FEW_BLOCKS = 256  # tokens up to which a program has fewer scores: few programs' counts are read by all others
 TAKEN = tl.constexpr(-(2**31))
@@ -410,8 +409,8 @@ def _order_block(pairs: int) -> int:
 
 def route_kernels(tokens: int, experts: int, active: int) -> tuple[RouteConfig, int, bool]:
     """See `Op.kernels_for`."""
-    few = few_tokens(tokens) or tokens <= MOST_TOKENS and tokens * experts <= _FEW_LOGITS
-    ranges = tokens == 1, few, tokens <= MOST_TOKENS, tokens <= _FEW_BLOCKS
+    borders = numerics.FAST.router
+    ranges = tokens == 1, borders.are_few(tokens, experts), tokens <= borders.most_tokens, tokens <= _FEW_BLOCKS
     return route_config(tokens, experts), _order_block(tokens * active), ranges
 
 
@@ -493,9 +492,10 @@ class LogitsConfig(NamedTuple):
 @functools.cache
 def logits_config(tokens: int, features: int, experts: int, dtype: torch.dtype) -> LogitsConfig | None:
     """The program of the logits' kernel, by measurement (docs/performance.md). None: a norm and cuBLAS are faster."""
-    if 0 < tokens and few_tokens(tokens) or tokens <= MOST_TOKENS and 0 < tokens * experts <= _FEW_LOGITS:
+    borders = numerics.FAST.router
+    if tokens and borders.are_few(tokens, experts):
         return LogitsConfig(1, 2 if tokens == 1 else 4, 4)
-    if 0 < tokens <= MOST_TOKENS and dtype.itemsize == 2 and features <= _MOST_FEATURES:
+    if 0 < tokens <= borders.most_tokens and dtype.itemsize == 2 and features <= _MOST_FEATURES:
         return LogitsConfig(8, 16, 8, True)
     return None
 

@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.moe_codes import CodesProduct
 from pagerunner.ops.kernels.moe_joint import most_tiles
-from pagerunner.ops.kernels.moe_lanes import LANES_PAIRS, serves_lanes
+from pagerunner.ops.kernels.moe_lanes import serves_lanes
 from pagerunner.ops.kernels.moe_tiles import kind_of
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored4
 
-NARROW_PAIRS, MOST_PAIRS = 96, 700
-"""Pairs of an expert, on average, up to which tiles are narrow, and up to which these kernels are chosen, by measurement (docs/performance.md)."""
+NARROW_PAIRS = 96
+"""Pairs of an expert, on average, up to which tiles are narrow, by measurement (docs/performance.md)."""
 
 PART_ROWS = 192
 """Rows of an expert's codes in a part: 64 for each of the three groups of warps that multiply."""
@@ -39,7 +40,7 @@ class StreamsConfig(NamedTuple):
 def streams_config(pairs: int, experts: int) -> StreamsConfig | None:
     """The tile for so many pairs, by measurement (docs/performance.md); None where other kernels are faster."""
     each = pairs / experts
-    if not LANES_PAIRS < each <= MOST_PAIRS:
+    if not numerics.FAST.experts.lanes < each <= numerics.FAST.experts.streams:
         return None
     return StreamsConfig((32, 64), 2, 4) if each <= NARROW_PAIRS else StreamsConfig((128,), 1, 4)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.batch import KVPages, StepRows
+from pagerunner.ops import numerics
 from pagerunner.ops.fresh_rows import attend_fresh_rows
 from pagerunner.ops.kernels import paged_fixed
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
@@ -24,21 +25,15 @@ from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
 from pagerunner.ops.kernels.paged_shared import shared_kernel
 from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
-from pagerunner.ops.paged_attention import MIN_SHARING_ROWS, HeadPrep, PagedPlan, Scores
+from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
-MIN_SHARED_SAVING = 16384  # tokens whose reading a shared prefix must spare
-SHORT_QUERIES = 2048  # up to so many in most rows, heads of 256 bytes take smaller tiles (docs/performance.md)
-LIBRARY_QUERIES = 4096  # rows of new tokens that come in multiples of this go to cuDNN
-SHORT_WINDOW = 256  # keys
-MAX_SHARED_SPLITS = 8  # most pieces of a shared prefix, because every row adds up the results of all pieces
-FEW_ROWS = 16  # fewer do not occupy the device
-FEW_UNITS = 128  # nor do so many rows times heads of keys, or fewer (docs/performance.md)
-MOST_PARTS = 32  # of a row in steps of few rows, because each adds to the time of merging
-MOST_DRAFT_PARTS = 16  # the same where a part has the heads of several tokens
 MOST_DRAFT_BYTES = 8192  # of queries in a program of such steps; more haven't registers
 MOST_FEW_HEADS = 16  # for a head of keys; two warps haven't registers for more
-SMALL_TILES_ROWS = 64  # rows with fp8 pages: up to so many short rows, large tiles leave too much of the device idle
 _SCHEDULE_BLOCK = 256
+
+
+def _borders() -> numerics.AttentionBorders:
+    return numerics.FAST.attention
 
 
 class Tiles(NamedTuple):
@@ -85,7 +80,7 @@ def few_tiles(row_bytes: int, group: int, tokens: int) -> Tiles:
     keys = min(max(16384 // row_bytes, 16), 128)
     if group > 8:
         return Tiles(padded(group), max(keys // 2, 16), 2, 3, 4)
-    return Tiles(8, keys, 4, 3, 2 if tokens < FEW_ROWS else 4)
+    return Tiles(8, keys, 4, 3, 2 if tokens < _borders().few_rows else 4)
 
 
 class DraftTiles(NamedTuple):
@@ -103,8 +98,8 @@ def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, rows: int) -
     columns, and any number is one tile. Registers hold 64 queries of 256 bytes, fewer of larger ones; more are several blocks of tokens.
     With few rows 16 queries are a block: the device is idle, and merging parts takes time for each query. Programs have as many registers as their results need (compiled for sm_90: docs/performance.md).
     """
-    few = rows <= SMALL_TILES_ROWS
-    most = 16 if rows < FEW_ROWS else min(64, max(16384 // row_bytes, 16))
+    few = rows <= _borders().small_rows
+    most = 16 if rows < _borders().few_rows else min(64, max(16384 // row_bytes, 16))
     parts = blocks(stride, max(most // group, 1))
     tokens = blocks(stride, parts)
     if not fp8:
@@ -143,10 +138,10 @@ def prefill_tiles(row_bytes: int, queries: int, group: int, exact: bool, window:
     """
     if exact:
         return Tiles(max(32, group), 32, 4, 2, 2)
-    if queries * group <= 64 or (row_bytes == 256 and queries <= SHORT_QUERIES):
+    if queries * group <= 64 or (row_bytes == 256 and queries <= _borders().short_queries):
         return Tiles(64, 64 if row_bytes <= 256 else 32, 4, 3, 2)
     if row_bytes == 128:
-        return Tiles(64, 32, 4, 3) if 0 < window <= SHORT_WINDOW else Tiles(128, 64, 8, 3)
+        return Tiles(64, 32, 4, 3) if 0 < window <= _borders().short_window else Tiles(128, 64, 8, 3)
     return Tiles(128, 128 if row_bytes == 256 else 32, 8, 3)
 
 
@@ -217,15 +212,15 @@ def _choose(q: torch.Tensor, v: torch.Tensor, pages: KVPages, stride: int, plan:
     least = 16 if fp8 is None else 32  # of fp8, tiles of even and of odd elements are multiplied
     group, group_padded = heads // kv_heads, padded(heads // kv_heads)
     units = q.shape[0] // max(stride, 1)
-    small = units <= SMALL_TILES_ROWS
+    small = units <= _borders().small_rows
     decode, columns = decode_tiles(row_bytes, group, fp8 is not None, small), kv_heads
     drafts = DraftTiles(decode, 1, 1)
     if stride:
         drafts = draft_tiles(row_bytes, group, stride, fp8 is not None, units)
         decode, columns = drafts.tiles, kv_heads * blocks(stride, drafts.tokens)
     slices = max(1, multiprocessors(q.device) * decode.programs // columns)
-    if stride and units < FEW_ROWS:
-        slices = min(slices, MOST_DRAFT_PARTS * units)
+    if stride and units < _borders().few_rows:
+        slices = min(slices, _borders().draft_parts * units)
     return _Choices(
         group=group,
         group_padded=group_padded,
@@ -317,7 +312,7 @@ class _Call:
         schedule_kernel[(1,)](
             self.table, self.table.stride(0), rows.slots_R, rows.query_start_R1, rows.seq_lens_R,
             rows.row_T, rows.positions_T, *parts,
-            self.units, num_rows, counters, plan.window, plan.chunk, MIN_SHARED_SAVING,
+            self.units, num_rows, counters, plan.window, plan.chunk, _borders().shared_saving,
             self.shared_splits, self.entry_tiles, self.prefill_parts,
             PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded,
             BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, STRIDE=self.stride, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
@@ -344,7 +339,7 @@ class _Call:
         """Pieces of a shared prefix, so that there is work for every multiprocessor."""
         tiles = self.shared
         items = blocks(self.shared_split // self.kv_heads, tiles.rows) * self.kv_heads
-        return min(max(multiprocessors(self.q.device) * tiles.programs // items, 1), MAX_SHARED_SPLITS)
+        return min(max(multiprocessors(self.q.device) * tiles.programs // items, 1), _borders().shared_parts)
 
     def run_shared(self, schedule: _Schedule) -> tuple[torch.Tensor, torch.Tensor]:
         per_split = self.shared_split
@@ -403,12 +398,12 @@ class _Call:
     def run_few(self, schedule: _Schedule, *, early: bool) -> None:
         prep, tiles, device = self.prep, self.tiles, self.q.device
         launch = dependent(device)
-        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, MOST_PARTS * self.tokens)
+        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, _borders().row_parts * self.tokens)
         slices = 0 if self.one_tile else max(1, slices)
         parts = (slices + self.tokens) * self.heads
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         group, half = self.group_padded, max(16, padded(self.dim // 2))
-        units = FEW_ROWS if self.one_tile else max(FEW_ROWS, padded(self.tokens))
+        units = _borders().few_rows if self.one_tile else max(_borders().few_rows, padded(self.tokens))
         few_kernel[((slices + self.tokens) * self.kv_heads,)](
             *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
             self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
@@ -426,7 +421,7 @@ class _Call:
         launch, queries = dependent(device), self.group * self.stride
         count = min(blocks(queries, tiles.rows), max(MOST_DRAFT_BYTES // (tiles.rows * self.row_bytes), 1), 2)
         columns = self.kv_heads * blocks(queries, count * tiles.rows)
-        slices = max(1, min(multiprocessors(device) * tiles.programs // columns, MOST_DRAFT_PARTS * self.units))
+        slices = max(1, min(multiprocessors(device) * tiles.programs // columns, _borders().draft_parts * self.units))
         parts = (slices + self.units) * columns * count * tiles.rows
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         half = max(16, padded(self.dim // 2))
@@ -435,7 +430,7 @@ class _Call:
             self.table, self.table.stride(0), self.table.shape[1], schedule.begin, schedule.units, self.units, slices,
             schedule.counters, part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale,
             self.softcap, plan.window, plan.chunk,
-            UNITS=FEW_ROWS, K=self.kv_heads, G=self.group, STRIDE=self.stride, M=tiles.rows, TILES=count,
+            UNITS=_borders().few_rows, K=self.kv_heads, G=self.group, STRIDE=self.stride, M=tiles.rows, TILES=count,
             NEW=max(16, padded(self.stride)), D=self.dim, HP=half, PAGE=self.page, BN=tiles.keys, REACH=self.reach,
             NORM=prep is not None and prep.q_norm_D is not None, SINKS=self.sinks is not None,
             SOFTCAP=bool(self.softcap), TO=self.dot, AT_ONCE=merged_at_once(tiles.rows, 2 * half),
@@ -502,7 +497,7 @@ class _Call:
         to prepare itself for a new row length. That is worth it only for lengths that come again.
         """
         fresh = self.plan.fresh
-        if not fresh or any(count % LIBRARY_QUERIES for count in fresh) or not self.q.is_cuda:
+        if not fresh or any(count % _borders().library_queries for count in fresh) or not self.q.is_cuda:
             return False
         return (
             self.q.dtype in (torch.bfloat16, torch.float16)
@@ -520,7 +515,7 @@ class _Call:
         key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
-        early = schedule is not None and (self.few or self.units < FEW_ROWS)
+        early = schedule is not None and (self.few or self.units < _borders().few_rows)
         if schedule is None:
             schedule = self.plan.scratch[key] = self.schedule()
         if self.stride and self.few:
@@ -538,13 +533,13 @@ class _Call:
 
 def are_few(rows: int, kv_heads: int, group: int) -> bool:
     """Whether so many rows have `few_kernel` whatever they see. More than 8 query heads weren't measured with more rows."""
-    return rows < FEW_ROWS or (group <= 8 and rows * kv_heads <= FEW_UNITS)
+    return rows < _borders().few_rows or (group <= 8 and rows * kv_heads <= _borders().few_units)
 
 
 def shares(rows: StepRows, plan: PagedPlan) -> bool:
     """Whether a step looks for pages that all of its rows share. Strided batches don't: their graphs are for rows that share none."""
     never = plan.window or plan.chunk or rows.stride
-    return plan.sharing and not never and rows.slots_R.shape[0] >= MIN_SHARING_ROWS
+    return plan.sharing and not never and rows.slots_R.shape[0] >= _borders().sharing_rows
 
 
 def paged_attention(
@@ -589,7 +584,7 @@ def projected_attention(
     few = are_few(rows.slots_R.shape[0], prep.num_kv_heads, choices.group)
     cheap = pages.scales is not None or reach or few
     single = plan.one_token and cheap and not shares(rows, plan)
-    if rows.stride and rows.num_rows < FEW_ROWS and pages.scales is None:
+    if rows.stride and rows.num_rows < _borders().few_rows and pages.scales is None:
         single = choices.group <= MOST_FEW_HEADS
     if not (single and _writes_pages(choices, pages)):
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
