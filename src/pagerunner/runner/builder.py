@@ -12,6 +12,7 @@ from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, 
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows
 from pagerunner.lora.region import RowAdapters
 from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.ops.ahead import rehearsing
 from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
 from pagerunner.ops.drafting import PassTensors
 from pagerunner.runner.staging import StagedStep
@@ -149,7 +150,7 @@ class BatchBuilder:
         """The batch of a step outside graphs. The keywords are those of `ForwardBatch`. It has adapters if any of the rows has one."""
         self.fill(step, step.where.rows, step.where.tokens)
         if self._num_drafts and not self.graphs:  # some backends plan from lists, and the host knows bounds
-            step.seq_lens = self.tensors.seq_lens_R[: step.where.rows].tolist()
+            step.seq_lens = _lengths(self.tensors.seq_lens_R[: step.where.rows], step.seq_lens)
         rows = self._rows(
             step.where.rows,
             step.where.tokens,
@@ -203,7 +204,7 @@ class BatchBuilder:
             if states is None:
                 inputs = replace(inputs, query_lens=[1] * count)
             if not backend.capabilities.graphs:  # it plans from lists
-                lens, slots = rows.seq_lens_R.tolist(), rows.slots_R.tolist()
+                lens, slots = _lengths(rows.seq_lens_R, [batch.rows.max_seq_len] * count), rows.slots_R.tolist()
                 inputs = replace(inputs, seq_lens=lens, slots=slots, unstored=True)
             groups[index] = GroupBatch(
                 page_table=inputs.page_table,
@@ -299,3 +300,8 @@ class BatchBuilder:
             backend=backend,
             plan=backend.plan(inputs, state),
         )
+
+
+def _lengths(seq_lens_R: torch.Tensor, bounds: list[int]) -> list[int]:
+    """Rows' lengths from the device, where no kernel has written them in a rehearsal: then the host's bounds."""
+    return bounds if rehearsing() else seq_lens_R.tolist()
