@@ -226,16 +226,11 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 f"max_cpu_loras must be at least max_loras={self.max_loras}, as what is on the device was in host memory before; got {most}."
             )
-        for name, ranks in (
-            ("tensor_parallel_size", self.tensor_parallel_size),
-            ("pipeline_parallel_size", self.pipeline_parallel_size),
-            ("data_parallel_size with enable_expert_parallel", self.teams),
-        ):
-            if self.enable_lora and ranks > 1:
-                raise ConfigError(
-                    f"enable_lora is for engines of one rank so far, and {name} is {ranks}. Leave one of them out; data_parallel_size alone makes whole "
-                    "engines, which serve adapters each."
-                )
+        if self.enable_lora and self.teams > 1:
+            raise ConfigError(
+                f"enable_lora isn't there for data_parallel_size={self.teams} with enable_expert_parallel: a team's ranks would compute other teams' adapters. "
+                f"Leave enable_expert_parallel out, or take tensor_parallel_size={self.num_ranks} with data_parallel_size=1."
+            )
 
     def _check_invariance(self) -> None:
         asked = os.environ.get(INVARIANCE, "0")

@@ -85,6 +85,11 @@ class RankSums(NamedTuple):
         """Add the sum to `residual` in place."""
         self.comm.all_reduce_(self.part_TD, residual_TD)
 
+    def total(self) -> torch.Tensor:
+        """The sum, [T, D]."""
+        self.comm.all_reduce_(self.part_TD)
+        return self.part_TD
+
     def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
         return self.comm.add_norm_(self.part_TD, residual_TD, norm)

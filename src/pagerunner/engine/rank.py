@@ -49,6 +49,7 @@ from pagerunner.engine.worker.worker import LoadedWorker, Worker
 from pagerunner.errors import EngineDeadError, PagerunnerError, RequestFailedError, described
 from pagerunner.life import LIFE
 from pagerunner.logs import set_up_logging
+from pagerunner.lora.loader import AdapterLoader
 from pagerunner.ops.device_errors import out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,8 @@ class Rank:
         if worker.host_views:
             tell = partial(self._reports.tell_transfers, worker)
             threading.Thread(target=or_end, args=(tell, self._reports), daemon=True).start()
+        if worker.adapters is not None:
+            worker.adapters.tell = lambda end: send(orders.AdapterEnded(launch.rank, end))
         self._open_pages(resolved, worker, order.weights)
         send(orders.Done(launch.rank, order.call_id, startup=loaded.meter.report(), host_path=worker.host_path))
         return worker
@@ -257,10 +260,23 @@ class Rank:
                 case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp() | orders.ChangeWeights():
                     error = self._call(worker, order)
                     self._reports.send(orders.Done(self._launch.rank, order.call_id, worker.sleep_level, error))
+                case orders.ReadAdapter() | orders.FillAdapter() | orders.ForgetAdapter() if (
+                    worker.adapters is not None
+                ):
+                    self._of_adapters(worker.adapters, order)
                 case _ if isinstance(order, orders.OfPages) and self._pages is not None:
                     self._pages.put(order)
                 case _:
                     raise RuntimeError(f"{type(order).__name__} is no order for a rank that runs")
+
+    def _of_adapters(self, loader: AdapterLoader, order: orders.OfAdapters) -> None:
+        match order:
+            case orders.ReadAdapter(number, path):
+                loader.read(number, path)
+            case orders.FillAdapter(fill):
+                loader.fill(fill)
+            case orders.ForgetAdapter(digest):
+                loader.forget(digest)
 
     def _call(self, worker: Worker, call: orders.Call) -> WireError | None:
         try:

@@ -76,9 +76,12 @@ class Linear(Module):
         """Apply the layer."""
         if adapters is not None and self._joins_row(x_TI):
             return self._row(x_TI, adapters)
+        if adapters is None or self.adapted is None:
+            return self.method.apply(x_TI, self.weights)
+        if (sums := self.part(x_TI, adapters)) is not None:
+            return sums.total()
         y_TO = self.method.apply(x_TI, self.weights)
-        if adapters is not None and self.adapted is not None:
-            adapters.add_(x_TI, self.adapted, y_TO)
+        adapters.add_(x_TI, self.adapted, y_TO)
         return y_TO
 
     def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor, adapters: Adapters | None = None) -> None:
@@ -86,13 +89,20 @@ class Linear(Module):
         if adapters is not None and self._joins_row(x_TI):
             self._row(x_TI, adapters, residual_TO=residual_TO)
             return
-        self.method.apply_add_(x_TI, self.weights, residual_TO)
-        if adapters is not None and self.adapted is not None:
+        if adapters is None or self.adapted is None:
+            self.method.apply_add_(x_TI, self.weights, residual_TO)
+        elif (sums := self.part(x_TI, adapters)) is not None:
+            sums.add_(residual_TO)
+        else:
+            self.method.apply_add_(x_TI, self.weights, residual_TO)
             adapters.add_(x_TI, self.adapted, residual_TO)
 
-    def part(self, x_TI: torch.Tensor) -> RankSums | None:
-        """What `add_` adds, if ranks are to add it up: this rank's part of it."""
-        return self.method.part(x_TI, self.weights)
+    def part(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> RankSums | None:
+        """What `add_` adds, if ranks are to add it up: this rank's part of it. Of `B (A x)` that is B times what A's columns here make of `x`."""
+        sums = self.method.part(x_TI, self.weights)
+        if sums is not None and adapters is not None and self.adapted is not None:
+            adapters.add_(x_TI, self.adapted, sums.part_TD)
+        return sums
 
     def joins_norm(self, tokens: int) -> bool:
         """Whether `of_norm` of so many tokens has the norm in one of the product's own kernels, on the rank with the largest part."""
@@ -189,7 +199,7 @@ class Linear(Module):
             sinks = self.method.sinks(self.weights, rows)
             if bias_O is not None:
                 sinks["bias"] = CopySink(bias_O[rows], ("outputs",))
-            cut = self._cut_of(part)
+            cut = self.cut_of(part)
             cuts = tensor_cuts(sinks, cut)
             for name, sink in sinks.items():
                 once = name == "bias" and sink.fills and cut is not None and cut.axis == "inputs"
@@ -202,7 +212,7 @@ class Linear(Module):
         """What the names of a part's tensors begin with."""
         return prefix
 
-    def _cut_of(self, part: str) -> Cut | None:
+    def cut_of(self, part: str) -> Cut | None:
         """Which features of a part may be divided among devices."""
         return self.cut
 
@@ -252,7 +262,9 @@ class FusedLinear(Linear):
         parent = prefix.removesuffix(".").rpartition(".")[0]
         return f"{parent}.{part}." if parent else f"{part}."
 
-    def _cut_of(self, part: str) -> Cut | None:
+    def cut_of(self, part: str) -> Cut | None:
+        """See Linear."""
+        """See Linear."""
         return self._part_cuts.get(part)
 
 

@@ -115,13 +115,9 @@ class Experts(Module):
             self._names[matrix] = {name: f"{matrix}.{name}" for name in own}
             self.weights |= {f"{matrix}.{name}": tensor for name, tensor in own.items()}
 
-    def __call__(self, x_TD: torch.Tensor, routes: Routes, adapters: Adapters | None = None) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        if adapters is None or self.adapted is None:
-            return self.method.apply(x_TD, routes, self._mixture())
-        others, own = self._apart(routes, adapters, self.adapted)
-        out_TD = self.method.apply(x_TD, others, self._mixture())
-        return self._add_adapted_(x_TD, own, adapters, self.adapted, out_TD)
+        return self.method.apply(x_TD, routes, self._mixture())
 
     def run_for_others(self, active: int, most_tokens: int) -> None:
         """Compute for other teams of ranks, while this one has no tokens; see `Module.join`. Tokens have `active` experts."""
@@ -139,10 +135,13 @@ class Experts(Module):
         adapters: Adapters | None = None,
     ) -> PairSums | RankSums | None:
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
-        if adapters is not None and self.adapted is not None:
-            routes, own = self._apart(routes, adapters, self.adapted)
-            self._add_adapted_(x_TD, own, adapters, self.adapted, residual_TD)
-        return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+        if adapters is None or self.adapted is None:
+            return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+        routes, own = self._apart(routes, adapters, self.adapted)
+        sums = self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+        out_TD = sums.part_TD if isinstance(sums, RankSums) else residual_TD
+        self._add_adapted_(x_TD, self.method.here(own), adapters, self.adapted, out_TD)
+        return sums
 
     def _apart(self, routes: Routes, adapters: Adapters, layer: FusedExperts) -> tuple[Routes, Routes]:
         """Where tokens go whose experts have no adapters, and where others go."""
@@ -155,8 +154,8 @@ class Experts(Module):
 
     def _add_adapted_(
         self, x_TD: torch.Tensor, routes: Routes, adapters: Adapters, layer: FusedExperts, out_TD: torch.Tensor
-    ) -> torch.Tensor:
-        """Add the sum over a token's experts to `out` in place, each product with what the token's adapter adds to it."""
+    ) -> None:
+        """Add the sum over a token's experts here to `out` in place, each product with what the token's adapter adds to it."""
         tokens, active = routes.experts_TA.shape
         pairs, weights_P1 = adapters.of_pairs(routes.experts_TA, layer), routes.weights_TA.to(x_TD.dtype).view(-1, 1)
         x_PD = x_TD.unsqueeze(1).expand(-1, active, -1).reshape(tokens * active, -1)
@@ -174,7 +173,7 @@ class Experts(Module):
         if not self.weigh_inputs:
             out_PD = out_PD * weights_P1
         out_PD = out_PD.masked_fill(routes.experts_TA.view(-1, 1) < 0, 0)
-        return out_TD.add_(out_PD.view(tokens, active, -1).sum(1))
+        out_TD.add_(out_PD.view(tokens, active, -1).sum(1))
 
     def _mixture(self) -> Mixture:
         weights = self._weights_of("gate_up"), self._weights_of("down")
@@ -274,6 +273,11 @@ class Experts(Module):
             return by_inputs(inner), by_inputs(inner)
         both = by_outputs(inner, 2) if self.interleaved else Cut("outputs", (Section(inner), Section(inner)))
         return by_outputs(inner), both
+
+    def cut_of(self, part: str) -> Cut:
+        """Which features of one expert's matrix, as "3.gate_proj", may be divided among devices that don't divide whole experts."""
+        down = part.endswith(f".{self.checkpoint_names.down}")
+        return self._matrix_cuts("down" if down else "gate_up")[0]
 
     def _inner_features_divide(self) -> bool:
         """Whether experts can be divided by their inner features: not in a form whose columns are ordered by group."""
@@ -384,9 +388,10 @@ class SparseMLP(FeedForward):
 
     def __call__(self, x_TD: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
-        out_TD = self.experts(x_TD, self.router(x_TD), adapters)
-        self._add_shared(x_TD, out_TD, adapters)
-        return out_TD
+        stream = ResidualStream(torch.zeros_like(x_TD), adapters=adapters)
+        stream.sums = self.experts.add_then(x_TD, self.router(x_TD), stream.x_TD, None, adapters)
+        self._add_shared(x_TD, stream.whole(), adapters)
+        return stream.x_TD
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. The sum of each token's experts may be pending afterwards."""

@@ -50,7 +50,7 @@ class ResidualStream:
 
     def add(self, linear: Linear, x_TI: torch.Tensor) -> None:
         """Add the linear's output to the stream, now or, if ranks have parts of it, by the next norm."""
-        self.sums = linear.part(x_TI)
+        self.sums = linear.part(x_TI, self.adapters)
         if self.sums is None:
             linear.add_(x_TI, self.x_TD, self.adapters)
 

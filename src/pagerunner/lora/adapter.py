@@ -20,9 +20,11 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.errors import CheckpointError, ConfigError
+from pagerunner.layers.cuts import TensorCut
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
+from pagerunner.layers.shares import Parts
 from pagerunner.lora.config import AdapterConfig, read_config
 from pagerunner.models.checkpoint.loader import opened, own_name
 from pagerunner.quant.sinks import FLOATS, name_of
@@ -49,6 +51,18 @@ class Target(NamedTuple):
     out_features: int
     in_features: int
     refused: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.out_features, self.in_features
+
+    def slices(self, parts: Parts) -> list[slice]:
+        """Which of its outputs or inputs, whichever ranks divide, one with these parts of the model's features has."""
+        assert isinstance(self.owner, Linear | Experts)
+        cut = self.owner.cut_of(self.part)
+        assert cut is not None, "a part of what ranks don't divide"
+        return TensorCut(0, cut.sections).slices(parts)
 
 
 class Targets(NamedTuple):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
-from pagerunner.errors import PagerunnerError, described
+from pagerunner.errors import ConfigError, PagerunnerError, described
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
 from pagerunner.lora.region import MakeBuffer, Packed, Region, plain_buffer
 from pagerunner.types.lora import AdapterEnd, AdapterFill
@@ -27,21 +25,20 @@ READERS = 4
 
 
 class AdapterLoader:
-    """The adapters of one worker. The last `most` that were used are kept in host memory. Results come by `ended`."""
+    """The adapters of one worker. What was read is kept in host memory until it is to be forgotten. Results go to `tell`, and come by `ended` else."""
 
     def __init__(
         self,
         targets: Targets,
         region: Region,
         dtype: torch.dtype,
-        most: int,
         make_buffer: MakeBuffer = plain_buffer,
     ) -> None:
-        self._targets, self.region, self._dtype, self._most = targets, region, dtype, most
+        self._targets, self.region, self._dtype = targets, region, dtype
         self._make_buffer = make_buffer
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Packed] = OrderedDict()  # the one used last stands last
+        self._kept: dict[str, Packed] = {}
         self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
+        self.tell: Callable[[AdapterEnd], None] = self._ends.put
         self._under_way = 0
         self._work: set[Future[None]] = set()
         self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="pagerunner-adapter-files")
@@ -61,10 +58,14 @@ class AdapterLoader:
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._stream.device))
-        if (packed := self._find(fill.digest)) is not None:
+        if (packed := self._kept.get(fill.digest)) is not None:
             self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
         else:
             self._begin(self._reader, fill.number, lambda: self._read_again(fill, event))
+
+    def forget(self, digest: str) -> None:
+        """Give up the copy in host memory."""
+        self._kept.pop(digest, None)
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
         """What has ended since the last call. With nothing, wait for up to so many seconds."""
@@ -98,45 +99,32 @@ class AdapterLoader:
             with torch.inference_mode():
                 work()
         except PagerunnerError as error:
-            self._ends.put(AdapterEnd(number, error=str(error)))
+            self.tell(AdapterEnd(number, error=str(error)))
         except Exception as error:  # whatever it is, it ends the requests that want this adapter
             logger.exception("An adapter can't be loaded.")
-            self._ends.put(AdapterEnd(number, error=f"The adapter can't be loaded: {described(error)}."))
+            self.tell(AdapterEnd(number, error=f"The adapter can't be loaded: {described(error)}."))
 
-    def _find(self, digest: str) -> Packed | None:
-        with self._lock:
-            packed = self._kept.get(digest)
-            if packed is not None:
-                self._kept.move_to_end(digest)
-            return packed
-
-    def _keep(self, path: str) -> tuple[Adapter, Packed]:
+    def _keep(self, path: str, wanted: str = "") -> tuple[Adapter, Packed]:
+        """What is in a directory, which must have this digest unless that is ""."""
         region = self.region
         adapter = read_adapter(Path(path), self._targets, self._dtype, region.max_rank)
-        packed = self._find(adapter.digest)
+        if wanted and adapter.digest != wanted:
+            raise ConfigError(
+                f"The adapter in {path} has changed since it was loaded; load it again (load_inplace=true). "
+                "Of those that are on no slot of the device, host memory keeps max_cpu_loras."
+            )
+        packed = self._kept.get(adapter.digest)
         if packed is None:
             packed = region.products.pack(adapter, region.max_rank, self._dtype, self._make_buffer)
-            with self._lock:
-                self._kept[adapter.digest] = packed
-                while len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
+            self._kept[adapter.digest] = packed
         return adapter, packed
 
     def _read(self, number: int, path: str) -> None:
         adapter, _ = self._keep(path)
-        self._ends.put(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base))
+        self.tell(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base))
 
     def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None) -> None:
-        adapter, packed = self._keep(fill.path)
-        if adapter.digest != fill.digest:
-            self._ends.put(
-                AdapterEnd(
-                    fill.number,
-                    error=f"The adapter in {fill.path} has changed since it was loaded; load it again (load_inplace=true). "
-                    "Of those that are on no slot of the device, host memory keeps max_cpu_loras.",
-                )
-            )
-            return
+        _, packed = self._keep(fill.path, fill.digest)
         self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
 
     def _copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:
@@ -147,4 +135,4 @@ class AdapterLoader:
                 self._stream.wait_event(event)
                 self.region.fill(fill.slot, packed)
             self._stream.synchronize()
-        self._ends.put(AdapterEnd(fill.number, fill.digest, num_bytes=packed.elements.nbytes))
+        self.tell(AdapterEnd(fill.number, fill.digest, num_bytes=packed.elements.nbytes))

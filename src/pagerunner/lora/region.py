@@ -17,7 +17,8 @@ from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts
-from pagerunner.lora.adapter import Adapter, Targets
+from pagerunner.layers.shares import Parts
+from pagerunner.lora.adapter import Adapter, LowRank, Targets
 from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
 from pagerunner.types.checks import show
 
@@ -38,25 +39,42 @@ def plain_buffer(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, objec
     return torch.empty(elements, dtype=dtype), None
 
 
+class Whole(NamedTuple):
+    """The whole model, without memory, of which a rank has a part, and which `parts` of its features that has; None where sizes alone are asked for."""
+
+    model: Module
+    parts: Parts | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The numbers of a model's products in the table, by names of the checkpoint, with their outputs and inputs, and the layers that have them."""
+    """The numbers of a model's products in the table, by names of the checkpoint, with their outputs and inputs, and the layers that have them.
+
+    The model of a rank has some of the matrices, or some features of them: rows of B where outputs are divided, and columns of A where inputs are.
+    """
 
     sizes: Mapping[str, tuple[int, int]]
     layers: tuple[tuple[Linear | Experts, int], ...]
     """Each layer and its first product's number."""
+    every: frozenset[str]
+    """The whole model's names: an adapter may have products of these."""
+    divided: Mapping[str, list[slice]]
+    """Of matrices that ranks divide, which rows of B or columns of A are here."""
     only: tuple[str, ...] | None = None
     """What names end in, if not all matrices may have an adapter."""
 
     @classmethod
-    def of(cls, model: Module, only: tuple[str, ...] | None = None) -> Products:
+    def of(cls, model: Module, only: tuple[str, ...] | None = None, whole: Whole | None = None) -> Products:
         """Those of a model, which needs no memory yet; or of its layers that have a matrix whose name ends in one of `only`.
 
-        A fused layer's follow each other. Raises ConfigError for an end that no name has.
+        `whole`: of which the model is a rank's part. A fused layer's products follow each other. Raises ConfigError for an end that no name has.
         """
         sizes: dict[str, tuple[int, int]] = {}
         layers: dict[Linear | Experts, int] = {}
-        every = {name: target for name, target in Targets.of(model).matrices.items() if not target.refused}
+        here = {name: target for name, target in Targets.of(model).matrices.items() if not target.refused}
+        every = here
+        if whole is not None:
+            every = {name: target for name, target in Targets.of(whole.model).matrices.items() if not target.refused}
         for end in only or ():
             if not any(_ends(name, (end,)) for name in every):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
@@ -64,11 +82,15 @@ class Products:
                     f"lora_target_modules: no matrix that may have an adapter is called {show(end)}; there are {known}."
                 )
         asked = {target.owner for name, target in every.items() if only is None or _ends(name, only)}
-        for name, target in every.items():
-            if target.owner in asked and isinstance(target.owner, Linear | Experts):
+        names = frozenset(name for name, target in every.items() if target.owner in asked)
+        divided: dict[str, list[slice]] = {}
+        for name, target in here.items():
+            if name in names and isinstance(target.owner, Linear | Experts):
                 layers.setdefault(target.owner, len(sizes))
-                sizes[name] = target.out_features, target.in_features
-        return cls(sizes, tuple(layers.items()), only)
+                sizes[name] = target.sizes
+                if whole is not None and whole.parts is not None and target.sizes != every[name].sizes:
+                    divided[name] = every[name].slices(whole.parts)
+        return cls(sizes, tuple(layers.items()), names, divided, only)
 
     def elements(self, max_rank: int) -> int:
         """Those of one adapter of the highest rank."""
@@ -89,7 +111,7 @@ class Products:
 
     def check(self, adapter: Adapter) -> None:
         """Raise ConfigError for an adapter of a matrix whose adapters no layer computes, or that isn't asked for."""
-        if others := adapter.products.keys() - self.sizes.keys():
+        if others := adapter.products.keys() - self.every:
             raise ConfigError(
                 f"{min(others)} can't have an adapter: {'no layer computes it' if self.only is None else self._left_out()}."
             )
@@ -102,11 +124,11 @@ class Products:
     def pack(
         self, adapter: Adapter, max_rank: int, dtype: torch.dtype, make_buffer: MakeBuffer = plain_buffer
     ) -> Packed:
-        """The adapter in the order of a slot. Raises what `check` raises."""
+        """The adapter, or a rank's part of it, in the order of a slot. Raises what `check` raises."""
         self.check(adapter)
-        used = {name: -(-product.rank // TILE) for name, product in adapter.products.items()}
+        used = {name: -(-product.rank // TILE) for name, product in adapter.products.items() if name in self.sizes}
         count = sum(TILE * blocks * sum(self.sizes[name]) for name, blocks in used.items())
-        elements, holder = make_buffer(count, dtype)
+        elements, holder = make_buffer(max(count, 1), dtype)  # a stage may have none of an adapter's layers
         elements.zero_()
         places = torch.full((len(self.sizes), -(-max_rank // TILE), 2), -1, dtype=torch.int64)
         at = 0
@@ -114,6 +136,7 @@ class Products:
             product = adapter.products.get(name)
             if product is None:
                 continue
+            product = self._part_of(name, product)
             for block, first in enumerate(range(0, product.rank, TILE)):
                 for side, whole in enumerate((product.b_OR.T, product.a_RI)):
                     own = whole[first : first + TILE]
@@ -121,6 +144,16 @@ class Products:
                     places[number, block, 1 - side] = at
                     at += TILE * sizes[side]
         return Packed(elements, places, holder)
+
+    def _part_of(self, name: str, product: LowRank) -> LowRank:
+        """What a rank has of a product."""
+        a_RI, b_OR = product
+        if name in self.divided and len(b_OR) != self.sizes[name][0]:
+            b_OR = torch.cat([b_OR[some] for some in self.divided[name]])
+        elif name in self.divided:
+            a_RI = torch.cat([a_RI[:, some] for some in self.divided[name]], 1)
+        assert (len(b_OR), a_RI.shape[1]) == self.sizes[name], f"{name}: other parts than those of the rank's model"
+        return LowRank(a_RI, b_OR)
 
 
 def _ends(name: str, ends: tuple[str, ...]) -> bool:

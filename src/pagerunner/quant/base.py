@@ -215,6 +215,10 @@ class ExpertMethod(ABC):
             x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared
         )
 
+    def here(self, routes: Routes) -> Routes:
+        """The routes to experts whose matrices are here; of others, pairs have no expert."""
+        return routes
+
     def pair_products(self, x_PI: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
         """See `ops.moe.pair_products`, of one of the two matrices."""
         return pair_products(x_PI, routes, self.matrix(weights), weights.get("bias"))

@@ -100,19 +100,19 @@ class SummedExperts(ExpertMethod):
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ExpertMethod; of all ranks' experts."""
-        return self._summed(self.own.apply(x_TD, self._here(routes), own), residual_TD)
+        return self._summed(self.own.apply(x_TD, self.here(routes), own), residual_TD)
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | RankSums | None:
         """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
-        out_TD = self.own.apply(x_TD, self._here(routes), own)
+        out_TD = self.own.apply(x_TD, self.here(routes), own)
         if shared is not None:
             add_shared_(x_TD, shared, own.activation, out_TD)
         return RankSums(out_TD, self.comm)
 
-    def _here(self, routes: Routes) -> Routes:
-        """The routes to experts that are here."""
+    def here(self, routes: Routes) -> Routes:
+        """See ExpertMethod."""
         if self.numbers is None:
             return routes
         return own_experts(routes.experts_TA, routes, self.numbers.start, len(self.numbers), self.comm.size)
@@ -156,7 +156,7 @@ class ExpertsOfTeams(SummedExperts):
         team, place = divmod(self.comm.rank, self._ranks)
         told = slice(place * each, (place + 1) * each)
         all_ND, all_routes = _apart(self.comm.all_gather(_packed(x_TD[told], routes, told, each)), x_TD, active)
-        out_ND = self.own.apply(all_ND, self._here(all_routes), own)
+        out_ND = self.own.apply(all_ND, self.here(all_routes), own)
         first = team * self._ranks * each
         out_TD = out_ND[first : first + tokens]
         if shared is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from pagerunner.sched.adapters import Adapters
 from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoRARequest
 
+IN_VAIN = -1
+"""The number of an end that is nobody's: it tells of a copy in host memory that some ranks have, and others couldn't read."""
 NO_LORA = "This engine serves no adapters; start it with enable_lora=True (--enable-lora)."
 
 
@@ -21,7 +24,11 @@ class Loader(Protocol):
         ...
 
     def fill(self, fill: AdapterFill) -> None:
-        """Bring an adapter to a slot that no step uses which is launched from now on."""
+        """Bring an adapter to a slot that no step uses which is launched from now on. It is kept in host memory."""
+        ...
+
+    def forget(self, digest: str) -> None:
+        """Give up the copy in host memory."""
         ...
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
@@ -30,10 +37,11 @@ class Loader(Protocol):
 
 
 class AdapterWork:
-    """Loads that users have asked for, and fills of slots that the scheduler wants."""
+    """Loads that users have asked for, and fills of slots that the scheduler wants. Host memory keeps the last `most` that were used."""
 
-    def __init__(self, books: Adapters, loader: Loader) -> None:
-        self.books, self._loader = books, loader
+    def __init__(self, books: Adapters, loader: Loader, most: int) -> None:
+        self.books, self._loader, self._most = books, loader, most
+        self._copies: OrderedDict[str, None] = OrderedDict()  # digests in host memory; the one used last stands last
         self._loads: dict[int, LoRARequest] = {}
         self.loaded: dict[int, AdapterInfo | ConfigError] = {}
         """By the numbers of loads, what has ended and was taken by nobody yet."""
@@ -66,29 +74,36 @@ class AdapterWork:
     def fill(self) -> None:
         """Begin the fills that the scheduler wants, behind the steps that were launched."""
         for fill in self.books.take_fills():
+            if fill.digest in self._copies:
+                self._copies.move_to_end(fill.digest)
             self._loader.fill(fill)
+
+    def _keep(self, digest: str) -> None:
+        self._copies[digest] = None
+        self._copies.move_to_end(digest)
+        while len(self._copies) > self._most:
+            self._loader.forget(self._copies.popitem(last=False)[0])
 
     def poll(self, seconds: float) -> None:
         """Take what has ended; with nothing, wait for up to so many seconds."""
         for end in self._loader.ended(seconds):
-            if self.books.ended(end):
-                continue
-            request = self._loads.pop(end.number, None)
-            if request is None:  # a fill of before a sleep
-                continue
-            if end.error:
-                self.loaded[end.number] = ConfigError(end.error)
-                continue
-            info = AdapterInfo(
-                request.lora_name,
-                request.lora_path,
-                end.digest,
-                end.rank,
-                request.base_model_name or end.base,
-                request.lora_int_id,
-            )
-            self.books.names[info.name] = self.loaded[end.number] = info
-            self.version += 1
+            if (request := self._loads.pop(end.number, None)) is not None:
+                self._take(request, end)
+            else:
+                self.books.ended(end)  # nobody waits for a fill of before a sleep
+            if end.digest and end.number != IN_VAIN:
+                self._keep(end.digest)
+            elif end.digest and end.digest not in self._copies:
+                self._loader.forget(end.digest)
+
+    def _take(self, request: LoRARequest, end: AdapterEnd) -> None:
+        if end.error:
+            self.loaded[end.number] = ConfigError(end.error)
+            return
+        base = request.base_model_name or end.base
+        info = AdapterInfo(request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id)
+        self.books.names[info.name] = self.loaded[end.number] = info
+        self.version += 1
 
     @property
     def busy(self) -> bool:

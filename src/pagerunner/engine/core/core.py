@@ -55,8 +55,9 @@ class EngineCore:
         startup: StartUp | None = None,
         publishers: Sequence[Publisher] = (),
         adapters: Adapters | None = None,
+        max_cpu_loras: int = 1,
     ) -> None:
-        """`adapters` are the books that schedulers are made with, if requests may have adapters."""
+        """`adapters` are the books that schedulers are made with, if requests may have adapters. Host memory keeps `max_cpu_loras` of them."""
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._executor = executor
@@ -64,7 +65,7 @@ class EngineCore:
         self._adapters: AdapterWork | None = None
         if adapters is not None:
             assert executor.adapters is not None, "the executor loads no adapters"
-            self._adapters = AdapterWork(adapters, executor.adapters)
+            self._adapters = AdapterWork(adapters, executor.adapters, max_cpu_loras)
         self._vocab_size = vocab_size
         self._max_in_flight = max_in_flight
         self._enable_sleep_mode = enable_sleep_mode

@@ -156,6 +156,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         startup=startup,
         publishers=publishers,
         adapters=adapters,
+        max_cpu_loras=config.max_cpu_loras,
     )
 
 

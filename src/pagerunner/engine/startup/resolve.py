@@ -38,7 +38,7 @@ from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import (
     Weights,
-    adapters_bytes,
+    adapters_row,
     count_weights,
     too_large,
     weights_with_unpacked_experts,
@@ -396,6 +396,12 @@ class _Wish:
         return read_kv_transfer(self.args)
 
     @property
+    def parts(self) -> list[tuple[ModelConfig, range | None]]:
+        """The configs of ranks' models, with the layers of each stage if there are several."""
+        layers: list[range | None] = [*self.stages] if len(self.stages) > 1 else [None]
+        return [(own, of_stage) for own in self.of_ranks for of_stage in layers]
+
+    @property
     def in_flight(self) -> int:
         """How many steps may be under way: one in each stage, and one more that waits for the first."""
         stages = len(self.stages)
@@ -410,12 +416,10 @@ class _Wish:
 
 def _most_weights(wish: _Wish) -> Weights:
     """The weights of the rank and stage with most of them."""
-    stages: list[range | None] = [*wish.stages] if len(wish.stages) > 1 else [None]
     return max(
         (
             count_weights(own, wish.dtype, wish.device, wish.batched_tokens * wish.args.teams, layers)
-            for own in wish.of_ranks
-            for layers in stages
+            for own, layers in wish.parts
         ),
         key=lambda weights: weights.size + weights.drafter,
     )
@@ -428,7 +432,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     counted = _most_weights(wish)
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
-    adapters = (("adapters", adapters_bytes(model, wish.dtype, wish.device, args)),) if args.enable_lora else ()
+    adapters = adapters_row(model, wish.parts, wish.dtype, wish.device, args)
     num_groups = len({spec.lifetime for spec in specs})
     host_bytes = wish.kv_transfer.host_bytes
     num_drafts = wish.drafts.num_speculative_tokens if wish.drafts is not None else 0

@@ -17,7 +17,7 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, ExpertSizes, Router
 from pagerunner.layers.shares import numbers_of_ranks
-from pagerunner.lora.region import Products
+from pagerunner.lora.region import Products, Whole
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
@@ -97,12 +97,24 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", *_divided_bytes(made))
 
 
-def adapters_bytes(model: ModelConfig, dtype: Dtype, device: str, args: EngineArgs) -> int:
-    """Bytes on the device for `max_loras` adapters of `max_lora_rank`. Raises ConfigError for a model without layers that take adapters."""
-    products = Products.of(build_model(model, dtype, keep_forms=device == "cuda"), args.lora_target_modules)
-    if not products.sizes:
+def adapters_row(
+    model: ModelConfig, parts: Sequence[tuple[ModelConfig, range | None]], dtype: Dtype, device: str, args: EngineArgs
+) -> tuple[tuple[str, int], ...]:
+    """A plan's row of bytes on the device for `max_loras` adapters of `max_lora_rank`, of the rank with most of them; none without `enable_lora`.
+
+    `parts` are the ranks' configs and layers. Raises ConfigError for a model without layers that take adapters.
+    """
+    if not args.enable_lora:
+        return ()
+    whole, only = build_model(model, dtype, keep_forms=device == "cuda"), args.lora_target_modules
+    products = [Products.of(whole, only)]
+    if not products[0].sizes:
         raise ConfigError(f"enable_lora: no layer of {model.family} models takes adapters so far.")
-    return products.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype])
+    if parts != [(model, None)]:
+        of_ranks = [build_model(own, dtype, keep_forms=device == "cuda", layers=layers) for own, layers in parts]
+        products = [Products.of(own, only, Whole(whole)) for own in of_ranks]
+    sizes = (one.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype]) for one in products)
+    return (("adapters", max(sizes)),)
 
 
 def _divided_bytes(model: Model) -> tuple[int, int]:

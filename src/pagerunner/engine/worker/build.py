@@ -24,7 +24,7 @@ from pagerunner.layers import linear, moe
 from pagerunner.layers.shares import Share
 from pagerunner.lora.adapter import Targets
 from pagerunner.lora.loader import AdapterLoader
-from pagerunner.lora.region import Products, Region, RowAdapters, plain_buffer
+from pagerunner.lora.region import Products, Region, RowAdapters, Whole, plain_buffer
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
@@ -214,18 +214,26 @@ def make_runner(
 
 
 def make_adapters(
-    config: EngineConfig, model: Model, device: torch.device, arena: Arena, card: Card | None
+    config: EngineConfig, model: Model, share: Share | None, device: torch.device, arena: Arena, card: Card | None
 ) -> AdapterLoader | None:
-    """What has the adapters, in a region of the arena, and loads them. On a `card` their host memory is page-locked."""
+    """What has the adapters, in a region of the arena, and loads them. On a `card` their host memory is page-locked.
+
+    A rank reads whole adapters, so that each finds the same faults and the same digest, and keeps what belongs to its `share`.
+    """
     if not config.enable_lora:
         return None
-    products, dtype = Products.of(model, config.lora_target_modules), getattr(torch, config.dtype)
-    elements = config.max_loras * products.elements(config.max_lora_rank)
+    whole = None
+    if share is not None:
+        assert isinstance(share.whole, Model)
+        whole = Whole(share.whole, share.parts)
+    products, dtype = Products.of(model, config.lora_target_modules, whole), getattr(torch, config.dtype)
+    elements = max(config.max_loras * products.elements(config.max_lora_rank), 1)  # a stage may have none
     pool = arena.reserve("lora", elements * dtype.itemsize).view(dtype)
     products.adapt(device)
     region = Region(products, pool, config.max_loras, config.max_lora_rank)
     make = plain_buffer if card is None else locked_buffers(CudaHostMemory(device))
-    return AdapterLoader(Targets.of(model), region, dtype, config.max_cpu_loras, make)
+    targets = Targets.of(model if whole is None else whole.model)
+    return AdapterLoader(targets, region, dtype, make)
 
 
 def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None) -> Transfers | None:

@@ -17,6 +17,7 @@ from pagerunner.engine.worker.ways import Ways
 from pagerunner.tiers.index import Name
 from pagerunner.tiers.stats import StoreStats
 from pagerunner.types import StepPlan, StepResult, TransferEnd
+from pagerunner.types.lora import AdapterEnd, AdapterFill
 from pagerunner.types.weights import RankChange
 
 
@@ -125,9 +126,29 @@ class ClosePages(msgspec.Struct, frozen=True, tag="close_pages"):
     call_id: int
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag="read_adapter"):
+    """Call `read` of the worker's adapters."""
+
+    number: int
+    path: str
+
+
+class FillAdapter(msgspec.Struct, frozen=True, tag="fill_adapter"):
+    """Call `fill` of the worker's adapters."""
+
+    fill: AdapterFill
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget_adapter"):
+    """Call `forget` of the worker's adapters."""
+
+    digest: str
+
+
+OfAdapters = ReadAdapter | FillAdapter | ForgetAdapter
 OfPages = MovePages | ForgetPages | ClearPages | CancelPages | ClosePages
 Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
-Order = Join | TakePages | Run | OfPages | Call
+Order = Join | TakePages | Run | OfAdapters | OfPages | Call
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -211,6 +232,13 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
     clears: int
 
 
+class AdapterEnded(msgspec.Struct, frozen=True, tag="adapter_ended"):
+    """What has become of a read or fill on the rank."""
+
+    rank: int
+    end: AdapterEnd
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The rank's process ends. `follows`: because another rank is gone, which says why."""
 
@@ -228,6 +256,6 @@ class Stepped(msgspec.Struct, frozen=True):
     team: int = 0
 
 
-Report = Here | Read | Loaded | Done | Alive | Moved | Kept | Failed
+Report = Here | Read | Loaded | Done | Alive | Moved | Kept | AdapterEnded | Failed
 ORDERS, REPORTS, RESULTS, MEETING = "orders-{}", "reports", "results", "meeting"
 """Names in the private directory: the socket to a rank, the sockets of reports and of results, the directory in which ranks meet."""

@@ -311,7 +311,7 @@ def load_worker(
             stage = StagedStage(stage, rehearsing) if staged else NcclStage(stage, device, rehearsing)
     model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
     with meter.phase("adapters"):
-        adapters = make_adapters(config, model, device, arena, card)
+        adapters = make_adapters(config, model, share, device, arena, card)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("tables", "tables and sampling state"):

@@ -24,6 +24,7 @@ import zmq
 from pagerunner import limits
 from pagerunner.children import Process, private_directory, remove_directory, starting
 from pagerunner.config import EngineConfig
+from pagerunner.engine.core.executors.adapters import RanksLoader
 from pagerunner.engine.core.executors.base import Pending, Started
 from pagerunner.engine.core.executors.doors import Doors
 from pagerunner.engine.core.executors.pages import RanksStore
@@ -344,14 +345,12 @@ class ProcessExecutor:
         self._steps = 0
         self._halfway = False
         self._under_way: set[tuple[int, int]] = set()  # transfers, by team and number
+        self.adapters = RanksLoader(self._of_adapters, ranks.watch.ended_adapters, ranks.watch.who)
+        """See Executor.adapters."""
 
     def run(self, plan: StepPlan) -> Pending:
         """See Executor.run."""
-        self.check_alive()
-        if self._halfway:
-            self._ranks.watch.fail("An interrupt came while a step was given to the ranks, which don't agree any more.")
-            self.check_alive()
-        self._halfway = True
+        self._begin()
         plans = plan.teams if isinstance(plan, TeamsPlan) else [plan]
         self._under_way |= {(team, one.number) for team, own in enumerate(plans) for one in own.transfers}
         self._ranks.send(*map(orders.Run, plans))
@@ -362,6 +361,20 @@ class ProcessExecutor:
         if self._steps % COMPARE_STEPS == 0:
             self._compare()
         return step
+
+    def _begin(self) -> None:
+        """Begin to give something to all ranks that all must have."""
+        self.check_alive()
+        if self._halfway:
+            said = "An interrupt came while a step was given to the ranks, or an adapter. They don't agree any more."
+            self._ranks.watch.fail(said)
+            self.check_alive()
+        self._halfway = True
+
+    def _of_adapters(self, order: orders.OfAdapters) -> None:
+        self._begin()
+        self._ranks.send(order)
+        self._halfway = False
 
     def _compare(self) -> None:
         """End the engine if a rank has other tokens or page tables than its team's first rank: its sums would be wrong, and nobody would see it."""
@@ -404,9 +417,6 @@ class ProcessExecutor:
     def page_stores(self) -> Sequence[RanksStore]:
         """See Executor.page_stores."""
         return self._ranks.watch.page_stores
-
-    adapters = None
-    """See Executor.adapters. Several ranks have none so far."""
 
     @property
     def busy_seconds(self) -> float:

@@ -28,7 +28,7 @@ from pagerunner.engine.core.messages import WireError
 from pagerunner.engine.worker import orders
 from pagerunner.errors import EngineDeadError, PagerunnerError
 from pagerunner.limits import knob
-from pagerunner.types import TransferEnd
+from pagerunner.types import AdapterEnd, TransferEnd
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class RankWatch:
         self.done: dict[int, dict[int, orders.Done]] = {}
         """Answers to calls, by call and rank."""
         self._ended: dict[tuple[int, int], dict[int, TransferEnd]] = {}  # by team and number, then by rank
+        self._of_adapters: dict[int, dict[int, AdapterEnd]] = {}  # by number, then by rank
         self._ready: dict[int, int] = {}
         self.page_stores: Sequence[RanksStore] = ()
         """Those of the teams, if ranks have stores of pages."""
@@ -204,6 +205,25 @@ class RankWatch:
                 found = ended()
             return found
 
+    def ended_adapters(self, seconds: float) -> Mapping[int, Mapping[int, AdapterEnd]]:
+        """Work on adapters that all ranks have ended, each given once. With none, wait for some for up to so many seconds.
+
+        Raises why the ranks are gone, if they are.
+        """
+
+        def ended() -> dict[int, dict[int, AdapterEnd]]:
+            done = [number for number, of_ranks in self._of_adapters.items() if len(of_ranks) == self._ranks]
+            return {number: self._of_adapters.pop(number) for number in done}
+
+        with self._changed:
+            self.check()
+            found = ended()
+            if not found and seconds > 0:
+                self._changed.wait(seconds)
+                self.check()
+                found = ended()
+            return found
+
     def cause(self) -> PagerunnerError | None:
         """Why the ranks are gone, if that becomes known in a moment."""
         with self._changed:
@@ -287,6 +307,8 @@ class RankWatch:
                     self._ended.setdefault((rank // self.team_ranks, one.number), {})[rank] = one
             case orders.Kept(rank):
                 self.page_stores[rank // self.team_ranks].take(rank % self.team_ranks, report)
+            case orders.AdapterEnded(rank, end):
+                self._of_adapters.setdefault(end.number, {})[rank] = end
             case orders.Failed(rank, error, follows):
                 (self._lost if follows else self._said).setdefault(rank, self.named(rank, error))
                 self._lost_at = self._lost_at or now
