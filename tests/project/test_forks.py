@@ -14,9 +14,10 @@ import pytest
 
 HELPERS = Path(__file__).parents[1]
 CONFTEST = """
-import os
+import os, signal
 import pytest
 from helpers import forks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its programs
 COLLECTED = os.getpid()
 def pytest_addoption(parser): forks.add_option(parser)
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -56,8 +57,9 @@ def test_leaves(): os._exit(3)
     "test_d.py": """
 import pathlib, time
 def test_is_interrupted():
-    pathlib.Path("waits").touch()
-    try: time.sleep(60)
+    try:
+        pathlib.Path("waits").touch()
+        time.sleep(60)
     finally: pathlib.Path("cleaned").touch()
 """,
     "test_y.py": """
