@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from zlib import crc32
 
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ChunkedRule, GroupRule, WindowRule
@@ -42,14 +43,19 @@ class PageFault(AssertionError):
     """A row would have read something that isn't its own prefix."""
 
 
+def number_of(what: object) -> int:
+    """The same in each process, unlike `hash` of a text or of None: a seed is to give the same traffic again."""
+    return crc32(repr(what).encode())
+
+
 def next_token(identity: int, seed: int) -> int:
     """The pretended model: deterministic in the prefix's identity and the request's seed."""
-    return hash((identity, seed, "next")) % VOCAB
+    return hash((identity, seed, -1)) % VOCAB
 
 
 def expected_output(request: EngineRequest, max_model_len: int) -> tuple[list[int], str]:
     """What the request must produce, whatever else runs: (tokens, finish reason)."""
-    identity = hash(request.cache_salt)
+    identity = number_of(request.cache_salt)
     for token in request.prompt_token_ids:
         identity = hash((identity, token))
     params, output = request.params, []
@@ -71,13 +77,13 @@ class _Slot:
         self.model: list[int] = []  # identity after each token, as the model computes it
         self.stored: list[int] = []  # what pages must hold: also tells apart what must not be shared
         self.guesses: list[int] = []  # drafts of the next tokens
-        self._private = hash(private)
+        self._private = number_of(private)
         for token in [*request.prompt_token_ids, *outputs]:
             self.append(token)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        self.model.append(hash((self.model[-1] if self.model else hash(self.request.cache_salt), token)))
+        self.model.append(hash((self.model[-1] if self.model else number_of(self.request.cache_salt), token)))
         self.stored.append(hash((self.model[-1], self._private)))
 
     def guess(self, count: int, right: float) -> None:

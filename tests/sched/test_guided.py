@@ -217,7 +217,7 @@ def test_random_traffic_in_a_pool_that_preempts(seed: int, drafts: int) -> None:
     random_ = random.Random(seed)
     limits = {"max_in_flight": 2, "max_num_batched_tokens": random_.choice([24, 64]), "max_num_seqs": 5}
     right = {"right": 0.7, "draft_length": FixedLength(drafts)} if drafts else {}
-    bench = Bench(pages=14, **limits, **right)
+    bench = Bench(pages=12, **limits, **right)
     names = [f"{'g' if index % 2 else 'x'}{index}" for index in range(16)]
     for name in names:
         bench.add(name, random_.randint(1, 60), random_.randint(1, 40), guided=name.startswith("g"))
