@@ -268,6 +268,7 @@ class Adapters:
         norm: Norm | None = None, *, gated: bool = False, add: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """`adapted_row_` of the layer's product of one token."""
+        x_TI, norm = _in_range(x_TI, norm)
         inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
         self.known = True
         adapted_row_(out_TO, x_TI, weight_OI, bias_O, inner, self.work, self.blocks, layer, norm, gated=gated, add=add)
@@ -275,9 +276,15 @@ class Adapters:
 
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:
         """Add to the layer's output for `x`, or for `norm(x)`, what each token's adapter says. Tokens without an adapter aren't touched."""
+        x_TI, norm = _in_range(x_TI, norm)
         inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
         self.known = True
         expand_(y_TO, inner, self.work, self.blocks, layer, norm)
+
+
+def _in_range(x_TI: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Norm | None]:
+    """In float16 the norm is made before the product: kernels multiply by its weight before they divide, and 30,000 times 4 would be infinite."""
+    return (x_TI, norm) if norm is None or x_TI.dtype != torch.float16 else (norm(x_TI), None)
 
 
 def _pairs_work_list(own_P: torch.Tensor, none: int, count: int) -> WorkList:

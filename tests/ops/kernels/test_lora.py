@@ -133,6 +133,31 @@ def test_the_norm_before_a_product(most: int, offset: bool, monkeypatch: pytest.
     assert torch.equal(got[3], y[3]) and torch.equal(got[2, :32], y[2, :32]), "no adapter of it"
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_norm_of_large_numbers_in_float16(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A massive activation times the norm's weight is beyond float16, and what the norm makes of it isn't."""
+    outputs, inputs = [24, 16], 64
+    blocks, _ = placed({0: 5}, outputs, inputs)
+    blocks = Blocks(blocks.pool.half(), blocks.places)
+    x, weight = torch.randn(1, inputs).half(), 0.1 * torch.randn(sum(outputs), inputs).half()
+    x[0, 7] = 3e4
+    norm = Norm(torch.full((inputs,), 4.0).half(), 1e-6)
+    starts, layer = torch.tensor([0, 1], dtype=torch.int32), Fused.of(1, outputs)
+    work = lora.work_list.kernel(torch.tensor([0], dtype=torch.int32), starts, 1, 4)
+    adapters = Adapters(torch.tensor([0], dtype=torch.int32), None, 4, blocks, work)
+    got, want = torch.zeros(1, 40).half(), torch.zeros(1, 40).half()
+    h = lora.shrink.twin(norm(x), work, blocks, layer)
+    lora.adapted_row_.twin(want, norm(x), weight if alone else 0 * weight, None, h, work, blocks, layer)
+    for one in ("shrink", "expand_", "adapted_row_"):
+        monkeypatch.setattr(lora, one, getattr(lora, one).kernel)
+    if alone:
+        adapters.row(layer, x, weight, None, got, norm)
+    else:
+        adapters.add_(x, layer, got, norm)
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=0.1)
+    assert got.isfinite().all() and want.abs().max() > 10
+
+
 def test_wider_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many tiles a program has more outputs, here of two parts neither of which fills it."""
     from pagerunner.ops.kernels import lora as kernels
