@@ -1,14 +1,16 @@
 """What adapters add to products with weight matrices: `B (A x)` for the rows that have an adapter, each its own.
 
 Adapters lie in *blocks* of 16 ranks anywhere in one flat `pool`: A's block is [16, I], and B's [16, O]. A table on the device says where,
-`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there; the first is there if any is. Blocks begin at multiples of 16 elements. An adapter of rank 40 has three blocks, and zeros fill the
-last. So ranks mix at no cost, and blocks may move without a change of kernels or graphs.
+`places[slot, product, block]` (A's, then B's), -1 for a block that isn't there; the first is there if any is. Blocks begin at multiples of 16
+elements. An adapter of rank 40 has three blocks, and zeros fill the last. So ranks mix at no cost, and blocks may move without a change of kernels or
+graphs.
 
 A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
-Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Sums have a fixed order, which
-doesn't depend on other rows.
+Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Sums have a fixed order, so a step made again
+has the same bits. A row's bits may differ with the number of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and a row
+that is alone has its adapter in its own product (`adapted_row_`). So `batch_invariant` refuses adapters.
 
 Shape letters: T tokens, R rows, W tiles, I input features, O output features, N tiles of outputs, S slots of adapters, P products, B blocks.
 """

@@ -1,7 +1,7 @@
 """Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
-pieces itself, each from zero and in the same order, so the bits are the same. Nothing is added atomically.
+pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.
 
 What such small kernels take is waiting, not bytes. So both read what is known before their turn comes: where blocks lie, the blocks, and in
 `_expand` the output of the layer. Pieces are loaded at once.
