@@ -18,6 +18,8 @@ KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 TransferBackend = Literal["nccl", "gloo"]
 SpeculativeMethod = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
 INVARIANCE = "VLLM_BATCH_INVARIANT"  # vLLM's variable for batch_invariant
+MOST_LORAS = 256
+"""Slots of adapters: the kernel that orders a step's tokens compares all slots with all rows at once."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -218,9 +220,26 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
 
     def _check_lora(self) -> None:
+        if not self.enable_lora:
+            fields = zip(
+                self.__struct_fields__[-len(self.__struct_defaults__) :], self.__struct_defaults__, strict=True
+            )
+            for name, default in fields:
+                if "lora" in name and (value := getattr(self, name)) != default:
+                    raise ConfigError(
+                        f"{name}={value!r} says how adapters are served, which enable_lora=True (--enable-lora) asks for; add it."
+                    )
+            return
         one_of("max_lora_rank", self.max_lora_rank, LORA_RANKS)
-        if self.lora_target_modules is not None:
-            msgspec.structs.force_setattr(self, "lora_target_modules", tuple(self.lora_target_modules))
+        if self.max_loras > MOST_LORAS:
+            raise ConfigError(
+                f"max_loras must be at most {MOST_LORAS}, got {self.max_loras}; more adapters than that take turns (max_cpu_loras keeps them in host memory)."
+            )
+        ends = self.lora_target_modules
+        if ends is not None and not all(ends or [""]):
+            raise ConfigError(
+                f'lora_target_modules must be a list of names such as ["q_proj", "o_proj"], got {list(ends)!r}.'
+            )
         most = self.max_cpu_loras
         if most is not None and most < self.max_loras:
             raise ConfigError(
@@ -314,7 +333,9 @@ def as_type(name: str, value: Any, wanted: Any) -> Any:
             raise ConfigError(f"{name} must be a finite number, got {taken:g}.")
         return taken
     except msgspec.ValidationError:
-        meanings = [_MEANINGS[get_origin(kind) or kind] for kind in kinds]
+        meanings = [
+            "a list of names" if kind == tuple[str, ...] else _MEANINGS[get_origin(kind) or kind] for kind in kinds
+        ]
         meanings += ['"auto"'] if kinds != get_args(wanted) and name == "max_model_len" else []
         raise ConfigError(f"{name} must be {' or '.join(meanings)}, got {value!r} ({type(value).__name__}).") from None
 

@@ -147,6 +147,15 @@ def test_a_directory_that_has_changed_in_silence_ends_the_request(
     ("options", "said"),
     [
         ({"max_lora_rank": 12}, "max_lora_rank must be one of 1, 8, 16"),
+        ({"max_loras": 257}, "max_loras must be at most 256, got 257.*max_cpu_loras"),
+        ({"max_loras": 200, "max_num_seqs": 5000}, "max_loras=200 and max_num_seqs=5000"),
+        ({"lora_target_modules": "q_proj"}, "lora_target_modules must be a list of names or None, got 'q_proj'"),
+        ({"lora_target_modules": []}, r"lora_target_modules must be a list of names .*, got \[\]"),
+        ({"lora_target_modules": [""]}, "lora_target_modules must be a list"),
+        ({"enable_lora": False, "max_loras": 4}, "max_loras=4 says how adapters are served.*--enable-lora"),
+        ({"enable_lora": False, "max_cpu_loras": 4}, "max_cpu_loras=4 says"),
+        ({"enable_lora": False, "max_lora_rank": 32}, "max_lora_rank=32 says"),
+        ({"enable_lora": False, "lora_target_modules": ["q_proj"]}, "lora_target_modules=.* says"),
         ({"max_loras": 0}, "max_loras must be a whole number of at least 1"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras must be at least max_loras=4"),
         (
@@ -157,7 +166,7 @@ def test_a_directory_that_has_changed_in_silence_ends_the_request(
 )
 def test_options_are_checked(base: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LLM(str(base), enable_lora=True, **options)
+        LLM(str(base), **{"enable_lora": True, **options})
 
 
 def test_what_cannot_be_loaded_is_refused(llm: LLM, base: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import (
     Weights,
     adapters_row,
+    check_rows_of_adapters,
     count_weights,
     too_large,
     weights_with_unpacked_experts,
@@ -148,6 +149,7 @@ def resolve(
         )
     kv_dtype: KVDtype = dtype if args.kv_cache_dtype == "auto" else KV_DTYPE_NAMES[args.kv_cache_dtype]
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    check_rows_of_adapters(args, max_num_seqs, 0 if drafts is None else drafts.num_speculative_tokens)
     wanted_length = _wanted_length(args, model)
     longest = model.max_position_embeddings if isinstance(wanted_length, str) else wanted_length
     if model.drafter is not None:

@@ -32,6 +32,8 @@ from pagerunner.quant.formats import Format, Names, Scheme
 from pagerunner.quant.panels import InPanels
 
 _NONE = Names("module")
+MOST_COMPARED = 2**18
+"""Pairs of a slot of adapters and a row: Triton takes 2**20 numbers, and each of the two is rounded up to a power of two."""
 _MANY_PAIRS = 2**17
 """Of a token and an expert, in a large step."""
 _SMALLER = {
@@ -115,6 +117,17 @@ def adapters_row(
         products = [Products.of(own, only, Whole(whole)) for own in of_ranks]
     sizes = (one.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype]) for one in products)
     return (("adapters", max(sizes)),)
+
+
+def check_rows_of_adapters(args: EngineArgs, max_num_seqs: int, drafts: int) -> None:
+    """Raise ConfigError where rows and slots of adapters, if there are any, are more than one program of a kernel compares."""
+    max_loras, rows = args.max_loras, max_num_seqs * (1 + drafts)
+    if args.enable_lora and max_loras * rows > MOST_COMPARED:
+        with_drafts = f" times 1 + num_speculative_tokens={drafts}" if drafts else ""
+        raise ConfigError(
+            f"max_loras={max_loras} and max_num_seqs={max_num_seqs}{with_drafts} are {max_loras * rows:,} pairs of a slot and a row, and a step compares at "
+            f"most {MOST_COMPARED:,}; lower one of them."
+        )
 
 
 def _divided_bytes(model: Model) -> tuple[int, int]:
