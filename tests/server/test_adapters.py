@@ -136,6 +136,8 @@ def test_loading_and_unloading(server: RunningServer, paths: list[Path], expecte
         ({"lora_name": "x", "lora_path": "/"}, 400, "adapter_config.json"),
         ({"lora_name": MODEL, "lora_path": "/"}, 400, "own name"),
         ({"lora_name": "", "lora_path": "/"}, 400, "1 to 256"),
+        ({"lora_name": "a,b", "lora_path": "/"}, 400, "without a comma"),
+        ({"lora_name": "a\nb", "lora_path": "/"}, 400, "printable"),
         ({"lora_name": "x", "lora_path": "/", "is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
     ],
 )

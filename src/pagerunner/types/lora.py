@@ -39,8 +39,9 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
 
 def check_name(name: object) -> None:
     """Raise InvalidRequestError for what can't be an adapter's name."""
-    good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-    require(good, "lora_name", f"must be a text of 1 to {MAX_NAME_CHARS} printable characters, got {show(name)}.")
+    good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and "," not in name
+    said = f"must be a text of 1 to {MAX_NAME_CHARS} printable characters without a comma, which divides names in metrics, got {show(name)}."
+    require(good, "lora_name", said)
 
 
 class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
