@@ -51,18 +51,9 @@ def _sparse(
 def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
     """Attention to chosen latents, `ops/kernels/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
     tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2, fp8)
-    constants = {
-        "K": 2048,
-        "C": 512,
-        "P": 64,
-        "G": 4 if fp8 else 1,
-        "BC": 512,
-        "BP": 64,
-        "SPLIT": split,
-        "COMPILED": True,
-    }
+    constants = {"C": 512, "P": 64, "G": 4 if fp8 else 1, "BC": 512, "BP": 64, "SPLIT": split, "COMPILED": True}
     constants |= {"BH": tiles.heads, "BN": tiles.slots}
-    odd = ("rope_slot", "scale_slot") if fp8 else ()
+    odd = ("chosen_stride", *(("rope_slot", "scale_slot") if fp8 else ()))
     return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes", odd)
 
 
@@ -97,7 +88,7 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[
     types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
     types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
     constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
-    constants |= {"BN": GLUON_TILES.keys, "PARTS": parts, "NEW": new, "CHOSEN": chosen, "PDL": True}
+    constants |= {"BN": GLUON_TILES.keys, "SPLIT": parts > 1, "NEW": new, "CHOSEN": chosen, "PDL": True}
     strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
     aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
     return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)

@@ -93,6 +93,7 @@ class ModelRunner:
         threads: StepThreads | None = None,
         unpacks: bool = False,
         kernels: Sequence[KernelsOf] = (),
+        lengths: Sequence[KernelsOf] = (),
         agree: Callable[[Sequence[int]], list[int]] = list,
         recorded: RecordedSteps | None = None,
         stage: StageTokens | None = None,
@@ -102,7 +103,7 @@ class ModelRunner:
         rates: Sequence[float] | None = None,
     ) -> None:
         """`unpacks`: products unpack weights, and larger parts of them for fewer than `parted_tokens` (ops/numerics.py). `kernels` say for which numbers of tokens
-        the model's kernels differ; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
+        the model's kernels differ, `lengths` for which lengths of a step's longest row; warm-ups run all of them. `agree` adds those of other ranks, whose parts of the model may have other sizes:
         all ranks run the same steps. `stage`: the model is that of one of several stages. `transfers` bring pages to host memory and back.
         `drafter` makes drafts, as many as `state` has room for. With `rates` they are taken by chance.
         """
@@ -117,7 +118,7 @@ class ModelRunner:
         self._uncertain = self._num_drafts * (max_in_flight - 1)
         self._stage = stage
         self._samples = stage is None or stage.samples
-        self._unpacks, self._kernels, self._agree = unpacks, kernels, agree
+        self._unpacks, self._kernels, self._lengths, self._agree = unpacks, kernels, lengths, agree
         self._model = model
         self._threads = threads  # a CPU's
         self._recorded = recorded  # a CPU's
@@ -395,8 +396,8 @@ class ModelRunner:
         if self._unpacks and most >= numerics.FAST.products.parted_tokens:
             yield self._long_rows(numerics.FAST.products.parted_tokens - 1)
 
-    def _more_counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Numbers of sampled, scored and other tokens of steps for kernels that no other step of the warm-up needs.
+    def _more_counts(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Numbers of sampled, scored and other tokens of steps, and lengths of rows, for kernels that no other step of the warm-up needs.
 
         In eager steps the last layer and the output weights run for sampled tokens alone, and the output weights for tokens that
         are scored. So numbers of these are looked at beside numbers of tokens.
@@ -407,9 +408,12 @@ class ModelRunner:
         tokens = {sum(row.num_tokens for row in rows) for rows in steps} | {key.tokens for key in graphs}
         rows = self._agree(more_counts(self._kernels, sampled, min(self._builder.max_rows, most)))
         scored = self._agree(more_counts(self._kernels, sampled.union(rows), min(CHUNK, longest, most)))
-        return rows, scored, self._agree(more_counts(self._kernels, tokens.union(rows, scored), most))
+        more = self._agree(more_counts(self._kernels, tokens.union(rows, scored), most))
+        return rows, scored, more, self._agree(more_counts(self._lengths, [longest], longest))
 
-    def _run_more_kernels(self, rows: Sequence[int], scored: Sequence[int], tokens: Sequence[int]) -> None:
+    def _run_more_kernels(
+        self, rows: Sequence[int], scored: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]
+    ) -> None:
         """See `_more_counts`."""
         longest = self._max_model_len
         for count in rows:
@@ -418,6 +422,8 @@ class ModelRunner:
             self._run_scored(even_rows(1, count, longest, past=False))
         for count in tokens:
             self._run_first(self._long_rows(count))
+        for length in lengths:
+            self._run_first(even_rows(1, min(length, BETWEEN_TOKENS, self._builder.max_tokens), length, past=True))
 
     def _long_rows(self, tokens: int) -> list[StepRow]:
         """A step of so many tokens at the end of long sequences."""

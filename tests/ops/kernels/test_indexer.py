@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ from hypothesis import strategies as st
 from helpers.effort import effort
 from helpers.indexer_cases import Case, made
 from helpers.interpreter_floats import install
+from helpers.launches import compiled_for
+from pagerunner.batch import StepRows
 from pagerunner.ops.indexer import choose_slots
 
 pytest.importorskip("triton")
 install()
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
 from pagerunner.ops.kernels import indexer  # noqa: E402
 
 
@@ -68,6 +74,29 @@ def test_no_row_may_see_more_than_are_chosen() -> None:
     args, named = made(Case(ROWS, top_k=200))
     assert torch.equal(choose_slots.kernel(*args, **named), choose_slots.twin(*args, **named))
     assert choose_slots.kernel(*args, **named) is args[-1]["all slots"], "layers share them"
+
+
+def test_kernels_are_not_made_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts below `top_k` slots one serves all; above it there is one for each power of two, and those are as `choose_slots_kernels` says."""
+    launched: set[Any] = set()
+    note = lambda kernel, *args, **how: launched.add(compiled_for(kernel, args, how))  # noqa: E731
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    q, weights, keys, table = torch.zeros(2, 4, 32), torch.zeros(2, 4), torch.zeros(3, 16, 32), torch.zeros(1, 9).long()
+
+    def kernels(lengths: Iterable[int], top_k: int, ratio: int) -> int:
+        launched.clear()
+        for length in lengths:
+            rows = StepRows.of([2], [length], [0])
+            choose_slots.kernel(q, weights, top_k, keys, table, rows, ratio, {})
+        return len({launch for launch in launched if launch[0] != "_scores_kernel"})
+
+    assert kernels(range(273, 2049, 7), 512, 4) == kernels(range(273, 2049, 7), 2048, 1) == 1
+    assert kernels(range(2052, 32_768, 512), 512, 4) == 4  # of 1,024, 2,048, 4,096 and 8,192 slots
+    long = range(8192, 163_841, 8192)
+    assert (
+        kernels(long, 2048, 1) == 2 + 5
+    )  # chunks of 8,192 and of 16,384; what 2, 4, 8 and 16 of the former leave, and 16 of the latter
+    assert len({choose_slots.kernels_for(length, 2048, 1) for length in long}) == 6
 
 
 def test_chunks_grow_with_what_they_leave() -> None:

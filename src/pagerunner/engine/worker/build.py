@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,16 @@ from pagerunner.models.checkpoint.loader import (
 from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks, share_of_drafter, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
+from pagerunner.models.configs.base import ModelConfig
 from pagerunner.ops import numerics
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
+from pagerunner.ops.indexer import choose_slots
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
 from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, locked_buffers
+from pagerunner.runner.kernel_counts import KernelsOf
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.runner import ModelRunner
@@ -168,7 +171,6 @@ def make_runner(
     unpacks = unpacked_bytes(model.modules(), numerics.FAST.products.parted_tokens - 1)[0] > 0
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
-    kernels = [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
     vocabulary = None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share))
     adapters = None if region is None else RowAdapters(region, config.max_num_seqs)
     builder = BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens, adapters)
@@ -202,7 +204,8 @@ def make_runner(
         ),
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
-        kernels=kernels if device.type == "cuda" and has_triton() else (),
+        kernels=_kernels_of(model) if device.type == "cuda" and has_triton() else (),
+        lengths=_length_kernels_of(resolved.model) if device.type == "cuda" and has_triton() else (),
         agree=partial(union, everybody),
         recorded=RecordedSteps() if ranks == 1 and drafter.onward is None and _can_record(config, backends) else None,
         stage=None if stage is None else StageTokens(stage, state, config.max_in_flight),
@@ -211,6 +214,20 @@ def make_runner(
         max_in_flight=config.max_in_flight,
         rates=drafts.acceptance_rates if drafts is not None else None,
     )
+
+
+def _kernels_of(model: Model) -> list[KernelsOf]:
+    """Of numbers of tokens."""
+    return [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
+
+
+def _length_kernels_of(config: ModelConfig) -> list[KernelsOf]:
+    """Of lengths of a step's longest row."""
+    return [partial(_choice_kernels, *own) for own in config.choices]
+
+
+def _choice_kernels(top_k: int, ratio: int, length: int) -> Hashable:
+    return choose_slots.kernels_for(length, top_k, ratio)
 
 
 def make_adapters(

@@ -57,6 +57,11 @@ class ModelConfig(ABC):
         """What attention scores have beside a scale: "sinks", "softcap". Backends say which of them they compute."""
         return frozenset()
 
+    @property
+    def choices(self) -> frozenset[tuple[int, int]]:
+        """How many slots indexers choose, and of how many tokens a slot is, for each kind of layer that has one."""
+        return frozenset()
+
     divided: ClassVar[Mapping[str, str]] = {
         "vocab_size": "vocabulary",
         "num_heads": "heads",

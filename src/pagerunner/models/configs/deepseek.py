@@ -74,6 +74,11 @@ class DeepseekConfig(ModelConfig):
     first_layer: int = 0
     divided = {**ModelConfig.divided, "expert_size": "inner", "shared_size": "inner"}
 
+    @property
+    def choices(self) -> frozenset[tuple[int, int]]:
+        """See ModelConfig."""
+        return frozenset() if self.indexer is None else frozenset({(self.indexer.top_k, 1)})
+
     def mtp(self) -> Self:
         """See ModelConfig. Its layer has experts."""
         self._one_mtp_layer("num_nextn_predict_layers", self.extra_layers)

@@ -82,6 +82,11 @@ class DeepseekV4Config(ModelConfig):
         return frozenset({"sinks"})
 
     @property
+    def choices(self) -> frozenset[tuple[int, int]]:
+        """See ModelConfig."""
+        return frozenset((self.indexer.top_k, layer.ratio) for layer in self.layers if layer.sparse)
+
+    @property
     def spec_layers(self) -> tuple[int, ...]:
         """See ModelConfig."""
         return tuple(number for number, layer in enumerate(self.layers) for _ in range(1 if layer.ratio == 1 else 3))

@@ -143,21 +143,23 @@ def _kept(score, live, k, B: tl.constexpr):
     return kept, larger + tl.minimum(same, need) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "chunks"])
 def _chunk_kernel(
-    scores_ptr, chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, scores_stride, chosen_stride,
-    C: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr,
-    PDL: tl.constexpr,
+    scores_ptr, chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, scores_stride, width, chunks,
+    C: tl.constexpr, KC: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one token. `some`, `some_scores` [T, H, KC] and `count` [T, H]: the best of each chunk where a token has several."""
+    """One chunk of one token. `some`, `some_scores` [T, H, KC] and `count` [T, H]: the best of each chunk where a token has several.
+
+    `width` of `chosen` and `chunks` H follow from the step's longest row, so they are no constants: each length would have a kernel.
+    """
     start_next_and_wait(PDL)
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
     at = chunk * C + tl.arange(0, C)
-    chosen = chosen_ptr + token * chosen_stride
+    chosen = chosen_ptr + token * width
     if seen <= TOP_K:
-        if chunk * C < K:
-            tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < K)
+        if chunk * C < width:
+            tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < width)
     elif chunk * C < seen:
         live = at < seen
         score = tl.load(scores_ptr + token * scores_stride + at, mask=live, other=0.0)
@@ -165,17 +167,16 @@ def _chunk_kernel(
         if seen <= C:
             tl.store(chosen + place, at, mask=kept)
         else:
-            part = token * H + chunk
+            part = token * chunks + chunk
             tl.store(some_ptr + part * KC + place, at, mask=kept)
             tl.store(some_scores_ptr + part * KC + place, score, mask=kept)
             tl.store(count_ptr + part, tl.sum(kept.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "chunks"])
 def _chunks_kernel(
-    chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, chosen_stride,
-    C: tl.constexpr, KC: tl.constexpr, H: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr,
-    PDL: tl.constexpr,
+    chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, width, chunks,
+    C: tl.constexpr, KC: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of one token's chunks."""
     start_next_and_wait(PDL)
@@ -184,12 +185,12 @@ def _chunks_kernel(
     if (seen > TOP_K) & (seen > C):
         x = tl.arange(0, B)
         chunk, place = x // KC, x % KC
-        count = tl.load(count_ptr + token * H + chunk, mask=chunk * C < seen, other=0)
+        count = tl.load(count_ptr + token * chunks + chunk, mask=chunk * C < seen, other=0)
         live = place < count
-        score = tl.load(some_scores_ptr + token * H * KC + x, mask=live, other=0.0)
+        score = tl.load(some_scores_ptr + token * chunks * KC + x, mask=live, other=0.0)
         kept, target = _kept(score, live, TOP_K, B)
-        at = tl.load(some_ptr + token * H * KC + x, mask=kept, other=0)
-        tl.store(chosen_ptr + token * chosen_stride + target, at, mask=kept)
+        at = tl.load(some_ptr + token * chunks * KC + x, mask=kept, other=0)
+        tl.store(chosen_ptr + token * width + target, at, mask=kept)
 
 
 class Sizes(NamedTuple):
@@ -226,8 +227,8 @@ def _width(rows: StepRows, ratio: int) -> int:
 
 
 def chunk_size(width: int, top_k: int) -> int:
-    """Slots of a chunk, so that what all chunks leave fits a program."""
-    size = min(CHUNK, max(16, padded(width)))
+    """Slots of a chunk, so that what all chunks leave fits a program. It is the same for all that see no more than are chosen."""
+    size = min(CHUNK, max(16, padded(max(width, top_k))))
     while blocks(width, size) > 1 and padded(blocks(width, size)) * min(size, padded(top_k)) > MOST_CANDIDATES:
         size *= 2
     return size
@@ -235,6 +236,13 @@ def chunk_size(width: int, top_k: int) -> int:
 
 def _warps(elements: int) -> int:
     return max(4, min(32, elements // 1024))
+
+
+def choose_slots_kernels(tokens: int, top_k: int, ratio: int) -> tuple[int, int]:
+    """See `Op.kernels_for`. It is the length of a step's longest row that decides, in tokens: whether there is a choice, and among how many."""
+    width = max(1, tokens // ratio)
+    size = chunk_size(width, top_k)
+    return (size, padded(blocks(width, size))) if width > top_k else (0, 0)
 
 
 def run_scores(
@@ -279,25 +287,16 @@ def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int) 
         torch.empty_like(some, dtype=torch.float32),
         torch.empty(tokens * chunks, dtype=torch.int32, device=device),
     )
-    common = {"C": chunk, "KC": each, "H": chunks, "TOP_K": top_k, "RATIO": ratio, **dependent(device)}
+    where = rows.row_T, rows.positions_T
+    common = {"C": chunk, "KC": each, "TOP_K": top_k, "RATIO": ratio, **dependent(device)}
     _chunk_kernel[(tokens, chunks)](
-        scores_TN, chosen_TK, some, some_scores, counts, rows.row_T, rows.positions_T, scores_TN.stride(0), count,
-        K=count, num_warps=_warps(chunk), **common,
+        scores_TN, chosen_TK, some, some_scores, counts, *where, scores_TN.stride(0), count, chunks, num_warps=_warps(chunk), **common
     )  # fmt: skip
     if several:
         size = padded(chunks) * each
         _chunks_kernel[(tokens,)](
-            chosen_TK,
-            some,
-            some_scores,
-            counts,
-            rows.row_T,
-            rows.positions_T,
-            count,
-            B=size,
-            num_warps=_warps(size),
-            **common,
-        )
+            chosen_TK, some, some_scores, counts, *where, count, chunks, B=size, num_warps=_warps(size), **common
+        )  # fmt: skip
     return chosen_TK
 
 
@@ -317,7 +316,9 @@ def choose_slots(
     if width <= top_k:  # every row sees as few
         chosen_TK: torch.Tensor | None = scratch.get("all slots")
         if chosen_TK is None:
-            nothing = torch.empty(tokens, 0, dtype=torch.float32, device=q_TJI.device)
+            nothing = torch.empty(1, 16, dtype=torch.float32, device=q_TJI.device).expand(
+                tokens, 16
+            )  # as aligned as others
             chosen_TK = scratch["all slots"] = run_choice(nothing, top_k, rows, ratio)
         return chosen_TK
     together = max(rows.stride, 1)

@@ -245,7 +245,7 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
     return sums * gl.expand_dims(gl.convert_layout(1.0 / count, gl.SliceLayout(KEYS, SUMS)), KEYS), count, most
 
 
-@gluon.jit(do_not_specialize=["num_heads"])
+@gluon.jit(do_not_specialize=["num_heads", "chosen_stride"])
 def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, found, unit_ptr, slice_ptr, row_ptr, position_ptr, table, num_heads,
                   scale, qc_token, qc_head, qp_token, qp_head, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, table_stride,
                   chosen_stride, whole_token, whole_head, PAGE: gl.constexpr, C: gl.constexpr, P: gl.constexpr, G: gl.constexpr,

@@ -58,14 +58,13 @@ def _tile(
     return latent, rope.to(q_type)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "chosen_stride", "width"])
 def _chosen_kernel(
     q_latent, q_rope, codes, rope, scales, chosen, whole, parts, found, row_ptr, position_ptr, slots_ptr, table, splits,
     num_heads, scale, qc_token, qc_head, qp_token, qp_head, codes_page, codes_slot, rope_page, rope_slot, scale_page,
-    scale_slot, table_stride, whole_token, whole_head, chosen_stride,
-    K: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
-    BP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    scale_slot, table_stride, whole_token, whole_head, chosen_stride, width,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BH heads of a token, and one of `splits` parts of its slots.
 
@@ -80,7 +79,7 @@ def _chosen_kernel(
     row = tl.load(row_ptr + token)
     row_table = table + tl.load(slots_ptr + row, mask=row >= 0, other=0).to(tl.int64) * table_stride
     own = chosen + token * chosen_stride
-    count = tl.minimum(tl.load(position_ptr + token, mask=row >= 0, other=-1).to(tl.int32) + 1, K)
+    count = tl.minimum(tl.load(position_ptr + token, mask=row >= 0, other=-1).to(tl.int32) + 1, width)
     per = tl.cdiv(tl.cdiv(count, BN), splits) * BN
     first = split * per
     last = tl.minimum(first + per, count)
@@ -240,8 +239,8 @@ def run_chosen(
     _chosen_kernel[(tokens, blocks(heads, tiles.heads), splits)](
         q_THC, q_THP, codes, turned, scales, chosen_TK, whole_THC, parts, found, rows.row_T, rows.positions_T, rows.slots_R, table_SW, splits,
         heads, scale / math.log(2), *q_THC.stride()[:2], *q_THP.stride()[:2], *codes.stride()[:2], *turned.stride()[:2],
-        *scales.stride()[:2], table_SW.stride(0), *whole_THC.stride()[:2], chosen_TK.stride(0),
-        K=chosen_TK.shape[1], PAGE=codes.shape[1], C=latent, P=rope, G=groups, BC=max(16, padded(latent)),
+        *scales.stride()[:2], table_SW.stride(0), *whole_THC.stride()[:2], chosen_TK.stride(0), chosen_TK.shape[1],
+        PAGE=codes.shape[1], C=latent, P=rope, G=groups, BC=max(16, padded(latent)),
         BP=max(16, padded(rope)), BH=tiles.heads, BN=tiles.slots, FP8=fp8, SPLIT=splits > 1,
         PRECISION="tf32x3" if q_THC.dtype == torch.float32 else "tf32",
         COMPILED=os.environ.get("TRITON_INTERPRET") != "1", num_warps=tiles.warps, num_stages=tiles.stages,

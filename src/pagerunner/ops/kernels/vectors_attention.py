@@ -225,21 +225,21 @@ def _leave(parts, found, head, in_h, some, most, total, low, high, D: tl.constex
         tl.store(at + HC, high * share, mask=in_h[:, None] & (HC + c < D))
 
 
-@triton.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen"])
+@triton.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen", "chosen_stride", "num_parts"])
 def _attend_kernel(
     q, vectors, window, slot_pages, slot_rope, slot_scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
-    window_table, slot_table, num_heads, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
+    window_table, slot_table, num_heads, num_parts, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
     window_stride, window_slot, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, SLOT_PAGE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     NEW: tl.constexpr, CHOSEN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of a token's PARTS of keys, BH heads. NEW: rows have several tokens, whose vectors may have no page.
+    """One of a token's parts of keys, BH heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page.
 
     The keys are three segments: of the window what is in pages and what is the step's own, and slots.
     """
     start_next_and_wait(PDL)
-    token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    token, part = (tl.program_id(0) // num_parts).to(tl.int64), tl.program_id(0) % num_parts
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     c, in_h = tl.arange(0, HC)[None, :], head < num_heads
     row = tl.load(row_ptr + token)
@@ -261,7 +261,7 @@ def _attend_kernel(
         if CHOSEN:
             complete = tl.minimum(complete, chosen)
     past_tiles, new_tiles, slot_tiles = tl.cdiv(start - least, BN), tl.cdiv(end - start, BN), tl.cdiv(complete, BN)
-    per = tl.cdiv(past_tiles + new_tiles + slot_tiles, PARTS)
+    per = tl.cdiv(past_tiles + new_tiles + slot_tiles, num_parts)
     begin = part * per
     stop = begin + per
     most, total = tl.full((BH,), LOWEST, tl.float32), tl.zeros((BH,), tl.float32)
@@ -286,36 +286,36 @@ def _attend_kernel(
             scale, slot_width, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, SLOT_PAGE, CHOSEN, D, C, BLOCK, HC,
             BN, FP8, COMPILED, PRECISION,
         )  # fmt: skip
-    if PARTS == 1:
+    if not SPLIT:
         angle = token * angle_stride
         out += token * num_heads * D
         _finish(out, sinks, cos + angle, sin + angle, head, in_h, most, total, low, high, D, P, HC, BH)
     else:
-        place = (token * PARTS + part) * num_heads
+        place = (token * num_parts + part) * num_heads
         _leave(parts + place * D, found + place, head, in_h, stop > begin, most, total, low, high, D, HC)
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_heads", "num_parts"])
 def _merge_kernel(
-    parts, found, sinks, cos, sin, out, num_heads, angle_stride,
-    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+    parts, found, sinks, cos, sin, out, num_heads, num_parts, angle_stride,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of a token: its parts and the sinks as one softmax, turned back."""
+    """HB heads of a token: its parts, at most BP, and the sinks as one softmax, turned back."""
     start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HB + tl.arange(0, HB)
     in_h = head < num_heads
     d = tl.arange(0, BD)[None, :]
     part = tl.arange(0, BP)[:, None]
-    place = (token * PARTS + part) * num_heads + head[None, :]
-    lse = tl.load(found + place, mask=(part < PARTS) & in_h[None, :], other=LOWEST)
+    place = (token * num_parts + part) * num_heads + head[None, :]
+    lse = tl.load(found + place, mask=(part < num_parts) & in_h[None, :], other=LOWEST)
     sink = tl.load(sinks + head, mask=in_h, other=0.0).to(tl.float32) * LOG2_E
     most = tl.maximum(tl.max(lse, 0), sink)
     total = tl.sum(tl.exp2(lse - most[None, :]), 0) + tl.exp2(sink - most)
     x = tl.zeros((HB, BD), tl.float32)
-    for each in tl.static_range(PARTS):
-        at = (token * PARTS + each) * num_heads + head
-        own = tl.load(found + at, mask=in_h, other=LOWEST)
+    for each in tl.static_range(BP):
+        at = (token * num_parts + each) * num_heads + head
+        own = tl.load(found + at, mask=in_h & (each < num_parts), other=LOWEST)
         mask = (in_h & (own > LOWEST))[:, None] & (d < D)
         x += tl.load(parts + at[:, None] * D + d, mask=mask, other=0.0) * (tl.exp2(own - most) / total)[:, None]
     x = _back(x, cos + token * angle_stride, sin + token * angle_stride, HB, 0, BD, D, P)
@@ -390,11 +390,11 @@ def _launch_gluon(
     picked = rows.row_T if chosen is None else chosen
     _gluon().vectors_kernel[(tokens * parts, heads // GLUON_TILES.heads)](
         q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
-        rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2), window.table_SW.shape[1],
+        rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2), window.table_SW.shape[1],
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *held.stride()[:2],
         *pages.stride()[:2], picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.shape[1], SLOT_PAGE=pages.shape[1], D=size, P=angles.cos_T1D.shape[-1],
-        BN=GLUON_TILES.keys, PARTS=parts, NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+        BN=GLUON_TILES.keys, SPLIT=parts > 1, NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
         num_warps=GLUON_TILES.warps, **dependent(q_THD.device),
     )  # fmt: skip
 
@@ -430,21 +430,21 @@ def vectors_attention(
     else:
         _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
             q_THD, window.vectors_TD, window.pages_EXD, codes, rope, factors, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
-            rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, scale / math.log(2),
+            rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2),
             window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
             window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *codes.stride()[:2], *rope.stride()[:2], *factors.stride()[:2], picked.stride(0),
             angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
             WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=codes.shape[1], D=size, C=codes.shape[-1],
             BLOCK=codes.shape[-1] // factors.shape[-1] if coded else 1, FP8=fp8_type(pages.latent_ESC.dtype) if isinstance(pages, Latents) else None,
             COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
-            P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, PARTS=parts,
+            P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, SPLIT=parts > 1,
             NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
             PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
         )  # fmt: skip
     if parts > 1:
         block = 1 if tokens * heads <= 1024 else 4
         _merge_kernel[(tokens, blocks(heads, block))](
-            partial, found, sinks_H, *angles, out_THD, heads, angles.cos_T1D.stride(0),
-            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=block, PARTS=parts, BP=padded(parts), num_warps=4, **launch,
+            partial, found, sinks_H, *angles, out_THD, heads, parts, angles.cos_T1D.stride(0),
+            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=block, BP=padded(parts), num_warps=4, **launch,
         )  # fmt: skip
     return out_THD

@@ -157,21 +157,21 @@ def _span(row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW: gl
     return slot, least, start, first, seen, count
 
 
-@gluon.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen"])
+@gluon.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen", "chosen_stride", "num_parts"])
 def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
-                   window_table, slot_table, num_heads, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
+                   window_table, slot_table, num_heads, num_parts, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
                    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride,
                    slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
-                   D: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, NEW: gl.constexpr,
+                   D: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
                    CHOSEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """One of a token's PARTS of keys, 64 heads. NEW: rows have several tokens, whose vectors may have no page."""
+    """One of a token's parts of keys, 64 heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page."""
     start_next_and_wait(PDL)
-    token, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
+    token, part = (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
     block = gl.program_id(1) * 64
     slot, least, start, first, seen, count = _span(
         row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
     )
-    per = (gl.cdiv(count, BN) + PARTS - 1) // PARTS
+    per = (gl.cdiv(count, BN) + num_parts - 1) // num_parts
     begin = gl.minimum(part * per * BN, count)
     stop = gl.minimum(begin + per * BN, count)
     window_table += slot * window_table_stride
@@ -231,9 +231,9 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SUMS))
     most = gl.convert_layout(most, gl.SliceLayout(1, SUMS))
     head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    if PARTS == 1:
+    if not SPLIT:
         angle = token * angle_stride
         _finish(out + token * num_heads * D, sinks, cos + angle, sin + angle, head, most, total, acc, D, P)
     else:
-        base = (token * PARTS + part) * num_heads
+        base = (token * num_parts + part) * num_heads
         _leave(parts + base * D, found + base, head, most, total, acc, stop > begin, D)

@@ -1,0 +1,87 @@
+"""No prompt asks for a kernel that the warm-up hasn't met, however long it is: compiling one takes seconds in which nobody is served."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
+from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.device import as_on_cuda
+from helpers.effort import effort
+from helpers.engine_oracle import engine
+from helpers.families import MAKERS
+from pagerunner.engine.worker import build, worker
+from pagerunner.models.configs.base import ModelConfig
+from pagerunner.runner.runner import BETWEEN_TOKENS, ModelRunner
+from pagerunner.types import StepRow
+
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+from helpers.launches import noted_launches  # noqa: E402
+
+LONGEST = 1024
+
+
+def _chosen(path: Path) -> Path:
+    return make_latent_checkpoint(path, "deepseek_v32", index_topk=200)[0]
+
+
+def _slots(path: Path) -> Path:
+    return make_compressed_checkpoint(path, compress_rates={SPARSE: 4, HEAVY: 8}, index_topk=64)[0]
+
+
+def _family(name: str, path: Path) -> Path:
+    made = MAKERS[name](path)
+    return made if isinstance(made, Path) else path
+
+
+PLAIN = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "bamba", "llama4_text")
+CASES: dict[str, tuple[Any, str]] = {
+    "chosen latents": (_chosen, "auto"),
+    "slots": (_slots, "auto"),
+    "chosen latents in fp8": (_chosen, "fp8_e4m3"),
+    "slots in fp8": (_slots, "fp8_e4m3"),
+    **{name: (functools.partial(_family, name), "auto") for name in PLAIN},
+}
+
+
+@pytest.mark.days(6)
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_of_any_length_find_their_kernels_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A prompt whole, its last tokens behind the others, and two at once; in steps that don't run in graphs."""
+    make, pages = CASES[name]
+    found: list[tuple[ModelRunner, ModelConfig]] = []
+
+    def make_runner(resolved: Any, *args: Any) -> ModelRunner:
+        found.append((build.make_runner(resolved, *args), resolved.model))
+        return found[-1][0]
+
+    monkeypatch.setattr(worker, "make_runner", make_runner)
+    sizes = {"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST, "kv_cache_memory_bytes": 20_000_000}
+    options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
+    with as_on_cuda():
+        engine(make(tmp_path), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options)
+    ((runner, config),) = found
+    runner._kernels, runner._lengths = (
+        build._kernels_of(runner._model),
+        build._length_kernels_of(config),
+    )  # as on a device
+    assert bool(config.choices) == (name not in PLAIN)
+    draw = random.Random(7)
+    with noted_launches() as launched:
+        runner.warm_up()
+        met = set(launched)
+        for _ in range(effort(12, 100)):
+            length = draw.randrange(BETWEEN_TOKENS + 1, LONGEST)
+            last, half = min(length, 300), length // 2
+            for rows in ([(0, length)], [(length - last, last)], [(0, half), (0, length - half)]):
+                runner._run_first([StepRow(slot, start, n, [0] * n, True) for slot, (start, n) in enumerate(rows)])
+            assert launched <= met, (length, launched - met)
+    assert len(met) > 20
