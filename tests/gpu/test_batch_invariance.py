@@ -9,7 +9,7 @@ import pytest
 
 from helpers.device import needs_cuda
 from pagerunner import LLM, SamplingParams
-from pagerunner.bench.workloads import write_model
+from pagerunner.bench.workloads import SHAPES, write_config, write_model
 
 pytestmark = needs_cuda
 RANDOM = Random(5)
@@ -28,10 +28,13 @@ def numbers(output: Any) -> Numbers:
     return [sorted((token, entry.logprob) for token, entry in place.items()) for place in one.logprobs]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen3-0.6B with random weights."""
-    return str(write_model("qwen3-0.6b", tmp_path_factory.mktemp("model")))
+@pytest.fixture(scope="module", params=["qwen3-0.6b", "qwen3-30b-a3b"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Qwen3-0.6B, and six layers of Qwen3-30B-A3B, with random weights."""
+    if request.param == "qwen3-0.6b":
+        return str(write_model(request.param, tmp_path_factory.mktemp("model")))
+    fields = SHAPES[request.param] | {"num_hidden_layers": 6}
+    return str(write_config(tmp_path_factory.mktemp("model"), **fields))
 
 
 def engine(model: str, **options: Any) -> LLM:

@@ -117,7 +117,7 @@ class Experts(Module):
 
     def __call__(self, x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts, [T, D]."""
-        return self.method.apply(x_TD, routes, self._mixture())
+        return self.method.apply(x_TD, routes, self.mixture)
 
     def run_for_others(self, active: int, most_tokens: int) -> None:
         """Compute for other teams of ranks, while this one has no tokens; see `Module.join`. Tokens have `active` experts."""
@@ -136,9 +136,9 @@ class Experts(Module):
     ) -> PairSums | RankSums | None:
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
         if adapters is None or self.adapted is None:
-            return self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+            return self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)
         routes, own = self._apart(routes, adapters, self.adapted)
-        sums = self.method.apply_then(x_TD, routes, self._mixture(), residual_TD, shared)
+        sums = self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)
         out_TD = sums.part_TD if isinstance(sums, RankSums) else residual_TD
         self._add_adapted_(x_TD, self.method.here(own), adapters, self.adapted, out_TD)
         return sums
@@ -175,7 +175,9 @@ class Experts(Module):
         out_PD = out_PD.masked_fill(routes.experts_TA.view(-1, 1) < 0, 0)
         out_TD.add_(out_PD.view(tokens, active, -1).sum(1))
 
-    def _mixture(self) -> Mixture:
+    @property
+    def mixture(self) -> Mixture:
+        """What the form's products take."""
         weights = self._weights_of("gate_up"), self._weights_of("down")
         return Mixture(*weights, self.activation, self.weigh_inputs)
 
@@ -293,8 +295,8 @@ class Router(Module):
     """Scores every expert for every token, in float32, and chooses.
 
     Its matrix [E, D] stays in the model's dtype in every format. `bias` is what a checkpoint calls a bias of the logits; `choice_bias` one
-    of the scores that counts for the choice alone, in float32. None: there is none. `tokens_at_once`: more are scored in several calls, whose sums are in
-    one order then; None: by torch.
+    of the scores that counts for the choice alone, in float32. None: there is none.
+    `fixed_logits`: scores experts with sums in one order for any number of tokens, and nothing else does; None: what is fastest does.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class Router(Module):
     ) -> None:
         super().__init__()
         self.experts, self.routing, self.bias, self.choice_bias = experts, routing, bias, choice_bias
-        self.tokens_at_once: int | None = None
+        self.fixed_logits: Callable[..., torch.Tensor] | None = None
         self.weights = {"weight": torch.empty(experts, features, dtype=dtype, device="meta")}
         if bias is not None:
             self.weights[bias] = torch.empty(experts, dtype=dtype, device="meta")
@@ -328,7 +330,7 @@ class Router(Module):
             row_T = None  # kernels for one token read the experts that it has
         if isinstance(stream.sums, RankSums) and stream.x_TD.shape[0] <= numerics.FAST.router.most_tokens:
             stream.add_sums()  # so few tokens' norm and logits are one kernel
-        if stream.sums is not None or self.tokens_at_once is not None:
+        if stream.sums is not None or self.fixed_logits is not None:
             normed_TD = stream.normed(norm)
             routes = self._routes(self._logits(normed_TD), None, row_T)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
@@ -337,13 +339,16 @@ class Router(Module):
         return normed_TD, self._routes(logits_TE, None, row_T)._replace(most_tokens=stream.most_tokens)
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        own, most = (self.weights["weight"], self._weight(self.bias)), self.tokens_at_once
-        if most is None or x_TD.shape[0] <= most:
-            return expert_logits(x_TD, *own)
-        return torch.cat([expert_logits(part, *own) for part in x_TD.split(most)])
+        return (self.fixed_logits or expert_logits)(x_TD, self.weights["weight"], self._weight(self.bias))
 
     def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None, row_T: torch.Tensor | None) -> Routes:
-        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T)
+        fixed = self.fixed_logits is not None
+        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T, fixed=fixed)
+
+    @property
+    def matrix_ED(self) -> torch.Tensor:
+        """What scores the experts."""
+        return self.weights["weight"]
 
     def _weight(self, name: str | None) -> torch.Tensor | None:
         return None if name is None else self.weights[name]

@@ -20,6 +20,7 @@ from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.paged_attention import HeadPrep
 from pagerunner.ops.routing import Routing, few_tokens
+from pagerunner.quant.fixed import FixedOrder
 
 
 class Attention(GroupedQueryAttention):
@@ -32,7 +33,7 @@ class Attention(GroupedQueryAttention):
 
     def adds(self, tokens: int) -> bool:
         """See Mixer. Kernels of few tokens add on their way. cuBLAS has a product with a bias that doesn't; then the norm's kernel adds."""
-        return few_tokens(tokens)
+        return few_tokens(tokens) and not isinstance(self.o_proj.method, FixedOrder)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""

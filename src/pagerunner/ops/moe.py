@@ -110,6 +110,33 @@ def moe_experts_then(
 
 
 @gpu_kernel("moe")
+def fixed_pairs(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: GatedActivation,
+    gate_up_bias_E2I: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    *,
+    weigh_inputs: bool = False,
+) -> torch.Tensor:
+    """Each pair's part of the sum that `moe_experts` computes, [P, D], in the tokens' order: each as if it were alone. A pair without an expert may get anything."""
+    active = routes.experts_TA.shape[1]
+    out_PD = x_TD.new_zeros(routes.experts_TA.numel(), x_TD.shape[1])
+    for pair, expert in enumerate(routes.experts_TA.flatten().tolist()):
+        if expert < 0:
+            continue
+        x_1D, weight = x_TD[pair // active][None], routes.weights_TA.flatten()[pair].to(x_TD.dtype)
+        up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
+        bias = None if down_bias_ED is None else down_bias_ED[expert]
+        inner = activation(F.linear(x_1D * weight if weigh_inputs else x_1D, gate_up_E2ID[expert], up_bias))
+        out_1D = F.linear(inner, down_EDI[expert], bias)
+        out_PD[pair] = out_1D[0] if weigh_inputs else out_1D[0] * weight
+    return out_PD
+
+
+@gpu_kernel("moe")
 def pair_products(
     x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
 ) -> torch.Tensor:

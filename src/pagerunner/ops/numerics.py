@@ -121,16 +121,20 @@ class Fast(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Kernels by a model's shapes. Attention's keys of a piece, at absolute positions; rows of a tile, heads of tokens, and its keys; the same in float32.
-
-    Whoever changes a number here changes bits, but not that they are the same for every step.
-    """
+    """Kernels by a model's shapes. Whoever changes a number here changes bits, but not that they are the same for every step."""
 
     piece: int = 256
+    """Attention's keys of a piece, at absolute positions."""
     query_rows: int = 64
+    """Of a tile of attention: heads of tokens."""
     keys: int = 64
     exact_rows: int = 32
     exact_keys: int = 32
+    """The same in float32."""
+    tile_pairs: int = 64
+    """Pairs of an expert that a tile has where products aren't the matrix units' with bulk copies."""
+    routed_tokens: int = 4096
+    """Experts are chosen by the program that is the fastest for so many tokens, for any number."""
 
 
 FAST = Fast()

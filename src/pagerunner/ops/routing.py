@@ -111,15 +111,17 @@ def touched_experts(device: torch.device) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-@gpu_kernel("moe_routing")
-def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` in float32, [T, E]."""
+@gpu_kernel("moe_logits")
+def expert_logits(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None, *, fixed: bool = False
+) -> torch.Tensor:
+    """`x @ weight.T + bias` in float32, [T, E]. `fixed`: on a CUDA device by one product for any number of tokens; see `Fixed` in ops/numerics.py."""
     return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
 
 
 @expert_logits.on_cpu
 def _expert_logits_on_cpu(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None, *, fixed: bool = False
 ) -> torch.Tensor:
     floats = (x_TD, weight_ED) if bias_E is None else (x_TD, weight_ED, bias_E)
     if x_TD.dim() != 2 or x_TD.shape[0] > mixture.FEW_TOKENS or not small.serves(*floats):
@@ -132,7 +134,7 @@ def few_tokens(tokens: int) -> bool:
     return tokens <= numerics.FAST.router.few_tokens
 
 
-@gpu_kernel("moe_routing")
+@gpu_kernel("moe_logits")
 def norm_expert_logits(
     x_TD: torch.Tensor,
     norm: Norm,
@@ -155,10 +157,13 @@ def route(
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
     row_T: torch.Tensor | None = None,
+    *,
+    fixed: bool = False,
 ) -> Routes:
     """Each token's experts and their weights. Where `chosen` says which experts these are, only their weights are computed.
 
     Tokens whose `row`, int32, is negative are a graph's padding. They go to no expert: their numbers are -1 and their weights 0.
+    `fixed`: kernels make a token's sums in one order for any number of tokens. The twin's are those of torch.
     """
     scores_TE = _scores(logits_TE.float(), routing.scores)
     if chosen_TA is None:
@@ -195,6 +200,8 @@ def _route_on_cpu(
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
     row_T: torch.Tensor | None = None,
+    *,
+    fixed: bool = False,
 ) -> Routes:
     # a recorded step's rows aren't read here; a CPU's steps have no padding, as each number of rows has a recording
     # of any number of tokens: of equal logits all steps take the first ones, and torch takes others

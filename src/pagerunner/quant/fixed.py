@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.errors import ConfigError
+from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm
+from pagerunner.ops.moe import Shared, fixed_pairs
+from pagerunner.ops.pair_sums import PairSums, add_pairs_
+from pagerunner.ops.routing import Routes, Routing, expert_logits, route
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import Unquantized, WeightMethod, Weights
+from pagerunner.quant.base import Mixture, Unquantized, UnquantizedExperts, WeightMethod, Weights
 
 _WORK_SPACE = "CUBLAS_WORKSPACE_CONFIG"
 _TRIED = (1, 2, 3, 4, 7, 9, 16, 33, 64, 128, 200, 257)  # tokens
@@ -85,3 +89,52 @@ class FixedOrder(Unquantized):
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return silu_and_mul(self.apply_to_norm(x_TI, norm, weights))
+
+
+class FixedExperts(UnquantizedExperts):
+    """Experts' matrices in the model's dtype on a GPU. Each output is the sum of all its inputs in ascending order, whatever tile it is in."""
+
+    def apply(
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ExpertMethod."""
+        out_TD = torch.zeros_like(x_TD) if residual_TD is None else residual_TD
+        add_pairs_(out_TD, self._pairs(x_TD, routes, own))
+        return out_TD
+
+    def apply_then(
+        self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
+    ) -> PairSums | None:
+        """See ExpertMethod. The sums are always added by the next norm."""
+        assert shared is None, "what every token passes has products in another order here"
+        return self._pairs(x_TD, routes, own) if x_TD.shape[0] else None
+
+    def _pairs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums:
+        gate_up, down = own.gate_up, own.down
+        biases = gate_up.get("bias"), down.get("bias")
+        matrices = gate_up["weight"], down["weight"]
+        out_PD = fixed_pairs(x_TD, routes, *matrices, own.activation, *biases, weigh_inputs=own.weigh_inputs)
+        return PairSums(out_PD, routes.experts_TA)
+
+
+def check_experts(own: Mixture, router_ED: torch.Tensor, routing: Routing) -> None:
+    """Try a mixture: tokens have to get the same experts, and the same bits of them, in steps of few tokens and of many.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    experts, features = router_ED.shape
+    many = max(*_TRIED, -(-(numerics.FAST.experts.many + 1) * experts // routing.active))
+    generator = torch.Generator(router_ED.device).manual_seed(0)
+    x_TD = torch.randn(many, features, generator=generator, device=router_ED.device).to(router_ED.dtype)
+    whole: tuple[torch.Tensor, ...] = ()
+    for tokens in (many, *reversed(_TRIED)):
+        routes = route(expert_logits(x_TD[:tokens], router_ED, fixed=True), routing, fixed=True)
+        pairs = FixedExperts()._pairs(x_TD[:tokens], routes, own)
+        made = routes.weights_TA, routes.experts_TA, pairs.out_PD.unflatten(0, routes.experts_TA.shape)
+        whole = whole or made
+        if not all(torch.equal(one, other[:tokens]) for one, other in zip(made, whole, strict=True)):
+            raise ConfigError(
+                f"batch_invariant=True: a mixture of {experts} experts of {features} features is computed by other sums for {tokens} tokens than for {many}. "
+                f"Start the process with {_WORK_SPACE}=:0:0 in the environment, or leave batch_invariant out."
+            )

@@ -9,7 +9,7 @@ from helpers.borders import set_borders
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels import moe, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import fixed_pairs, moe_experts
 from pagerunner.ops.quantize import dequantized, quantize
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
@@ -175,3 +175,29 @@ def test_lanes_beside_different_streams_and_on_different_devices_have_streams_of
         found += [moe_unpacked._streams(device, 2)[1] for device in mains]
     assert [stream.device.index for stream in found] == [0, 1] * 3
     assert len(set(found)) == 4 and found[:2] == found[4:]
+
+
+@pytest.mark.parametrize(("dtype", "features"), [(torch.float16, 64), (torch.float32, 48)])
+@pytest.mark.parametrize("activation", [SILU, GatedActivation("clamped_swiglu", 2.0)])
+def test_a_token_has_the_same_bits_in_every_step(dtype, features, activation):
+    """One token, some, and so many that an expert's pairs are several tiles; with padding, and with weights of inputs."""
+    torch.manual_seed(3)
+    gate_up, down = torch.randn(5, 128, features).to(dtype) / 8, torch.randn(5, features, 64).to(dtype) / 8
+    biases = torch.randn(5, 128).to(dtype), torch.randn(5, features).to(dtype)
+    x, router = torch.randn(300, features).to(dtype), torch.randn(5, features).to(dtype)
+    logits = x.float() @ router.float().T
+    for weigh_inputs in (False, True):
+        whole = None
+        for tokens in (300, 130, 17, 3, 1):
+            rows = torch.where(torch.arange(tokens) % 7 == 6, -1, 1).int()
+            routes = route.kernel(logits[:tokens], Routing(2, normalise=True), row_T=rows, fixed=True)
+            own = gate_up, down, activation, *biases
+            got = fixed_pairs.kernel(x[:tokens], routes, *own, weigh_inputs=weigh_inputs)
+            there = (routes.experts_TA >= 0).flatten()
+            if whole is None:
+                whole = routes, got
+                want = fixed_pairs.twin(x, routes, *own, weigh_inputs=weigh_inputs)
+                assert (got - want)[there].float().norm() < 3e-3 * want[there].float().norm()
+            assert torch.equal(routes.weights_TA, whole[0].weights_TA[:tokens])
+            assert torch.equal(routes.experts_TA, whole[0].experts_TA[:tokens])
+            assert torch.equal(got[there], whole[1][: 2 * tokens][there])

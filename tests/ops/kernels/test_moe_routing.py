@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagerunner.ops.kernels import moe_routing
-from pagerunner.ops.kernels.moe_routing import LogitsConfig, run_logits
+from pagerunner.ops.kernels.moe_logits import LogitsConfig, logits_config, run_logits
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
     TILE_PAIRS,
@@ -139,7 +139,7 @@ LAUNCHES = [
 def test_the_norm_is_part_of_the_logits_kernel_up_to_128_tokens(dtype, features, experts, wanted):
     """A program has one token where there are few logits, and a tile where matrix units serve; otherwise cuBLAS multiplies."""
     for tokens, tile in wanted:
-        program = moe_routing.logits_config(tokens, features, experts, dtype)
+        program = logits_config(tokens, features, experts, dtype)
         assert (None if program is None else program.tile) is tile, tokens
 
 

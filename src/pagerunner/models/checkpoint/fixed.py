@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+
 from pagerunner.errors import ConfigError
 from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.moe import Experts, Router
+from pagerunner.layers.moe import Experts, Router, SparseMLP
 from pagerunner.models.checkpoint.loader import Model
 from pagerunner.ops.native.mixture import FEW_TOKENS
-from pagerunner.quant.base import Unquantized
+from pagerunner.ops.routing import expert_logits
+from pagerunner.quant.base import Unquantized, UnquantizedExperts
 from pagerunner.quant.expert_panels import ExpertsInPanels
-from pagerunner.quant.fixed import FixedOrder, check_products, without_work_space
+from pagerunner.quant.fixed import FixedExperts, FixedOrder, check_experts, check_products, without_work_space
 from pagerunner.quant.panels import InPanels
 
+_BY_TOKENS = "their products are chosen by the number of tokens"
 _ON_CPUS = "a CPU's products have a fixed order by its own kernels, in float32 with a C compiler"
 
 
@@ -38,24 +44,27 @@ def fix_products(model: Model, device: str) -> None:
         if device == "cuda" and type(module.method) is Unquantized:
             module.store(FixedOrder())
         elif device == "cuda":
-            raise _refused(
-                f"weights as {type(module.method).__name__}", "their products are chosen by the number of tokens"
-            )
+            raise _refused(f"weights as {type(module.method).__name__}", _BY_TOKENS)
         elif not isinstance(module.method, InPanels):
             raise _refused(f"weights as {type(module.method).__name__} on a CPU", _ON_CPUS)
 
 
 def _fix_mixture(module: Experts | Router, device: str) -> None:
-    if device == "cuda":
-        raise _refused(
-            "a mixture of experts on a cuda device", "experts are computed by what else a step sends to them"
-        )
     if isinstance(module, Router):
-        module.tokens_at_once = FEW_TOKENS
+        module.fixed_logits = partial(expert_logits, fixed=True) if device == "cuda" else _logits_of_few
+    elif device == "cuda" and type(module.method) is UnquantizedExperts:
+        module.store(FixedExperts())
+    elif device == "cuda":
+        raise _refused(f"experts as {type(module.method).__name__}", _BY_TOKENS)
     elif isinstance(module.method, ExpertsInPanels):
         module.method.fixed = True
     else:
         raise _refused(f"experts as {type(module.method).__name__} on a CPU", _ON_CPUS)
+
+
+def _logits_of_few(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
+    """Scores of as many tokens at a time as the CPU's kernel takes, so that torch has none of them."""
+    return torch.cat([expert_logits(part_TD, weight_ED, bias_E) for part_TD in x_TD.split(FEW_TOKENS)])
 
 
 def check_fixed(model: Model) -> None:
@@ -66,6 +75,11 @@ def check_fixed(model: Model) -> None:
         if isinstance(module, Linear | Embedding) and isinstance(module.method, FixedOrder)
     )
     check_products(module.dense_OI if isinstance(module, Linear) else module.table_VD for module in fixed)
+    tried = set()
+    for module in model.modules():
+        if isinstance(module, SparseMLP) and (module.experts.sizes, module.router.routing) not in tried:
+            tried.add((module.experts.sizes, module.router.routing))
+            check_experts(module.experts.mixture, module.router.matrix_ED, module.router.routing)
 
 
 def _refused(what: str, why: str) -> ConfigError:

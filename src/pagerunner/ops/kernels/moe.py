@@ -201,6 +201,38 @@ def moe_experts_then(
     return PairSums(out_PD, routes.experts_TA)
 
 
+def fixed_pairs(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2ID: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: GatedActivation,
+    gate_up_bias_E2I: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    *,
+    weigh_inputs: bool = False,
+) -> torch.Tensor:
+    """See `ops/moe.py`. Each output is the sum of all its inputs in ascending order by one program. Matrix units have the same bits in each tile."""
+    routes, x_TD = _ordered(routes, gate_up_E2ID.shape[0]), x_TD.contiguous()
+    inner_PI = _fixed_product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
+    return _fixed_product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
+
+
+def _fixed_product(
+    x: torch.Tensor,
+    w_EOK: torch.Tensor,
+    bias_EO: torch.Tensor | None,
+    routes: Routes,
+    activation: GatedActivation | None,
+    *,
+    weigh: bool,
+) -> torch.Tensor:
+    if fits(x, w_EOK):
+        return many_product(x, w_EOK, bias_EO, routes, activation, weigh=weigh)
+    tile = numerics.FIXED.tile_pairs
+    return grouped_product(x, w_EOK, bias_EO, routes, activation, weigh=weigh, tile_pairs=tile)
+
+
 def pair_products(
     x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -190,13 +190,17 @@ def grouped_product(
     activation: GatedActivation | None,
     *,
     weigh: bool,
+    tile_pairs: int = 0,
 ) -> torch.Tensor:
-    """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order."""
+    """The first product if there is an activation, [P, I] in expert order; else the second one, [P, D] in the tokens' order.
+
+    `tile_pairs`: 16, 64 or 128 pairs of a tile; 0: what is fastest.
+    """
     assert routes.order_P is not None and routes.starts_E1 is not None, "the pairs have no order"
     experts, outputs, inputs = w_EOK.shape
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    bm = most_pairs(routes.expected, experts)
+    bm = tile_pairs or most_pairs(routes.expected, experts)
     bn, bk, warps, stages = {16: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (256, 64, 8, 3)}[bm]
     tensors, constants = stored_args(w_EOK, x.dtype)
     if not isinstance(w_EOK, torch.Tensor):
