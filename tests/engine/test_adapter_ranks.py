@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import faulty_ranks
 from helpers.adapters import random_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.effort import TEST_DAY
 from helpers.families import MAKERS
-from pagerunner import LLM, LoRARequest, SamplingParams
+from helpers.published import all_published
+from helpers.quantise import quantise
+from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
+from pagerunner.config import EngineArgs
+from pagerunner.engine.core.core import EngineCore
+from pagerunner.engine.core.executors.process import ProcessExecutor
+from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.worker import orders
+from pagerunner.types import EngineRequest, RequestUpdate
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -23,12 +36,19 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enable_lora": True,
 }
+KINDS = ("awq", "fp8 tensor", "nvfp4", "compressed-tensors int8", "mxfp4 compressed")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)
+numbers = itertools.count()
 PROMPTS = [[7, 8, 9, 10 + n] * 5 for n in range(4)]
 
 
 def made(family: str, path: Path) -> Path:
+    """A checkpoint of a family, or a dense one in a format."""
     path.mkdir(parents=True, exist_ok=True)
+    if family in KINDS:
+        base = make_checkpoint(path, "qwen3", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+        quantise(base, family)
+        return base
     MAKERS[family](path)
     return next(found.parent for found in path.rglob("config.json"))
 
@@ -58,6 +78,7 @@ def answers(llm: LLM, wanted: list[LoRARequest | None]) -> list[list[tuple[int, 
         ("llama", {"tensor_parallel_size": 4}),
         ("deepseek_v3", {"tensor_parallel_size": 2}),
         ("bamba", {"pipeline_parallel_size": 2}),
+        *((kind, {"tensor_parallel_size": 2}) for kind in KINDS),
     ],
 )
 def test_tokens_are_those_of_one_rank(family: str, ways: dict[str, Any], tmp_path: Path) -> None:
@@ -84,3 +105,89 @@ def test_tokens_are_those_of_one_rank(family: str, ways: dict[str, Any], tmp_pat
     ):  # whose products go by rows' experts
         assert found[1] == plain[1]
     assert all(abs(found[n][0][1] - plain[n][0][1]) > 1e-3 for n in (0, 2, 3)), "adapters change something"
+
+
+@pytest.mark.days(2)
+def test_the_plan_counts_a_ranks_part(tmp_path: Path) -> None:
+    """Of A and B the half that isn't divided is whole on each rank. Of whole experts a rank has its own ones."""
+    asked: dict[str, Any] = {
+        "device": "cuda",
+        "enable_lora": True,
+        "max_loras": 8,
+        "lora_target_modules": ["down_proj"],
+    }
+    found = {}
+    for name, ways in (
+        ("Qwen/Qwen3-8B", {}),
+        ("Qwen/Qwen3-8B", {"tensor_parallel_size": 2}),
+        ("Qwen/Qwen3-8B", {"pipeline_parallel_size": 2}),
+        ("Qwen/Qwen3-30B-A3B", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+    ):
+        (folder := tmp_path / f"{len(found)}").mkdir()
+        args = EngineArgs(model=str(all_published()[name].place(folder)), **asked, **ways)
+        found[name, *ways] = dict(resolve(args, 80_000_000_000, plan_only=True).plan.other)["adapters"]
+    elements = 16 * 8 * 2  # of 16 ranks, in 8 slots
+    assert list(found.values()) == [
+        36 * (elements * (12_288 + 4_096) + 8 * 16),
+        36 * (elements * (6_144 + 4_096) + 8 * 16),
+        18 * (elements * (12_288 + 4_096) + 8 * 16),
+        48 * 32 * (elements * (768 + 2_048 + 2 * (2_048 + 768)) + 3 * 8 * 16),
+    ]
+
+
+def ask(core: EngineCore, lora: str) -> RequestUpdate:
+    """The last update of a request with this adapter."""
+    name = f"r{next(numbers)}"
+    core.add(EngineRequest(request_id=name, prompt_token_ids=[7, 8, 9], params=PARAMS, seed=0, max_tokens=2, lora=lora))
+    while True:
+        for update in core.step():
+            if update.finish_reason is not None:
+                return update
+
+
+def test_a_load_is_of_all_ranks_or_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank finds no files, or others. What the first one has read is forgotten, and the engine goes on."""
+    base = made("qwen3", tmp_path / "base")
+    a, b = (random_adapter(base, tmp_path / name, rank=4, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    gone, other = tmp_path / "gone", random_adapter(base, tmp_path / "other", rank=4, seed=3)
+    shutil.copytree(a, gone)
+    (gone / "last").mkdir()
+    shutil.copytree(b, other / "last")
+    monkeypatch.setenv(faulty_ranks.VARIABLE, "adapters")
+    way = ("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY % 2]
+    settings: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 16, "device": "cpu", way: 2}
+    core = faulty_ranks.build(EngineArgs(model=str(base), enable_lora=True, **settings))
+    executor, forgotten = core._executor, []
+    assert isinstance(executor, ProcessExecutor)
+    send = executor._ranks.send
+
+    def noted(*given: orders.Order, team: int | None = None) -> None:
+        forgotten.extend(order.digest for order in given if isinstance(order, orders.ForgetAdapter))
+        send(*given, team=team)
+
+    monkeypatch.setattr(executor._ranks, "send", noted)
+    books = core.adapters.books
+    for path, said, copies in (
+        (gone, f"^Rank 1 of 2: .*{gone}/last", 1),
+        (other, "^Rank 1 of 2 has read another content than rank 0", 2),
+        (tmp_path / "nowhere", f"^{tmp_path}/nowhere", 0),
+    ):
+        before = len(forgotten)
+        with pytest.raises(ConfigError, match=said):
+            core.load_adapters([LoRARequest("x", 1, str(path))])
+        assert not books.names and len(forgotten) == before + copies
+    [first] = core.load_adapters([LoRARequest("a", 1, str(a))])
+    assert ask(core, "a").error is None and first.digest in forgotten  # read before for nothing, as `gone`
+    forgotten.clear()
+    [second] = core.load_adapters([LoRARequest("b", 1, str(b))])  # host memory has room for one
+    assert forgotten == [first.digest] and ask(core, "b").error is None
+    (a / "last").mkdir()
+    ended = ask(core, "a")
+    assert (
+        ended.finish_reason == "error" and str(ended.error).startswith("Rank 1 of 2: ") and "a/last" in str(ended.error)
+    )
+    books.check([])
+    assert books.stats([]).resident == 0 and second.digest not in forgotten[1:]
+    (a / "last").rmdir()
+    assert [ask(core, name).error for name in "bab"] == [None] * 3
+    core._executor.close()

@@ -13,9 +13,11 @@ from helpers.adapters import merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_drafters import make_smaller
 from helpers.device import as_on_cuda
+from helpers.effort import TEST_DAY
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 
 OPTIONS: dict[str, Any] = {"use_tqdm": False, "dtype": "float32", "num_gpu_blocks_override": 96, "max_model_len": 128}
+RANKS: dict[str, Any] = {("tensor_parallel_size", "pipeline_parallel_size")[TEST_DAY % 2]: 2, "device": "cpu"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7, 8, 9, 10 + n] * 6 for n in range(6)]
 
@@ -34,9 +36,10 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRAR
     ]
 
 
-@pytest.fixture(scope="module")
-def llm(base: Path) -> Iterator[LLM]:
-    yield LLM(str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, enable_sleep_mode=True, **OPTIONS)
+@pytest.fixture(scope="module", params=[{}, RANKS], ids=["one rank", "two ranks"])
+def llm(base: Path, request: pytest.FixtureRequest, forked: None) -> Iterator[LLM]:
+    settings = OPTIONS | request.param
+    yield LLM(str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, enable_sleep_mode=True, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +72,17 @@ def test_mixed_requests_are_those_of_merged_weights(
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_drafts_change_no_token(
-    base: Path, adapters: list[LoRARequest], alone: dict[str, list[Any]], tmp_path: Path, method: str
+    base: Path, adapters: list[LoRARequest], alone: dict[str, list[Any]], tmp_path: Path, method: str, forked: None
 ) -> None:
     """Drafters have no adapters. In few slots requests come and go among rows with drafts."""
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     drafts["num_speculative_tokens_per_batch_size"] = [[1, 64, 3]]
     drafts |= {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(make_smaller(tmp_path, base))}
     wanted = [adapters[0], None, adapters[1], adapters[2], adapters[0], adapters[3]]
-    for around in (nullcontext, as_on_cuda):
+    more: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_num_seqs": 4, "speculative_config": drafts}
+    for around, ways in ((nullcontext, {}), (as_on_cuda, {}), (nullcontext, {"tensor_parallel_size": 2})):
         with around():
-            llm = LLM(str(base), enable_lora=True, max_loras=2, max_num_seqs=4, speculative_config=drafts, **OPTIONS)
+            llm = LLM(str(base), **OPTIONS, **more, **ways)
             outputs = llm.generate(PROMPTS, GREEDY, False, lora_request=wanted)
         for number, (one, got) in enumerate(zip(wanted, tokens(outputs), strict=True)):
             assert got == alone["" if one is None else one.lora_name][number]

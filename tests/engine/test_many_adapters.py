@@ -135,7 +135,11 @@ def test_who_waits_for_a_directory_holds_up_nobody(base: Path, tmp_path: Path, m
     engine.close()
 
 
-def test_a_name_that_changes_under_load_mixes_no_versions(base: Path, tmp_path: Path) -> None:
+@pytest.mark.days(2)
+@pytest.mark.parametrize("ways", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+def test_a_name_that_changes_under_load_mixes_no_versions(
+    base: Path, tmp_path: Path, forked: None, ways: dict[str, Any]
+) -> None:
     """Pages are short, so requests are preempted; the engine sleeps now and then. Each request's tokens are those of the version that it came with."""
     paths = versions(base, tmp_path, 4)
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
@@ -153,6 +157,7 @@ def test_a_name_that_changes_under_load_mixes_no_versions(base: Path, tmp_path: 
         enable_sleep_mode=True,
         kv_cache_memory_bytes=None,
         **options,
+        **ways,
     )
     core, books, rng = engine.core, engine.core.adapters.books, random.Random(TEST_DAY)
     core.load_adapters([LoRARequest("x", 1, str(paths[0]))])

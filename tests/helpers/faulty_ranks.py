@@ -17,6 +17,7 @@ from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import CapacityError
 from pagerunner.life import LIFE
+from pagerunner.lora import loader
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
@@ -26,7 +27,8 @@ RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE, LOSE = 501, 502, 503, 504, 505, 506
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
 "all" fail, or "all load hangs". With "load slow" the last rank reads for 5 seconds longer than the others, which wait for it. "sleep hangs" is of all.
-"disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever."""
+"disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever. With "adapters" the last rank reads the folder "last" of an
+adapter's directory, if there is one."""
 
 
 class Never:
@@ -133,6 +135,11 @@ def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, 
             write = DiskStore._write_page
             late = 0.3 if fault == "disk slow" else 3600
             DiskStore._write_page = lambda *given: time.sleep(late) or write(*given)  # type: ignore[method-assign]
+            return loaded
+        case "adapters":
+            read = loader.read_adapter
+            inner = lambda path: path / "last" if (path / "last").exists() else path  # noqa: E731
+            loader.read_adapter = lambda path, *given: read(inner(path), *given)
             return loaded
     return FaultyLoaded(loaded)
 
