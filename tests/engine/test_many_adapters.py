@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,18 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
         **ways,
     )
     core, books, rng = engine.core, engine.core.adapters.books, random.Random(TEST_DAY)
-    core.load_adapters([LoRARequest("x", 1, str(paths[0]))])
+    here = shutil.copytree(paths[0], tmp_path / "here")
+    core.load_adapters([LoRARequest("x", 1, str(here))])
     came: dict[str, list[int]] = {}
     changes = itertools.cycle(range(4))
     for turn in range(effort(30, 300)):
         which = rng.randrange(len(PROMPTS))
         came[engine.add(PROMPTS[which], tokens=24, lora="x")] = wanted[books.names["x"].digest][which]
         if turn % 3 == 0 and not core.adapters._loads:
-            core.adapters.begin(LoRARequest("x", 1, str(paths[next(changes)]), load_inplace=True))
+            shutil.copy(
+                paths[next(changes)] / "adapter_config.json", here
+            )  # what requests that are there have is gone from the disk
+            core.adapters.begin(LoRARequest("x", 1, str(here), load_inplace=True))
         for _ in range(rng.randrange(6)):
             engine.step()
             books.check(core._scheduler._state.sequences.values())
@@ -177,8 +182,40 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
             core.wake_up()
     assert dict(zip(came, run(engine, list(came)), strict=True)) == came
     assert core.stats().preemptions_total > 0 and core.adapters.version > 3
+    assert account(engine)["kept"] <= 2, "host memory of old versions is free again"
     engine.close()
     whole.close()
+
+
+@pytest.mark.parametrize("change", ["load_inplace", "unload"])
+def test_requests_go_on_with_what_is_gone_from_its_directory(base: Path, tmp_path: Path, change: str) -> None:
+    """One slot and host memory for one adapter: x waits for y's slot while its directory gets another content, or is deleted."""
+    x, y, other = versions(base, tmp_path, 3)
+    alone = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
+    alone.core.load_adapters([LoRARequest("x", 1, str(x))])
+    wanted = run(alone, [alone.add(PROMPTS[0], lora="x")])
+    engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8, enable_sleep_mode=True)
+    core = engine.core
+    core.load_adapters([LoRARequest("y", 1, str(y))])
+    before = engine.add(PROMPTS[1], tokens=20, lora="y")
+    engine.step()
+    core.load_adapters([LoRARequest("x", 1, str(x))])
+    held = engine.add(PROMPTS[0], lora="x")
+    engine.step()
+    if change == "unload":
+        shutil.rmtree(x)
+        core.adapters.remove("x")
+        core.load_adapters([LoRARequest("z", 1, str(other))])
+    else:
+        shutil.copy(other / "adapter_config.json", x)
+        core.load_adapters([LoRARequest("x", 1, str(x), load_inplace=True)])
+    run(engine, [before])
+    engine.take(core.sleep(1, "keep") or ())
+    core.wake_up()
+    assert run(engine, [held]) == wanted
+    assert account(engine)["kept"] == 1
+    engine.close()
+    alone.close()
 
 
 def test_a_disk_gives_pages_to_the_same_content_alone(base: Path, tmp_path: Path) -> None:

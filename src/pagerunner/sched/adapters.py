@@ -49,6 +49,7 @@ class Adapters:
         self.order: Callable[[Sequence], Any] = lambda sequence: sequence.key[2]
         self._slots = [_Slot() for _ in range(max_loras)]
         self._place: dict[str, int] = {}  # slots by digest
+        self._unfinished = Counter[str]()  # sequences by digest
         self._fills: list[AdapterFill] = []
         self._first: Sequence | None = None  # the first of those that wait for a slot
         self._changed = False
@@ -71,6 +72,15 @@ class Adapters:
                 "lora_request",
             )
         return found
+
+    def came(self, sequence: Sequence) -> None:
+        """The sequence is unfinished from now on, until it is let go."""
+        if sequence.adapter is not None:
+            self._unfinished[sequence.adapter.digest] += 1
+
+    def without_name(self) -> set[str]:
+        """Digests of unfinished sequences that no name stands for any more. What has them may be nowhere but in memory."""
+        return self._unfinished.keys() - {info.digest for info in self.names.values()}
 
     # -- slots
 
@@ -95,8 +105,11 @@ class Adapters:
         return free
 
     def let_go(self, sequence: Sequence) -> None:
-        """The sequence has ended, or its engine sleeps: it uses no slot."""
+        """The sequence has ended: it uses no slot."""
         self.held.pop(sequence.request_id, None)
+        if sequence.adapter is not None:
+            self._unfinished[sequence.adapter.digest] -= 1
+            self._unfinished += Counter()  # without those that have none left
         if sequence is self._first:
             self._first, self._changed = None, True
         if sequence.adapter_slot >= 0:
@@ -148,6 +161,7 @@ class Adapters:
         """Another scheduler begins, without sequences. What is in slots stays there."""
         self.held.clear()
         self._failed.clear()
+        self._unfinished.clear()
         for slot in self._slots:
             slot.users = 0
         self._first, self._changed = None, True
@@ -191,6 +205,10 @@ class Adapters:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Recount. Raises AssertionError where the books disagree with each other or with these sequences, which are all there are."""
+        sequences = list(sequences)
+        assert self._unfinished == Counter(one.adapter.digest for one in sequences if one.adapter is not None), (
+            "digests"
+        )
         users = Counter(one.adapter_slot for one in sequences if one.adapter_slot >= 0)
         assert [slot.users for slot in self._slots] == [users[place] for place in range(len(self._slots))], "users"
         in_slots = {slot.digest: place for place, slot in enumerate(self._slots) if slot.digest}

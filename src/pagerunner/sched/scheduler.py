@@ -110,9 +110,10 @@ class Scheduler:
 
     # -- requests
 
-    def check(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> None:
         """Raise what `add` raises."""
-        self._adapter(request)
+        if adapter is None:
+            self._adapter(request)
         prompt_len = len(request.prompt_token_ids)
         if prompt_len == 0:
             raise InvalidRequestError("The prompt has no tokens; at least 1 is needed.", param="prompt")
@@ -145,7 +146,7 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never run (the message has the numbers), or its id is taken.
         """
-        self.check(request)
+        self.check(request, adapter)
         manager, adapter = self.manager, adapter or self._adapter(request)
         sequence = Sequence(
             request,
@@ -159,6 +160,8 @@ class Scheduler:
             self._state.guided.start(sequence)
         self._state.counts.arrivals += 1
         self._state.sequences[request.request_id] = sequence
+        if self._state.adapters is not None:
+            self._state.adapters.came(sequence)
         self._state.waiting.push(sequence)
 
     def adapter_of(self, request_id: str) -> AdapterInfo | None:

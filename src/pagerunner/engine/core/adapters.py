@@ -37,7 +37,8 @@ class Loader(Protocol):
 
 
 class AdapterWork:
-    """Loads that users have asked for, and fills of slots that the scheduler wants. Host memory keeps the last `most` that were used."""
+    """Loads that users have asked for, and fills of slots that the scheduler wants. Host memory keeps the last `most` that were used, and those that
+    unfinished sequences have and no name stands for any more."""
 
     def __init__(self, books: Adapters, loader: Loader, most: int) -> None:
         self.books, self._loader, self._most = books, loader, most
@@ -81,8 +82,19 @@ class AdapterWork:
     def _keep(self, digest: str) -> None:
         self._copies[digest] = None
         self._copies.move_to_end(digest)
-        while len(self._copies) > self._most:
-            self._loader.forget(self._copies.popitem(last=False)[0])
+
+    def forget_some(self) -> None:
+        """Give up the copies that were used longest ago. Beside the last `most` there are those that a directory may not have any more: what a name stands for
+        that is being loaded again, and what it stood for before, as long as sequences have that."""
+        if len(self._copies) <= self._most:
+            return
+        names = self.books.names
+        replaced = {names[one.lora_name].digest for one in self._loads.values() if one.lora_name in names}
+        needed = replaced | self.books.without_name()
+        spare = [digest for digest in self._copies if digest not in needed]
+        for digest in spare[: max(len(spare) - self._most, 0)]:
+            del self._copies[digest]
+            self._loader.forget(digest)
 
     def poll(self, seconds: float) -> None:
         """Take what has ended; with nothing, wait for up to so many seconds."""
@@ -95,6 +107,7 @@ class AdapterWork:
                 self._keep(end.digest)
             elif end.digest and end.digest not in self._copies:
                 self._loader.forget(end.digest)
+        self.forget_some()
 
     def _take(self, request: LoRARequest, end: AdapterEnd) -> None:
         if end.error:

@@ -236,7 +236,10 @@ class EngineCore:
             self._in_flight.append((plan, self._executor.run(plan), launched))
         updates += self._scheduler.take_failed()
         if self._in_flight:
-            return updates + self._commit_oldest()
+            updates += self._commit_oldest()
+            if self._adapters is not None:
+                self._adapters.forget_some()
+            return updates
         if self._scheduler.num_transfers:
             self._end_transfers(0.0 if updates else TRANSFER_WAIT_SECONDS)
         elif self._adapters is not None and self._adapters.busy:
