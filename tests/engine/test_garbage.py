@@ -125,6 +125,17 @@ def test_what_was_made_before_is_passed_over_inside_and_collected_afterwards() -
         gc.enable()
 
 
+def test_what_the_users_program_has_set_apart_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million objects each count takes 0.1 s, and a call of `generate` may be as short."""
+    gc.freeze()
+    count, counts = gc.get_freeze_count, list[int]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    for _ in range(3):
+        with seldom_collected():
+            pass
+    assert len(counts) == 1 and counts[0]
+
+
 def test_what_the_users_program_has_set_apart_stays_so() -> None:
     gc.freeze()
     count = gc.get_freeze_count()

@@ -26,7 +26,7 @@ class _Seldom:
         self._wanted = 0
         self._before = (0, 0, 0)
         self._set = (0, 0, 0)
-        self._froze = False
+        self._froze = self._others_froze = False
 
     def begin(self) -> None:
         with self._lock:
@@ -36,7 +36,9 @@ class _Seldom:
                 if young:  # 0 switches collections off
                     gc.set_threshold(max(young, YOUNG), middle, max(old, OLD))
                 self._set = gc.get_threshold()
-                self._froze = not gc.get_freeze_count()  # else other code has, and wants it to stay so
+                # Else other code has, and wants it to stay so. Of a process with torch, counting that takes 0.1 s: it isn't counted again.
+                self._froze = not self._others_froze and not gc.get_freeze_count()
+                self._others_froze = not self._froze
                 if self._froze:
                     gc.freeze()  # moves lists as a whole: it costs nothing, and neither does `unfreeze`
 
