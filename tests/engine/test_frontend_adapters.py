@@ -23,16 +23,25 @@ class Engine:
         self.disk, self.adapters, self.reads = disk, dict[str, AdapterInfo](), list[str]()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.read: dict[str, AdapterInfo] = {}
 
-    async def load_adapter(self, request: LoRARequest) -> None:
+    async def read_adapter(self, request: LoRARequest) -> str:
         name, found = request.lora_name, self.disk.get(request.lora_path)
         self.reads.append(request.lora_path)
         if name in self.adapters and not request.load_inplace:
             raise InvalidRequestError(f"The adapter {name} is loaded already.", "lora_name")
+        if name in self.read:
+            raise InvalidRequestError(f"The adapter {name} is being loaded.", "lora_name")
         await self.gate.wait()
         if found is None:
             raise ConfigError(f"{request.lora_path} has no adapter_config.json.")
-        self.adapters[name] = AdapterInfo(name, request.lora_path, found, 4)
+        self.read[name] = AdapterInfo(name, request.lora_path, found, 4)
+        return found
+
+    async def name_adapter(self, name: str, *, drop: bool = False) -> None:
+        info = self.read.pop(name)
+        if not drop:
+            self.adapters[name] = info
 
     async def unload_adapter(self, name: str) -> None:
         del self.adapters[name]
@@ -108,5 +117,43 @@ def test_loads_in_place_that_come_together_share_one_that_begins_later() -> None
         assert engine.reads == ["/sql"] * 2 and engine.adapters["sql"].digest == "v1"
         both = [adapters.named(LoRARequest("sql", 1, path, load_inplace=True)) for path in ("/sql", "/law")]
         assert await asyncio.gather(*both) == ["sql"] * 2, "two directories take turns"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("content", [None, "w"])
+def test_all_engines_have_a_name_or_none(bad: int, content: str | None) -> None:
+    """One engine can't read the directory, or finds other files there. The name stands for what it stood for, or for nothing."""
+
+    async def run() -> None:
+        engines = [Engine({"/sql": "v0"}, number) for number in range(3)]
+        adapters = adapters_of(*engines)
+        engines[bad].disk = {} if content is None else {"/sql": content}
+        said = "has no adapter_config" if content is None else "different contents in /sql"
+        with pytest.raises(ConfigError, match=said):
+            await adapters.load(SQL)
+        assert not adapters.infos and not any(one.adapters or one.read for one in engines)
+        engines[bad].disk = {"/sql": "v0"}
+        await adapters.load(SQL)
+        for one in engines:
+            one.disk = {"/sql": "v1"}
+        engines[bad].disk = {} if content is None else {"/sql": content}
+        with pytest.raises(ConfigError, match=said):
+            await adapters.load(LoRARequest("sql", 1, "/sql", load_inplace=True))
+        assert [one.adapters["sql"].digest for one in engines] == ["v0"] * 3 and not any(one.read for one in engines)
+
+    asyncio.run(run())
+
+
+def test_two_frontends_that_load_one_name_agree() -> None:
+    """One of them is refused by all engines, whichever comes first."""
+
+    async def run() -> None:
+        engines = [Engine({"/sql": "v0", "/law": "w"}, number) for number in range(2)]
+        one, other = adapters_of(*engines), adapters_of(*engines)
+        found = await asyncio.gather(one.load(SQL), other.load(LoRARequest("sql", 1, "/law")), return_exceptions=True)
+        assert sum(isinstance(error, InvalidRequestError) for error in found) == 1
+        assert len({engine.adapters["sql"].digest for engine in engines}) == 1
 
     asyncio.run(run())

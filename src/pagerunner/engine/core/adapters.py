@@ -44,13 +44,18 @@ class AdapterWork:
         self.books, self._loader, self._most = books, loader, most
         self._copies: OrderedDict[str, None] = OrderedDict()  # digests in host memory; the one used last stands last
         self._loads: dict[int, LoRARequest] = {}
+        self._named_later: set[int] = set()
+        self._read: dict[str, AdapterInfo] = {}  # by their names to be
         self.loaded: dict[int, AdapterInfo | ConfigError] = {}
         """By the numbers of loads, what has ended and was taken by nobody yet."""
         self.version = 0
         """Grows whenever a name stands for something else."""
 
-    def begin(self, request: LoRARequest) -> int:
-        """Begin to load an adapter; the number of the load. What was loaded has the name when the load has ended. Raises InvalidRequestError."""
+    def begin(self, request: LoRARequest, *, named: bool = True) -> int:
+        """Begin to load an adapter; the number of the load. What was loaded has the name when the load has ended, or else when it is given by `name`.
+
+        Raises InvalidRequestError.
+        """
         name = request.lora_name
         if not request.lora_path:
             raise InvalidRequestError("lora_path must be the directory of an adapter, got nothing.", "lora_path")
@@ -59,12 +64,25 @@ class AdapterWork:
                 f"The adapter {show(name)} is loaded already; load_inplace=true puts what the directory holds now in its place.",
                 "lora_name",
             )
-        if any(one.lora_name == name for one in self._loads.values()):
+        if name in self._read or any(one.lora_name == name for one in self._loads.values()):
             raise InvalidRequestError(f"The adapter {show(name)} is being loaded.", "lora_name")
         number = self.books.number()
         self._loads[number] = request
+        if not named:
+            self._named_later.add(number)
         self._loader.read(number, request.lora_path)
         return number
+
+    def name(self, name: str) -> None:
+        """Give a name to what was read for it. Raises InvalidRequestError if nothing was."""
+        if (info := self._read.pop(name, None)) is None:
+            raise InvalidRequestError(f"Nothing was read for the adapter {show(name)}.", "lora_name")
+        self.books.names[name] = info
+        self.version += 1
+
+    def drop(self, name: str) -> None:
+        """Forget what was read for a name, if anything was. What it stands for stays."""
+        self._read.pop(name, None)
 
     def remove(self, name: str) -> None:
         """Forget a name. Requests that have its adapter go on. Raises InvalidRequestError."""
@@ -89,8 +107,8 @@ class AdapterWork:
         if len(self._copies) <= self._most:
             return
         names = self.books.names
-        replaced = {names[one.lora_name].digest for one in self._loads.values() if one.lora_name in names}
-        needed = replaced | self.books.without_name()
+        loading = {one.lora_name for one in self._loads.values()} | self._read.keys()
+        needed = {names[name].digest for name in loading if name in names} | self.books.without_name()
         spare = [digest for digest in self._copies if digest not in needed]
         for digest in spare[: max(len(spare) - self._most, 0)]:
             del self._copies[digest]
@@ -110,13 +128,16 @@ class AdapterWork:
         self.forget_some()
 
     def _take(self, request: LoRARequest, end: AdapterEnd) -> None:
+        later = end.number in self._named_later
+        self._named_later.discard(end.number)
         if end.error:
             self.loaded[end.number] = ConfigError(end.error)
             return
         base = request.base_model_name or end.base
         info = AdapterInfo(request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id)
-        self.books.names[info.name] = self.loaded[end.number] = info
-        self.version += 1
+        self.loaded[end.number] = self._read[info.name] = info
+        if not later:
+            self.name(info.name)
 
     @property
     def busy(self) -> bool:

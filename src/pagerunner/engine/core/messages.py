@@ -152,10 +152,18 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Call `core.adapters.begin(request)`. The answer comes when the adapter has been read."""
+    """Call `core.adapters.begin(request, named=False)`. The answer, the digest, comes when the adapter has been read. The name is its from a `NameAdapter` on."""
 
     call_id: int
     request: LoRARequest
+
+
+class NameAdapter(msgspec.Struct, frozen=True, tag="name_adapter"):
+    """Call `core.adapters.name(name)`, or `drop`: what the frontend's load has read gets its name, or is forgotten."""
+
+    call_id: int
+    name: str
+    drop: bool = False
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
@@ -215,6 +223,7 @@ Call = (
     | WakeUp
     | ChangeWeights
     | LoadAdapter
+    | NameAdapter
     | UnloadAdapter
     | ReadSleepLevel
     | ResetPrefixCache
@@ -225,7 +234,7 @@ ToCore = Add | Abort | Hello | Gone | Call | Shutdown
 WAIT_REASONS = tuple(str(why) for why in get_args(Wait) if why not in ("", "sibling", "line"))
 """What the first in line may wait for; see `sched/live.py`."""
 
-Answer = bool | int | MemoryState | LiveState | None
+Answer = bool | int | str | MemoryState | LiveState | None
 
 
 class StartUp(msgspec.Struct, frozen=True):

@@ -67,6 +67,9 @@ class CoreLoop:
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
         self._loads: dict[int, tuple[int, int]] = {}  # by number: the frontend, and its call
+        self._read: dict[
+            str, int
+        ] = {}  # adapters that have been read and aren't named yet, and the frontends that will say
         self._adapters: list[AdapterInfo] = []
         self._stats_at = 0.0
         # A sleep that waits for the running requests, and the messages that came after it.
@@ -141,13 +144,17 @@ class CoreLoop:
         if not self._core.poll_adapters():
             return
         work = self._core.adapters
-        ended = {number: work.loaded.pop(number) for number in list(work.loaded)}
-        self._tell_adapters()
-        for number, found in ended.items():
+        for number, found in [(number, work.loaded.pop(number)) for number in list(work.loaded)]:
             client, call_id = self._loads.pop(number)
-            error = wire.WireError.of(found) if isinstance(found, ConfigError) else None
-            if self._is_there(client):
-                self._sockets[client].send(self._encoder.encode(wire.Reply(call_id, error=error)))
+            there = self._is_there(client)
+            if isinstance(found, ConfigError):
+                reply = wire.Reply(call_id, error=wire.WireError.of(found))
+            elif there:
+                self._read[found.name], reply = client, wire.Reply(call_id, found.digest)
+            else:
+                work.drop(found.name)
+            if there:
+                self._sockets[client].send(self._encoder.encode(reply))
 
     def _tell_adapters(self) -> None:
         self._adapters = list(self._core.adapters.infos())
@@ -163,6 +170,9 @@ class CoreLoop:
         """A frontend's process has ended, or another one has begun: end the sequences that it leaves."""
         self._ended[client] = max(self._ended[client], life)
         if not self._is_there(client):
+            for name in [name for name, of in self._read.items() if of == client]:
+                del self._read[name]
+                self._core.adapters.drop(name)
             theirs = [name for name, of in self._owners.items() if of == client]
             self._report(self._forget(theirs) + self._core.abort(theirs))
 
@@ -293,8 +303,12 @@ class CoreLoop:
                     self._core.change_weights(change)
                     updates = self._core.take_unreported()
                 case wire.LoadAdapter(call_id, request):
-                    self._loads[self._core.adapters.begin(request)] = (self._client, call_id)
+                    self._loads[self._core.adapters.begin(request, named=False)] = (self._client, call_id)
                     return
+                case wire.NameAdapter(_, name, drop):
+                    self._read.pop(name, None)
+                    (self._core.adapters.drop if drop else self._core.adapters.name)(name)
+                    self._tell_adapters()
                 case wire.UnloadAdapter(_, name):
                     self._core.adapters.remove(name)
                     self._tell_adapters()

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-from pagerunner.engine.frontend.replicas import Replica, answers
+from pagerunner.engine.frontend.replicas import Replica, answers, check_alive
+from pagerunner.errors import ConfigError
 from pagerunner.types.lora import AdapterInfo, LoRARequest
 
 
@@ -55,7 +56,7 @@ class EngineAdapters:
     async def _load(self, load: _Load) -> None:
         request, error = load.request, None
         try:
-            await answers(self._replicas, lambda one: one.load_adapter(request))
+            await self._of_all(request)
         except BaseException as found:
             error = found
             raise
@@ -63,6 +64,31 @@ class EngineAdapters:
             if self._loads.get(request.lora_name) is load:
                 del self._loads[request.lora_name]
             load.ended.set_result(error)
+
+    async def _of_all(self, request: LoRARequest) -> None:
+        """All engines read, and only then the name stands for what all of them have: for one content in all of them, or for what it was.
+
+        The first engine begins before the others. So of two frontends that load the same name one is refused by all.
+        """
+        name, read = request.lora_name, dict[Replica, str]()
+
+        async def read_by(one: Replica) -> None:
+            read[one] = await one.read_adapter(request)
+
+        first, *others = check_alive(self._replicas)
+        try:
+            await answers([first], read_by)
+            if others:
+                await answers(others, read_by)
+            if len(set(read.values())) > 1:
+                raise ConfigError(
+                    f"Engines have read different contents in {request.lora_path}: its files were written meanwhile. Load it again when they are there."
+                )
+        except BaseException:
+            living = [one for one in read if one.client.death is None]
+            await asyncio.gather(*(one.name_adapter(name, drop=True) for one in living), return_exceptions=True)
+            raise
+        await answers(list(read), lambda one: one.name_adapter(name))
 
     async def unload(self, name: str) -> None:
         """Forget an adapter's name. Requests that have it go on. Raises InvalidRequestError if there is none."""

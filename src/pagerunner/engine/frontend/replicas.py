@@ -154,18 +154,22 @@ class Replica:
         self.sent.clear()
         await self._long_call(lambda call_id: wire.ChangeWeights(call_id, change))
 
-    async def load_adapter(self, request: LoRARequest) -> None:
-        """Have the core load an adapter. Raises its error."""
-        await self._long_call(lambda call_id: wire.LoadAdapter(call_id, request))
+    async def read_adapter(self, request: LoRARequest) -> str:
+        """Have the core read an adapter, which has no name yet; its digest. Raises its error."""
+        return str(await self._long_call(lambda call_id: wire.LoadAdapter(call_id, request)))
+
+    async def name_adapter(self, name: str, *, drop: bool = False) -> None:
+        """Have the core give the name to what it has read for it, or forget that. Raises its error."""
+        await self.answer(self.client.call(lambda call_id: wire.NameAdapter(call_id, name, drop)))
 
     async def unload_adapter(self, name: str) -> None:
         """Have the core forget an adapter's name. Raises its error."""
         await self.answer(self.client.call(lambda call_id: wire.UnloadAdapter(call_id, name)))
 
-    async def _long_call(self, make: Callable[[int], wire.Call]) -> None:
+    async def _long_call(self, make: Callable[[int], wire.Call]) -> wire.Answer:
         self._long_calls += 1
         try:
-            await self.client.call(make)
+            return await self.client.call(make)
         finally:
             self._long_calls -= 1
 
