@@ -367,15 +367,20 @@ def test_stages_have_weights_in_every_format(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("way", "left"),
+    [(("tensor_parallel_size", 1 / 2), ("pipeline_parallel_size", 3 / 5))[number] for number in share_of_the_day(2, 2)],
+)
+@pytest.mark.parametrize(
     "kv_cache_dtype", [("bfloat16", "fp8", "fp8_e5m2")[number] for number in share_of_the_day(3, 3)]
 )
-def test_stages_have_pages_of_every_dtype(kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_ranks_have_pages_of_every_dtype(kv_cache_dtype: str, way: str, left: float, tmp_path: Path) -> None:
+    """With half of the heads, or three of five layers."""
     args = EngineArgs(
         model=str(demo_path()), kv_cache_dtype=kv_cache_dtype, device="cpu", max_model_len=96, max_num_seqs=4
     )
-    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, pipeline_parallel_size=2))
+    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, **{way: 2}))
     assert [group.page_bytes for group in divided.plan.groups] == [
-        3 * group.page_bytes // 5 for group in alone.plan.groups
+        left * group.page_bytes for group in alone.plan.groups
     ]
     wanted = run(build_on(alone, load_worker(alone)), requests(5, 4))
     assert run(build_on(divided, DividedRanks(divided, tmp_path / "ranks")), requests(5, 4)) == wanted
