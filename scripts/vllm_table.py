@@ -76,7 +76,7 @@ DIFFERS = {
     "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
     "[KV events](server.md#kv-events)",
     "--speculative-config": "vLLM's fields, each of which is taken or refused with the reason, as are methods; `--spec-method`, `--spec-model` and `--spec-tokens` are there too",
-    "--lora-modules": "`name=path` or JSON with `name`, `path` and `base_model_name`; loading at run time is behind `--admin-key` and needs no variable. See [Adapters](adapters.md)",
+    "--lora-modules": "`name=path` or JSON with `name`, `path`, `base_model_name` and `is_3d_lora_weight`; loading at run time is behind `--admin-key` and needs no variable. See [Adapters](adapters.md)",
     "--lora-target-modules": "an adapter of another module is refused by its name",
     "--max-lora-rank": "vLLM's values; an adapter of a lower rank computes its own rank, rounded up to 16",
     "--otlp-traces-endpoint": "OTLP over HTTP; vLLM's default is gRPC",

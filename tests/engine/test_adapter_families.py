@@ -71,6 +71,10 @@ def test_experts_in_graphs(family: str, tmp_path: Path) -> None:
         got = answers(llm.generate(PROMPTS, PARAMS, False, lora_request=[one, None, one]))
         got += answers(llm.generate(PROMPTS[:1], PARAMS, False, lora_request=one))
         assert any(key.adapters for key in count.replays)
+        with pytest.raises(ConfigError, match="is_3d_lora_weight=True is for tensors of all experts together"):
+            llm.generate(
+                PROMPTS[:1], PARAMS, False, lora_request=LoRARequest("b", 2, str(adapter), is_3d_lora_weight=True)
+            )
     for found, expected in zip(got, [want[0], plain[1], want[2], want[0]], strict=True):
         assert [token for token, _ in found] == [token for token, _ in expected]
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=2e-4)

@@ -70,7 +70,7 @@ def compare(base: Path, model: Any, config: dict[str, Any], path: Path) -> None:
             engine(base, enable_lora=True).generate([[1]], lora_request=LoRARequest("a", 1, str(path)))
         return
     llm = engine(base, enable_lora=True, max_lora_rank=32)
-    one = LoRARequest("a", 1, str(path))
+    one = LoRARequest("a", 1, str(path), is_3d_lora_weight="target_parameters" in config)
     params = SamplingParams(
         temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
     )

@@ -138,7 +138,7 @@ def test_loading_and_unloading(server: RunningServer, paths: list[Path], expecte
         ({"lora_name": "", "lora_path": "/"}, 400, "1 to 256"),
         ({"lora_name": "a,b", "lora_path": "/"}, 400, "without a comma"),
         ({"lora_name": "a\nb", "lora_path": "/"}, 400, "printable"),
-        ({"lora_name": "x", "lora_path": "/", "is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
+        ({"lora_name": "x", "lora_path": "/", "is_3d_lora_weight": "yes"}, 400, "is_3d_lora_weight"),
     ],
 )
 def test_what_cannot_be_loaded(server: RunningServer, body: dict[str, Any], status: int, said: str) -> None:
@@ -178,8 +178,10 @@ def test_metrics_name_running_adapters(server: RunningServer) -> None:
 
 def test_modules_of_the_command_line(base: Path) -> None:
     assert parse_module("sql=/a=b") == LoRARequest("sql") and parse_module("sql=/a=b").lora_path == "/a=b"
-    module = parse_module(json.dumps({"name": "sql", "path": "/a", "base_model_name": "b"}))
+    said = {"name": "sql", "path": "/a", "base_model_name": "b", "is_3d_lora_weight": True}
+    module = parse_module(json.dumps(said))
     assert (module.lora_name, module.lora_path, module.base_model_name) == ("sql", "/a", "b")
+    assert module.is_3d_lora_weight
     for text, said in (("sql", "name=path"), ('{"name": "sql"}', "path"), ('{"name": "a", "path": "/", "x": 1}', "x")):
         with pytest.raises(ConfigError, match=said):
             parse_module(text)

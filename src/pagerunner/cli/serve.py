@@ -36,9 +36,7 @@ def build_parser() -> ConfiguredParser:
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     common.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
     add_engine_options(parser, without=("served_model_name", "max_in_flight", "poison_fresh_pages"))
-    modules_help = (
-        "adapters to load at the start: name=path, or JSON with name, path and base_model_name; needs --enable-lora"
-    )
+    modules_help = "adapters to load at the start: name=path, or JSON with name, path, base_model_name and is_3d_lora_weight; needs --enable-lora"
     named_group(parser, "adapters").add_argument("--lora-modules", nargs="+", metavar="MODULE", help=modules_help)
     _add_chat_options(named_group(parser, "tools and reasoning"))
     security = named_group(parser, "security")

@@ -82,7 +82,7 @@ NEUTRAL: dict[str, set[str]] = {
 """Values with which a refused flag asks for nothing. `screen` knows two more, which depend on --data-parallel-size."""
 ALWAYS = frozenset(
     """--enable-prompt-tokens-details --enable-tokenizer-info-endpoint --enable-request-id-headers --async-scheduling
-    --disable-log-requests --enable-server-load-tracking""".split()
+    --disable-log-requests --enable-server-load-tracking --enable-mixed-moe-lora-format""".split()
 )
 """Flags without a value that ask for what is always so."""
 WARNED: dict[str, str] = {

@@ -112,11 +112,15 @@ class LowRank(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """An adapter's products by the names of the model's matrices. `digest`: equal for equal products, whatever files they come from."""
+    """An adapter's products by the names of the model's matrices. `digest`: equal for equal products, whatever files they come from.
+
+    `separate`: the file has tensors of single experts.
+    """
 
     digest: str
     base: str
     products: dict[str, LowRank]
+    separate: bool = False
 
     @property
     def rank(self) -> int:
@@ -139,7 +143,7 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank
     reading = _Reading(directory, config, targets, dtype)
     reading.take(_tensors(directory))
     reading.check_all_there()
-    return Adapter(reading.digest(), config.base, dict(sorted(reading.products.items())))
+    return Adapter(reading.digest(), config.base, dict(sorted(reading.products.items())), reading.separate)
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -178,9 +182,19 @@ class _Reading:
         if not self.products:
             raise CheckpointError(f"{self.file} has no tensors, so the adapter would do nothing.")
 
+    @property
+    def _owners(self) -> set[Module]:
+        """Those of the matrices that the file has tensors for, one by one."""
+        return {self.targets.matrices[name].owner for name in self._asked if name in self.targets.matrices}
+
+    @property
+    def separate(self) -> bool:
+        """Whether the file has tensors of single experts."""
+        return any(isinstance(owner, Experts) for owner in self._owners)
+
     def check_all_there(self) -> None:
         """Raise CheckpointError for the first matrix that the config names and the file lacks."""
-        one_by_one = {self.targets.matrices[name].owner for name in self._asked if name in self.targets.matrices}
+        one_by_one = self._owners
         for name, target in self.targets.matrices.items():
             if isinstance(target.owner, Experts) and target.owner not in one_by_one:
                 continue  # in the trainer's model these experts may have been no modules

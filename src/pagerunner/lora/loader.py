@@ -121,7 +121,7 @@ class AdapterLoader:
 
     def _read(self, number: int, path: str) -> None:
         adapter, _ = self._keep(path)
-        self.tell(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base))
+        self.tell(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base, separate=adapter.separate))
 
     def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None) -> None:
         _, packed = self._keep(fill.path, fill.digest)

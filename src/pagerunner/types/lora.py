@@ -14,7 +14,8 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     """An adapter to generate with, under vLLM's names. Two are equal if their names are, as in vLLM.
 
     `lora_path` is a PEFT directory on the engine's machine. `lora_int_id` is vLLM's number of it, which nothing here depends on. With `load_inplace` the
-    directory is read again, and what it holds then has the name from now on.
+    directory is read again, and what it holds then has the name from now on. `is_3d_lora_weight` is vLLM's word for tensors of all experts together. Tensors tell
+    it, so it is needed nowhere; with it an adapter whose experts have tensors of their own is refused.
 
         >>> llm.generate("Hello", lora_request=LoRARequest("sql", 1, "/adapters/sql"))
     """
@@ -24,6 +25,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.lora_name)
@@ -48,6 +50,7 @@ class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     path: str
     base_model_name: str | None = None
+    is_3d_lora_weight: bool = False
 
 
 def parse_module(text: str) -> LoRARequest:
@@ -64,7 +67,8 @@ def parse_module(text: str) -> LoRARequest:
         if not (name and equals and path):
             raise ConfigError(f"--lora-modules must be name=path or JSON with name and path, got {show(text)}.")
         module = _Module(name, path)
-    return LoRARequest(module.name, 1, module.path, module.base_model_name)
+    form = module.is_3d_lora_weight
+    return LoRARequest(module.name, 1, module.path, module.base_model_name, is_3d_lora_weight=form)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -90,7 +94,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 class AdapterEnd(msgspec.Struct, frozen=True):
     """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`.
 
-    A fill says how many bytes it has copied.
+    A fill says how many bytes it has copied. `separate`: experts have tensors of their own.
     """
 
     number: int
@@ -99,6 +103,7 @@ class AdapterEnd(msgspec.Struct, frozen=True):
     base: str = ""
     error: str = ""
     num_bytes: int = 0
+    separate: bool = False
 
 
 class AdapterFill(msgspec.Struct, frozen=True):

@@ -130,8 +130,11 @@ class AdapterWork:
     def _take(self, request: LoRARequest, end: AdapterEnd) -> None:
         later = end.number in self._named_later
         self._named_later.discard(end.number)
-        if end.error:
-            self.loaded[end.number] = ConfigError(end.error)
+        error = end.error
+        if not error and request.is_3d_lora_weight and end.separate:
+            error = f"{request.lora_path}: is_3d_lora_weight=True is for tensors of all experts together, and here experts have tensors of their own."
+        if error:
+            self.loaded[end.number] = ConfigError(error)
             return
         base = request.base_model_name or end.base
         info = AdapterInfo(request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id)

@@ -22,6 +22,7 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     lora_path: str
     load_inplace: bool = False
     base_model_name: str | None = None
+    is_3d_lora_weight: bool = False
 
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +45,8 @@ class AdapterControl:
         if asked.lora_name in self._service.model_names:
             raise HttpError(400, f"lora_name {short(asked.lora_name)!r} is the model's own name.", "lora_name")
         number = self._service.engine.adapters.number(asked.lora_name)
-        adapter = LoRARequest(asked.lora_name, number, asked.lora_path, asked.base_model_name, asked.load_inplace)
+        how = asked.base_model_name, asked.load_inplace, asked.is_3d_lora_weight
+        adapter = LoRARequest(asked.lora_name, number, asked.lora_path, *how)
         if asked.lora_path and not Path(asked.lora_path).is_dir():
             raise HttpError(404, f"lora_path {short(asked.lora_path)!r} is no directory of the server.", "lora_path")
         try:
