@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from helpers.attention_cases import Case, cases, make_batch, make_call, make_ste
 from helpers.effort import effort
 from helpers.graph_cases import replayed
 from helpers.graphs import RecordedGraphs
-from pagerunner.attention import flashinfer_backend
+from pagerunner.attention import capability, flashinfer_backend, select
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import Heads
 from pagerunner.attention.flashinfer_backend import FlashInferBackend, FlashInferLatentBackend
@@ -140,3 +143,26 @@ def test_says_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cpu" in FlashInferBackend().capabilities.refusal(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
     assert "latent" in FlashInferLatentBackend().capabilities.refusal(specs.FullKV(1, 64, "bfloat16"), "cpu", half)
     assert "(8, 4)" in FlashInferLatentBackend().capabilities.refusal(specs.LatentKV(8, 4, "bfloat16"), "cpu", half)
+
+
+@pytest.mark.parametrize(
+    ("installed", "spec", "words"),
+    [
+        (False, specs.LatentKV(512, 64, "bfloat16"), "the package flashinfer-python is not installed"),
+        (True, specs.LatentKV(512, 64, "bfloat16"), "nobody has measured it"),
+        (True, specs.LatentKV(512, 64, "bfloat16", indexer_dim=128), "it serves latent memory, not chosen"),
+        (True, specs.LatentKV(448, 64, "bfloat16", compression=4), "it serves latent memory, not compressed"),
+        (True, specs.LatentKV(256, 64, "bfloat16"), "it needs latents of (512, 64) elements, not (256, 64)"),
+        (True, specs.LatentKV(512, 64, "fp8_e4m3"), "not fp8_e4m3"),
+    ],
+)
+def test_auto_says_why_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, installed: bool, spec: specs.LatentKV, words: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(capability, "lacks", lambda *_: None)  # the device of another machine
+    group: Any = SimpleNamespace(name="latents", kind="latent", layers=[SimpleNamespace(spec=spec)])
+    with caplog.at_level(logging.INFO):
+        (found,) = select.select_backends([group], "auto", torch.device("cuda"), torch.bfloat16)
+    assert not found.name.startswith("flashinfer")
+    assert f"attention of group latents: {found.name} (not flashinfer_mla: " in caplog.text and words in caplog.text

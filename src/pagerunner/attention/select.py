@@ -37,7 +37,7 @@ BACKENDS: dict[str, Callable[[], AttentionBackend[AttentionCall]]] = {
 # What "auto" tries, in this order, by the kind of device. Others serve a device when they are named.
 AUTO: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch_ref"), "cpu": ("cpu", "torch_ref")}
 ANYWHERE = ("torch_ref",)
-# FlashInfer builds its kernels for a minute or more, so it must be asked for by name. Triton serves the groups that it can't.
+# FlashInfer must be asked for by name. Triton serves the groups that it can't.
 NAMED: dict[str, tuple[str, ...]] = {"flashinfer": ("flashinfer", "triton")}
 # Groups of these kinds have backends of their own. Those that graphs can capture come first on CUDA devices, and elsewhere when they are
 # asked for by name; otherwise they come last. CPU kernels serve before all (CPU_KINDS).
@@ -46,6 +46,11 @@ KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "latent": (PagedLatentBackend, PagedSparseBackend, PagedVectorsBackend, LatentBackend, CompressedBackend),
 }
 FLASHINFER_KINDS: dict[str, tuple[Callable[[], Backend], ...]] = {"latent": (FlashInferLatentBackend,)}
+# Why "auto" doesn't take one of these that is installed and could serve. It takes what is measured to be the fastest (docs/performance.md).
+LEFT_OUT = {
+    "flashinfer_mla": "nobody has measured it beside our kernels, it plans on the host before each step, and it builds its kernels for a minute "
+    "(attention_backend=flashinfer takes it)"
+}
 
 
 def select_backends(
@@ -72,6 +77,8 @@ def select_backends(
     for group in groups:
         candidates = _candidates(group.kind, wanted, device)
         backend, reasons = _first_that_serves(group, candidates, device, dtype, scores)
+        if wanted == "auto":
+            reasons = [*_left_out(group, device, dtype, scores), *reasons]
         if batch_invariant:
             _fix(group, backend, device, reasons)
         logger.info("attention of group %s: %s (%s)", group.name, backend.name, "; ".join(reasons) or "first choice")
@@ -108,6 +115,15 @@ def _candidates(kind: str, wanted: str, device: torch.device) -> list[Backend]:
         first = (CPU_KINDS[kind],) if kind in CPU_KINDS else ()
     own = sorted((make() for make in KIND_BACKENDS[kind]), key=lambda backend: backend.capabilities.graphs != graphs)
     return [*(make() for make in first), *own]
+
+
+def _left_out(group: GroupPlan, device: torch.device, dtype: torch.dtype, scores: Collection[str]) -> list[str]:
+    """Why none of the optional backends for this kind of group is taken without being named; nothing where they have no kernels."""
+    found = []
+    for backend in (make() for make in FLASHINFER_KINDS.get(group.kind, ()) if device.type == "cuda"):
+        refusals = (backend.capabilities.refusal(part.spec, device.type, dtype, scores) for part in group.layers)
+        found.append(f"not {backend.name}: {next(filter(None, refusals), None) or LEFT_OUT[backend.name]}")
+    return found
 
 
 def _first_that_serves(
