@@ -92,7 +92,7 @@ def deepseek_v4_flash() -> ModelMemory:
     overlapping slots) of 2,048 numbers, and of 512 for the indexer keys. Where 128 tokens become one, it holds 128 tokens
     of 1,024 numbers.
     """
-    window = LatentKV(448, 64, "fp8_e4m3", rope_dtype="bfloat16", scale_bytes=8, window=128)
+    window = LatentKV(448, 64, "fp8_e4m3", rope_dtype="bfloat16", scale_bytes=8, byte_scales=7, window=128)
     few = LatentKV(
         448,
         64,
@@ -100,10 +100,11 @@ def deepseek_v4_flash() -> ModelMemory:
         compression=4,
         rope_dtype="bfloat16",
         scale_bytes=8,
+        byte_scales=7,
         indexer_dim=128,
         indexer_scale_bytes=4,
     )
-    many = LatentKV(448, 64, "fp8_e4m3", compression=128, rope_dtype="bfloat16", scale_bytes=8)
+    many = LatentKV(448, 64, "fp8_e4m3", compression=128, rope_dtype="bfloat16", scale_bytes=8, byte_scales=7)
     few_state = RecurrentState(((8, 2048), (8, 512)), ("float32", "float32"))
     many_state = RecurrentState(((128, 1024),), ("float32",))
     layers: dict[int, tuple[Spec, ...]] = {

@@ -38,8 +38,8 @@ class LatentPages:
     those of fp8 pages, [num_entries, 2, 1] float32: the vectors' and the indexer keys'.
 
     Where fp8 slots have scales of their own, `latent` are the latents alone, [.., latent elements], `rope` the rotary parts,
-    `slot_scales` the scales of a latent's blocks, [num_entries, storage slots, blocks] float32, and `indexer_scales` those of the indexer
-    keys, [num_entries, storage slots].
+    `slot_scales` the scales of a latent's blocks, [num_entries, storage slots, blocks] in float32 or as exponents (see `ops.fp8.exponents`), and
+    `indexer_scales` those of the indexer keys, [num_entries, storage slots] in float32.
     """
 
     group: int

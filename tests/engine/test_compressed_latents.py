@@ -19,6 +19,7 @@ from helpers.checkpoints_compressed import HEAVY, SPARSE, WINDOW, make_compresse
 from helpers.device import as_on_cuda, counted_graphs
 from helpers.effort import by_days, effort, share_of_the_day
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run
+from helpers.published import all_published
 from pagerunner.attention import paged_vectors
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
@@ -201,18 +202,34 @@ def test_a_missing_table_of_experts_is_named_and_a_wrong_one(tmp_path: Path) -> 
         engine(path)
 
 
-def test_slots_in_fp8_have_scales_of_their_own(models: Any) -> None:
-    """All is read as pages hold it, so chunks and graphs change nothing. A slot of 8 numbers and 8 rotary ones: 8 + 4 + 16 bytes."""
-    path, _ = models("three kinds")
+def test_slots_in_fp8_are_those_that_are_published() -> None:
+    """584 bytes of a slot, the vectors of a page before its scales, and 132 of an indexer key."""
+    config = read_model_config(all_published()["deepseek-ai/DeepSeek-V4-Flash"].file, quantised=True)
+    slots = [spec for spec in config.layer_specs("fp8_e4m3") if isinstance(spec, LatentKV) and spec.window is None]
+    assert {(spec.slot_bytes, spec.vector_bytes, spec.byte_scales) for spec in slots} == {(584, 576, 7)}
+    assert {spec.indexer_slot_bytes for spec in slots if spec.compression == 4} == {132}
+    assert all(spec.slot_scales_offset(256) == spec.slots(256) * 576 for spec in slots)
+    assert slots[0].page_bytes(256) == 64 * (584 + 132)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixed: bool) -> None:
+    """All is read as pages hold it, so chunks, graphs and the reference's backend change nothing. A slot of 8 numbers and 8 rotary ones: 8 + 8 + 16 bytes.
+
+    Indexer keys of 16 numbers are mixed before they are rounded, and queries with them.
+    """
+    path = make_compressed_checkpoint(tmp_path, index_head_dim=16)[0] if mixed else models("three kinds")[0]
     prompts, found = [prompt(i, n) for i, n in enumerate((5, 90, 33))], []
     with as_on_cuda(), counted_graphs() as graphs:
         for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 24}):
             llm = engine(path, kv_cache_dtype="fp8_e4m3", max_num_seqs=4, **options)
             found.append([list(output.outputs[0].token_ids) for output in run(llm, prompts)])
-    assert found[0] == found[1] and graphs.replays
+    reference = engine(path, kv_cache_dtype="fp8_e4m3")
+    found.append([list(output.outputs[0].token_ids) for output in run(reference, prompts)])
+    assert found[0] == found[1] == found[2] and graphs.replays
     specs = [piece.spec for group in llm.memory_plan.groups for piece in group.layers]
     slots = {spec.slot_bytes for spec in specs if isinstance(spec, LatentKV) and spec.window is None}
-    assert slots == {8 + 4 + 8 * 2}
+    assert slots == {8 + 8 + 8 * 2}
 
 
 @pytest.mark.days(2)

@@ -127,13 +127,14 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
 
 
 def in_fp8(slots: torch.Tensor, block: int) -> tuple[Latents, torch.Tensor]:
-    """Slots [.., D] whose last 8 elements are rotary, as pages hold them in one array of bytes, and what they are then."""
+    """Slots [.., D] whose last 8 elements are rotary, as pages hold their vectors and behind these their scales, and what they are then."""
     size = slots.shape[-1] - 8
-    held = torch.zeros(*slots.shape[:-1], size + 4 * (size // block) + 16, dtype=torch.uint8)
+    held = torch.zeros(*slots.shape[:-1], size + 16, dtype=torch.uint8)
+    scales = torch.zeros(*slots.shape[:-1], 8, dtype=torch.uint8)
     pages = Latents(
         held[..., :size].view(torch.float8_e4m3fn),
         held[..., -16:].view(torch.bfloat16),
-        held[..., size:-16].view(torch.float32),
+        scales[..., : size // block],
     )
     flat = Latents(*(part.view(1, -1, part.shape[-1]) if held.dim() == 2 else part for part in pages))
     where = torch.ones(flat.latent_ESC.shape[:2], dtype=torch.bool).nonzero(as_tuple=True)

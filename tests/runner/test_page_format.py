@@ -48,6 +48,9 @@ SPECS = (
     DELTA,
     MAMBA,
     LatentKV(8, 4, "fp8_e4m3", rope_dtype="bfloat16", indexer_dim=4, scale_bytes=8, indexer_scale_bytes=4),
+    LatentKV(
+        8, 4, "fp8_e4m3", rope_dtype="bfloat16", indexer_dim=4, scale_bytes=8, indexer_scale_bytes=4, byte_scales=2
+    ),
 )
 DIGESTS: dict[int, tuple[str, ...]] = {
     1: (
@@ -64,6 +67,7 @@ DIGESTS: dict[int, tuple[str, ...]] = {
         "f213889af3550ac8",
         "244629b0a466bc7a",
         "876b46c634ff88db",
+        "5739a16eba756d92",
     )
 }
 """Of these specs' pages, by page format."""

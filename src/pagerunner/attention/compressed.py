@@ -30,6 +30,7 @@ from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
 from pagerunner.batch import GroupBatch, LatentPages, StatePages
+from pagerunner.ops.indexer import rounded_queries
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
@@ -147,6 +148,9 @@ class CompressedBackend:
             lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
         else:
             out_THD, lse_TH = window[0].clone(), window[1].clone()
+        if chooser is not None and pages.indexer is not None and pages.indexer_scales is not None:  # as keys are
+            queries = rounded_queries(chooser.q_TJI, chooser.weights_TJ, pages.indexer.dtype)
+            chooser = IndexerQueries(*queries, chooser.top_k)
         for row, (first, start, length) in enumerate(plan.rows):
             seen = max(start, ratio - 1)  # the first query that has a complete slot before it
             if seen >= length:

@@ -14,6 +14,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import VectorsCall
 from pagerunner.attention.capability import FLOATS, WINDOW_VECTORS, Capabilities
 from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.indexer_heads import is_mixed
 from pagerunner.ops.slot_pooling import store_slots_
 from pagerunner.ops.sparse_latents import Latents, held_in_fp8
 from pagerunner.ops.vectors_attention import Slots, Window, prepare_vectors_, vectors_attention
@@ -66,7 +67,7 @@ class PagedVectorsBackend:
             plain = (latent,) if keys is None else (latent, keys)
             both: tuple[torch.Tensor | Latents, ...] = held_in_fp8(given.pages) or plain
             where = (rows.positions_T, own.write_entry, own.write_offset)
-            store_slots_(given.pooled_TX, given.norms, both, given.angles, *where, ratio)
+            store_slots_(given.pooled_TX, given.norms, both, given.angles, *where, ratio, is_mixed(given.pages))
             if given.chooser is not None and keys is not None:
                 query, scratch = given.chooser, own.plan.scratch
                 chosen = choose_slots(

@@ -18,6 +18,7 @@ from pagerunner.attention.calls import (
     VectorsCall,
 )
 from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, LatentPages
+from pagerunner.ops.indexer_heads import is_mixed
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.rope import RopeAngles
@@ -97,6 +98,10 @@ class PagedSlots:
     ) -> SlotsInput:
         """The slots for `PagedWindowVectors.merged`."""
         return SlotsInput(pooled_TX, norms, angles, chooser, *self._memory(batch))
+
+    def is_mixed(self, batch: ForwardBatch) -> bool:
+        """Whether the layer's indexer queries and keys are to be mixed."""
+        return is_mixed(self._memory(batch)[0])
 
     def completed(self, batch: ForwardBatch) -> torch.Tensor:
         """Indices of the step's tokens that complete a slot, [N]."""

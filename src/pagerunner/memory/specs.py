@@ -165,7 +165,8 @@ class LatentKV(Spec):
     (0: there are none). Indexer keys follow all vectors of the page, at `indexer_offset`.
 
     Scales of fp8 elements are either for each slot or at the page's end. For a slot: `scale_bytes` between its latent and its rotary
-    part, and `indexer_scale_bytes`, which follow all the page's indexer keys at `indexer_scales_offset`. If these are 0, the page ends
+    part; or, if `byte_scales` of them are scales of a byte, behind all vectors of the page, at `slot_scales_offset`, so that a vector's length is
+    that of its elements. Such a byte is a power of two's exponent, as in e8m0. And `indexer_scale_bytes`, which follow all the page's indexer keys at `indexer_scales_offset`. If these are 0, the page ends
     with two float32 scales at `scales_offset`: one for the vectors, one for the indexer keys.
 
     Raises:
@@ -182,11 +183,13 @@ class LatentKV(Spec):
     indexer_dtype: str | None = None
     scale_bytes: int = 0
     indexer_scale_bytes: int = 0
+    byte_scales: int = 0
 
     def __post_init__(self) -> None:
         _check_sizes(latent_dim=self.latent_dim, compression=self.compression)
         _check_sizes(0, rope_dim=self.rope_dim, indexer_dim=self.indexer_dim)
         _check_sizes(0, scale_bytes=self.scale_bytes, indexer_scale_bytes=self.indexer_scale_bytes)
+        _check_sizes(0, byte_scales=self.byte_scales)
         for name in ("dtype", "rope_dtype", "indexer_dtype"):
             _check_dtype(f"latent {name}", getattr(self, name) or self.dtype)
         if self.window is not None:
@@ -222,10 +225,15 @@ class LatentKV(Spec):
         return self.compression
 
     @property
+    def vector_bytes(self) -> int:
+        """Bytes of one slot's latent and rotary part."""
+        rope = self.rope_dim * KV_DTYPE_BYTES[self.rope_dtype or self.dtype]
+        return self.latent_dim * KV_DTYPE_BYTES[self.dtype] + rope
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot's vector with its scales."""
-        rope = self.rope_dim * KV_DTYPE_BYTES[self.rope_dtype or self.dtype]
-        return self.latent_dim * KV_DTYPE_BYTES[self.dtype] + rope + self.scale_bytes
+        return self.vector_bytes + self.scale_bytes
 
     @property
     def indexer_slot_bytes(self) -> int:
@@ -244,6 +252,14 @@ class LatentKV(Spec):
                 f"take a block_size of {_round_up(page_tokens, self.compression)}."
             )
         return page_tokens // self.compression
+
+    def slot_scales_offset(self, page_tokens: int) -> int:
+        """Bytes from the layer's share of a page to its first slot's scales."""
+        return (
+            self.slots(page_tokens) * self.vector_bytes
+            if self.byte_scales
+            else self.latent_dim * KV_DTYPE_BYTES[self.dtype]
+        )
 
     def indexer_offset(self, page_tokens: int) -> int:
         """Bytes from the layer's share of a page to its indexer keys."""

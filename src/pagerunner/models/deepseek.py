@@ -23,12 +23,11 @@ from pagerunner.layers.sublayer import FeedForward, Mixer, ResidualStream, StepC
 from pagerunner.models.configs.deepseek import DeepseekConfig, IndexerConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
-from pagerunner.ops.indexer_heads import indexer_heads
+from pagerunner.ops.indexer_heads import indexer_heads, is_mixed
 from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing
 
-MIXED_SIZES = (16, 32, 64, 128, 256)  # of indexer keys in fp8 that a Hadamard matrix mixes
 RANK_NORM_EPS = 1e-6  # of the norms of compressed queries and latents, whatever the config's rms_norm_eps
 
 
@@ -44,11 +43,10 @@ class Indexer(Module):
         self.weights_proj = Linear(config.hidden_size, own.heads, dtype, plain=True)
 
     def __call__(
-        self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles, fp8: bool
+        self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles, mixed: bool
     ) -> tuple[IndexerQueries, torch.Tensor]:
-        """The step's queries, and its tokens' keys [T, I]. Rotary parts come first, as halves. `fp8`: pages hold keys so."""
+        """The step's queries, and its tokens' keys [T, I]. Rotary parts come first, as halves. `mixed`: see `ops.indexer_heads`."""
         q_TJI = self.wq_b(query_TR).view(-1, self.heads, self.head_dim)
-        mixed = fp8 and self.head_dim in MIXED_SIZES
         scale = (self.heads * self.head_dim) ** -0.5
         q_TJI, keys_TI, weights_TJ = indexer_heads(
             q_TJI, self.wk(x_TD), self.weights_proj(x_TD), self.k_norm.parameters, angles, scale, mixed
@@ -128,8 +126,7 @@ class Attention(Mixer):
         query_TR, vectors_TL = self.q_a_layernorm(both[:, : self.query_rank]), both[:, self.query_rank :]
         q_THd = self._heads(self.q_b_proj(query_TR))
         pages = batch.kv[self.attend.layer_index]
-        fp8 = isinstance(pages, LatentPages) and pages.indexer_scales is not None
-        chooser = self.indexer(x_TD, query_TR, prep.angles, fp8)
+        chooser = self.indexer(x_TD, query_TR, prep.angles, isinstance(pages, LatentPages) and is_mixed(pages))
         return only(self.attend(q_THd, vectors_TL, prep, self._up, batch, *chooser), wanted_S).flatten(1)
 
     def _heads(self, q: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from pagerunner.models.configs.deepseek_v4 import DeepseekV4Config, LayerConfig
 from pagerunner.models.decoder import CausalLM, Decoder
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import GatedActivation, limited_silu_and_mul
+from pagerunner.ops.indexer_heads import hadamard, indexer_queries
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.routing import Routing
@@ -71,17 +72,16 @@ class Indexer(Module):
     def __init__(self, config: DeepseekV4Config, ratio: int, dtype: torch.dtype) -> None:
         super().__init__()
         own, hidden = config.indexer, config.hidden_size
-        self.heads, self.head_dim, self.top_k, self.rope_dim = own.heads, own.head_dim, own.top_k, config.rope_dim
+        self.heads, self.head_dim, self.top_k = own.heads, own.head_dim, own.top_k
         self.compressor = Pooling(hidden, own.head_dim, ratio, config.rms_norm_eps, dtype, overlap=True)
         self.wq_b = Linear(config.query_rank, own.heads * own.head_dim, dtype)
         self.weights_proj = Linear(hidden, own.heads, dtype, plain=True)
 
-    def __call__(self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles) -> IndexerQueries:
-        """The step's queries."""
+    def __call__(self, x_TD: torch.Tensor, query_TR: torch.Tensor, angles: RopeAngles, mixed: bool) -> IndexerQueries:
+        """The step's queries. `mixed`: as keys are."""
         q_TJI = self.wq_b(query_TR).view(-1, self.heads, self.head_dim)
-        rope_pairs_(q_TJI[..., -self.rope_dim :], angles)
-        weights_TJ = self.weights_proj(x_TD).float() * (self.heads * self.head_dim) ** -0.5
-        return IndexerQueries(q_TJI, weights_TJ, self.top_k)
+        scale = (self.heads * self.head_dim) ** -0.5
+        return IndexerQueries(*indexer_queries(q_TJI, self.weights_proj(x_TD), angles, scale, mixed), self.top_k)
 
 
 class Angles:
@@ -147,7 +147,7 @@ class Attention(Module):
         q_THd = self.wq_b(query_TR).view(-1, self.num_heads, self.head_dim)
         vectors_Td = both[:, self.rank :]
         pooled_TX = self._pooled(x_TD, batch) if self.ratio > 1 else None
-        chooser = self.indexer(x_TD, query_TR, rope) if self.sparse else None
+        chooser = self.indexer(x_TD, query_TR, rope, self.attend_slots.is_mixed(batch)) if self.sparse else None
         attend = self._merged if self.attend_window.merges(batch) else self._apart
         out_TGI = attend(q_THd, vectors_Td, pooled_TX, chooser, angles, batch).reshape(x_TD.shape[0], self.groups, -1)
         return self.wo_b(self.wo_a(out_TGI).flatten(1))
@@ -202,6 +202,8 @@ class Attention(Module):
             norms = tuple(pooling.norm.parameters for pooling in self._poolings)
             vectors_Nd = finish_slots(pooled_NX[:, : self.head_dim], norms[0], slot_rope)
             keys_NI = finish_slots(pooled_NX[:, self.head_dim :], norms[1], slot_rope) if self.sparse else None
+            if keys_NI is not None and self.attend_slots.is_mixed(batch):
+                keys_NI = hadamard(keys_NI)
             out_THd = self.attend_slots(q_THd, window, vectors_Nd, keys_NI, chooser, batch, sinks_H)
         rope_pairs_(out_THd[..., -self.rope_dim :], RopeAngles(rope.cos_T1D, -rope.sin_T1D))  # values were rotated too
         return out_THd

@@ -39,6 +39,16 @@ def to_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return (x.float() / torch.where(scale > 0, scale, 1.0)).clamp_(-most, most).to(dtype)
 
 
+def exponents(scale: torch.Tensor) -> torch.Tensor:
+    """The byte of each scale, which is 0 or a power of two: the exponent's bits of a float32, as in e8m0. A 0 stays 0."""
+    return (scale.float().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def from_exponents(bytes_N: torch.Tensor) -> torch.Tensor:
+    """Scales in float32 of such bytes."""
+    return (bytes_N.to(torch.int32) << 23).view(torch.float32)
+
+
 def from_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x * scale` in `dtype`."""
     return (x.float() * scale).to(dtype)

@@ -22,6 +22,15 @@ def width_of(rows: StepRows, ratio: int) -> int:
     return max(1, rows.max_seq_len // ratio)
 
 
+def rounded_queries(
+    q_TJI: torch.Tensor, weights_TJ: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in float32 as fp8 rounds them, without the scale of each token and head, which its weight gets."""
+    q_TJI = q_TJI.float()
+    scale_TJ = fitting_scale(q_TJI.abs().amax(-1), dtype)
+    return to_fp8(q_TJI, scale_TJ.unsqueeze(-1), dtype).float(), weights_TJ.float() * scale_TJ
+
+
 @gpu_kernel("indexer")
 def choose_slots(
     q_TJI: torch.Tensor,
@@ -47,9 +56,7 @@ def choose_slots(
     chosen_TK = torch.full((q_TJI.shape[0], count), -1, dtype=torch.int32, device=q_TJI.device)
     q_TJI, weights_TJ = q_TJI.float(), weights_TJ.float()
     if scales_ES is not None:
-        scale_TJ = fitting_scale(q_TJI.abs().amax(-1), pages_ESI.dtype)
-        q_TJI = to_fp8(q_TJI, scale_TJ.unsqueeze(-1), pages_ESI.dtype).float()
-        weights_TJ = weights_TJ * scale_TJ
+        q_TJI, weights_TJ = rounded_queries(q_TJI, weights_TJ, pages_ESI.dtype)
     row_T = rows.row_T.long()
     for row in row_T[row_T >= 0].unique().tolist():
         tokens = (row_T == row).nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""What an indexer compares, from projections: its heads' queries and weights, and its tokens' keys. DeepSeek-V3.2.
+"""What an indexer compares, from projections: its heads' queries and weights, and its tokens' keys. DeepSeek-V3.2 and V4.
 
 Shape letters: T tokens, J indexer heads, I indexer key size.
 """
@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagerunner.batch import LatentPages
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.rope import RopeAngles, rope_, rope_pairs_
+
+MIXED_SIZES = (16, 32, 64, 128, 256)  # of indexer keys in fp8 that a Hadamard matrix mixes
 
 
 class MeanNorm(NamedTuple):
@@ -45,6 +48,24 @@ def indexer_heads(
     if mixed:
         q_TJI, keys_TI = hadamard(q_TJI), hadamard(keys_TI)
     return q_TJI, keys_TI, weights_TJ.float() * scale
+
+
+@gpu_kernel("indexer_heads")
+def indexer_queries(
+    q_TJI: torch.Tensor, weights_TJ: torch.Tensor, angles: RopeAngles, scale: float, mixed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, and weights in float32 times `scale`, where keys aren't the tokens' own (DeepSeek-V4). What is given may be overwritten.
+
+    The last elements of queries are rotated, as adjacent pairs. `mixed`: see `indexer_heads`.
+    """
+    rope_pairs_(q_TJI[..., -angles.cos_T1D.shape[-1] :], angles)
+    return hadamard(q_TJI) if mixed else q_TJI, weights_TJ.float() * scale
+
+
+def is_mixed(pages: LatentPages) -> bool:
+    """Whether a layer's indexer queries and keys are mixed: where keys are kept in fp8, and a Hadamard matrix of their size is made."""
+    keys = pages.indexer
+    return keys is not None and pages.indexer_scales is not None and keys.shape[-1] in MIXED_SIZES
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

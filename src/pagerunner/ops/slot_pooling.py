@@ -20,6 +20,7 @@ import torch
 
 from pagerunner.batch import StatePages
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.indexer_heads import hadamard
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
@@ -130,18 +131,22 @@ def store_slots_(
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
     ratio: int,
+    mixed: bool = False,
 ) -> None:
     """Norm and rotate what was pooled, and store it in `pages` [E, slots of a page, D] of each pooling: slots that have a page.
 
     Pages of numbers in fp8 with scales of their own are `Latents`, those of indexer keys without a rotary part.
 
-    `angles` are those of the first token of the slot that each token would complete. `write_offset` counts tokens.
+    `angles` are those of the first token of the slot that each token would complete. `write_offset` counts tokens. `mixed`: those of the
+    second pooling, which are indexer keys, are multiplied by a Hadamard matrix (`ops.indexer_heads`).
     """
     entry_T = torch.where((positions_T + 1) % ratio == 0, write_entry_T, -1)
     where = (entry_T >= 0).nonzero().squeeze(-1)
     sizes = [norm.weight_I.shape[0] for norm in norms]
-    for pooled_TD, norm, page in zip(pooled_TX.split(sizes, -1), norms, pages, strict=True):
+    for number, (pooled_TD, norm, page) in enumerate(zip(pooled_TX.split(sizes, -1), norms, pages, strict=True)):
         vectors_TD = finish_slots(pooled_TD, norm, angles)
+        if mixed and number:
+            vectors_TD = hadamard(vectors_TD)
         if isinstance(page, Latents):
             page.write(vectors_TD[where], entry_T[where], write_offset_T[where] // ratio)
         else:

@@ -14,13 +14,15 @@ import torch
 
 from pagerunner.batch import LatentPages, StepRows
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.fp8 import fitting_scale, to_fp8
+from pagerunner.ops.fp8 import exponents, fitting_scale, from_exponents, to_fp8
 
 BLOCK_TOKENS = 64  # of the twin, which bounds what it gathers
 
 
 class Latents(NamedTuple):
-    """Views of one layer's pages: latents [E, S, C], rotary parts [E, S, P], and the scales [E, S, G] float32 of latents in fp8."""
+    """Views of one layer's pages: latents [E, S, C], rotary parts [E, S, P], and the scales [E, S, G] of latents in fp8: in float32, or
+    bytes that are exponents (`ops.fp8.exponents`).
+    """
 
     latent_ESC: torch.Tensor
     rope_ESP: torch.Tensor
@@ -32,7 +34,8 @@ class Latents(NamedTuple):
         if self.scales_ESG is None:
             return self.latent_ESC[entries_N, offsets_N].float(), rope_NP
         codes_NC = self.latent_ESC.view(torch.uint8)[entries_N, offsets_N].view(self.latent_ESC.dtype)
-        scales_NG1 = self.scales_ESG[entries_N, offsets_N].unsqueeze(-1)
+        scales_NG = self.scales_ESG[entries_N, offsets_N]
+        scales_NG1 = (from_exponents(scales_NG) if scales_NG.dtype == torch.uint8 else scales_NG).unsqueeze(-1)
         return (codes_NC.float().unflatten(-1, (scales_NG1.shape[-2], -1)) * scales_NG1).flatten(-2), rope_NP
 
     def write(self, vectors_NL: torch.Tensor, entries_N: torch.Tensor, offsets_N: torch.Tensor) -> None:
@@ -43,7 +46,7 @@ class Latents(NamedTuple):
         scale_NG = fitting_scale(blocks_NGX.abs().amax(-1), dtype)
         codes_NGX = to_fp8(blocks_NGX, scale_NG.unsqueeze(-1), dtype)
         self.latent_ESC.view(torch.uint8)[where] = codes_NGX.flatten(1).view(torch.uint8)
-        self.scales_ESG[where] = scale_NG
+        self.scales_ESG[where] = exponents(scale_NG) if self.scales_ESG.dtype == torch.uint8 else scale_NG
         self.rope_ESP[where] = vectors_NL[:, size:].to(self.rope_ESP.dtype)
 
 

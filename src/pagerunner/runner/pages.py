@@ -121,7 +121,10 @@ def latent_view(kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: Lay
 def _slots_with_scales(
     kv_bytes: torch.Tensor, group: GroupPlan, index: int, piece: LayerSlice, spec: LatentKV
 ) -> LatentPages:
-    """A slot is a latent, the scales of its blocks, and a rotary part. All slots' indexer keys follow, then all their scales."""
+    """A slot is a latent, the scales of its blocks, and a rotary part. All slots' indexer keys follow, then all their scales.
+
+    Scales of a byte are behind all the slots.
+    """
     num_entries, slots = (kv_bytes.numel() - group.page_bytes) // group.unit + 1, spec.slots(group.page_tokens)
 
     def view(dtype: torch.dtype, first: int, slot_bytes: int, elements: int) -> torch.Tensor:
@@ -132,12 +135,19 @@ def _slots_with_scales(
     held, rope = TORCH_DTYPES[spec.dtype], TORCH_DTYPES[spec.rope_dtype or spec.dtype]
     latent, keys = spec.latent_dim * held.itemsize, spec.indexer_offset(group.page_tokens)
     scales, has_keys = spec.indexer_scales_offset(group.page_tokens), spec.indexer_dim > 0
+    own = spec.slot_scales_offset(group.page_tokens)
+    if spec.byte_scales:
+        stride, turned = spec.vector_bytes, latent
+        slot_scales = view(torch.uint8, own, spec.scale_bytes, spec.byte_scales)
+    else:
+        stride, turned = spec.slot_bytes, latent + spec.scale_bytes
+        slot_scales = view(torch.float32, own, stride, spec.scale_bytes // SCALE_BYTES)
     return LatentPages(
         index,
-        view(held, 0, spec.slot_bytes, spec.latent_dim),
+        view(held, 0, stride, spec.latent_dim),
         indexer=view(held, keys, spec.indexer_dim * held.itemsize, spec.indexer_dim) if has_keys else None,
-        rope=view(rope, latent + spec.scale_bytes, spec.slot_bytes, spec.rope_dim),
-        slot_scales=view(torch.float32, latent, spec.slot_bytes, spec.scale_bytes // SCALE_BYTES),
+        rope=view(rope, turned, stride, spec.rope_dim),
+        slot_scales=slot_scales,
         indexer_scales=view(torch.float32, scales, SCALE_BYTES, 1).squeeze(-1) if has_keys else None,
     )
 

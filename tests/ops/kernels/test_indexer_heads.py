@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from helpers.interpreter_floats import install
-from pagerunner.ops.indexer_heads import MeanNorm, hadamard, indexer_heads
-from pagerunner.ops.rope import rope_angles
+from pagerunner.ops.indexer_heads import MeanNorm, hadamard, indexer_heads, indexer_queries
+from pagerunner.ops.rope import rope_angles, rope_pairs_
 
 pytest.importorskip("triton")
 install()
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from pagerunner.ops.kernels.indexer_heads import mixed_vector  # noqa: E402
 
 
 def made(tokens: int, heads: int, size: int, rotary: int, dtype: torch.dtype, mixed: bool) -> tuple[object, ...]:
@@ -36,6 +40,38 @@ def test_any_sizes(heads: int, size: int, rotary: int, dtype: torch.dtype, mixed
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
     assert found[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "rotary", "mixed"),
+    [(3, 12, 8, False), (20, 32, 8, True), (5, 128, 64, False), (5, 128, 64, True)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_whose_keys_are_slots(heads: int, size: int, rotary: int, dtype: torch.dtype, mixed: bool) -> None:
+    """Rotated as the separate kernel rotates them, to the bit."""
+    q, _, weights, _, angles, scale, _ = made(3, heads, size, rotary, dtype, mixed)
+    found = indexer_queries.kernel(q, weights, angles, scale, mixed)
+    turned = q.clone()
+    rope_pairs_.kernel(turned[..., -rotary:], angles)
+    if not mixed:
+        assert torch.equal(found[0], turned)
+    want = indexer_queries.twin(q, weights, angles, scale, mixed)
+    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(found[0], want[0], atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_a_vector_is_mixed_as_the_twin_does(size: int) -> None:
+    @triton.jit
+    def mix(x, y, root, SIZE: tl.constexpr, LOG: tl.constexpr):
+        i = tl.arange(0, SIZE)
+        tl.store(y + i, mixed_vector(tl.load(x + i), root, SIZE, LOG))
+
+    x = torch.randn(size)
+    y = torch.empty(size)
+    mix[(1,)](x, y, size**-0.5, SIZE=size, LOG=size.bit_length() - 1)
+    torch.testing.assert_close(y, hadamard(x), atol=1e-6, rtol=1e-6)
 
 
 def test_mixing_changes_no_product() -> None:

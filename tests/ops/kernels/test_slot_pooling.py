@@ -108,9 +108,10 @@ def test_storing(sizes: tuple[int, ...], rotary: int, dtype: torch.dtype) -> Non
         )
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_storing_in_fp8(dtype: torch.dtype) -> None:
-    """Slots of 24 elements and 8 rotary ones, three blocks; indexer keys of 16 with one scale."""
+def test_storing_in_fp8(dtype: torch.dtype, mixed: bool) -> None:
+    """Slots of 24 elements and 8 rotary ones, three blocks with a byte each; indexer keys of 16 with one scale."""
     ratio, tokens, count, slots = 4, 11, 5, 3
     norms = [Norm(torch.rand(size).to(dtype), 1e-6) for size in (32, 16)]
     cos, sin = torch.randn(2, tokens, 1, 4).to(dtype)
@@ -123,13 +124,11 @@ def test_storing_in_fp8(dtype: torch.dtype) -> None:
     pooled, found = torch.randn(tokens, 48), []
     for op in (store_slots_.kernel, store_slots_.twin):
         pages = []
-        for size, blocks, rotary in ((24, 3, 8), (16, 1, 0)):
-            codes, scales = (
-                torch.zeros(count, slots, size, dtype=torch.float8_e4m3fn),
-                torch.zeros(count, slots, blocks),
-            )
+        for size, blocks, rotary, held in ((24, 3, 8, torch.uint8), (16, 1, 0, torch.float32)):
+            codes = torch.zeros(count, slots, size, dtype=torch.float8_e4m3fn)
+            scales = torch.zeros(count, slots, blocks, dtype=held)
             pages.append(Latents(codes, torch.zeros(count, slots, rotary, dtype=torch.bfloat16), scales))
-        op(pooled, norms, pages, angles, *where, ratio)
+        op(pooled, norms, pages, angles, *where, ratio, mixed)
         found.append(pages)
     for got, want in zip(*found, strict=True):
         assert 0 < int((want.scales_ESG > 0).all(-1).sum()) < count * slots

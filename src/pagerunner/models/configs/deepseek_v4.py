@@ -99,24 +99,26 @@ class DeepseekV4Config(ModelConfig):
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete.
 
-        Slots in fp8 have scales of their own, and their rotary parts and the windows are bfloat16. Example: a slot of 512 elements takes
-        604 bytes.
+        Slots in fp8 have scales of their own, a byte for each block and no less than eight bytes, as their makers' kernels keep them. Their
+        rotary parts and the windows are bfloat16. Example: a slot of 512 elements takes 584 bytes.
         """
         found: list[Spec] = []
-        latent, scales = self.head_dim - self.rope_dim, 0
+        latent, blocks = self.head_dim - self.rope_dim, 0
         held: KVDtype = kv_dtype
         block = math.gcd(latent, LATENT_BLOCK)
         if kv_dtype.startswith("fp8") and block % SCALE_BYTES == 0:
-            held, scales = "bfloat16", latent // block * SCALE_BYTES
+            held, blocks = "bfloat16", latent // block
         for layer in self.layers:
             found.append(LatentKV(latent, self.rope_dim, held, window=self.window))
             if layer.ratio == 1:
                 continue
             keys = self.indexer.head_dim if layer.sparse else 0
             spec = LatentKV(latent, self.rope_dim, kv_dtype, compression=layer.ratio, indexer_dim=keys)
-            if scales:
-                own = SCALE_BYTES if keys else 0
-                spec = replace(spec, rope_dtype="bfloat16", scale_bytes=scales, indexer_scale_bytes=own)
+            if blocks:
+                size, own = -(-blocks // 8) * 8, SCALE_BYTES if keys else 0
+                spec = replace(
+                    spec, rope_dtype="bfloat16", scale_bytes=size, byte_scales=blocks, indexer_scale_bytes=own
+                )
             found.append(spec)
             tokens, parts = (2 * layer.ratio, 4) if layer.sparse else (layer.ratio, 2)
             shapes = ((tokens, parts * self.head_dim), (tokens, parts * keys))

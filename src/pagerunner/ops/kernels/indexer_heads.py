@@ -1,9 +1,9 @@
-"""An indexer's queries, keys and weights in one launch. Twin: `pagerunner.ops.indexer_heads`.
+"""An indexer's queries, keys and weights in one launch. Twins: `pagerunner.ops.indexer_heads`.
 
 A program has some heads of a token; the first one has its key and weights, too. An element of the Hadamard matrix is 1 if its row's and
 column's numbers have an even number of bits in common, and else -1.
 
-Shape letters: see the twin; D for I.
+Shape letters: see the twins; D for I.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ def _signs(BI: tl.constexpr):
     common ^= common >> 2
     common ^= common >> 1
     return 1.0 - 2.0 * (common & 1).to(tl.float32)
+
+
+@triton.jit
+def mixed_vector(x, root, SIZE: tl.constexpr, LOG: tl.constexpr):
+    """One vector [SIZE] times the Hadamard matrix and `root`, by sums and differences as the twin makes them; SIZE is 2**LOG."""
+    x = x * root
+    for at in tl.static_range(LOG):
+        halves = tl.permute(tl.reshape(x, (SIZE >> (at + 1), 2, 1 << at)), (0, 2, 1))
+        first, second = tl.split(halves)
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (SIZE,))
+    return x
 
 
 @triton.jit
@@ -104,3 +115,52 @@ def indexer_heads(
         PRECISION="tf32x3" if q_TJI.dtype == torch.float32 else "tf32", num_warps=8 if mixed else 4, **dependent(q_TJI.device),
     )  # fmt: skip
     return q_out, keys_out, weights_out
+
+
+@triton.jit
+def _queries_kernel(
+    q_ptr, weights_ptr, cos_ptr, sin_ptr, q_out, weights_out, q_token, q_head, weights_token, angle_token, scale, root,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, HEADS: tl.constexpr,
+    MIXED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a token, whose last P elements are rotated as adjacent pairs, rounded as `kernels/rope.py` does. `root` is D**-0.5."""
+    start_next_and_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, BI)
+    dtype = q_out.dtype.element_ty
+    place = i - (D - P)
+    rotary = (place >= 0) & (place < P)
+    mask = (head < J)[:, None] & (i < D)[None, :]
+    q_at = q_ptr + token * q_token + (head * q_head)[:, None]
+    q = tl.load(q_at + i[None, :], mask=mask, other=0.0)
+    across = tl.load(q_at + (i ^ 1)[None, :], mask=mask & rotary[None, :], other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * angle_token + place // 2, mask=rotary, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * angle_token + P // 2 + place // 2, mask=rotary, other=0.0).to(tl.float32)[None, :]
+    own = (q.to(tl.float32) * cos).to(dtype).to(tl.float32)
+    first = own - (across * sin).to(dtype).to(tl.float32)
+    turned = tl.where((place % 2 == 0)[None, :], first, tl.fma(across, sin + tl.zeros_like(across), own)).to(dtype)
+    q = tl.where(rotary[None, :], turned, q)
+    if MIXED:
+        q = (tl.dot(q, _signs(BI).to(dtype), input_precision=PRECISION) * root).to(dtype)
+    tl.store(q_out + (token * J + head)[:, None] * D + i[None, :], q, mask=mask)
+    if tl.program_id(1) == 0:
+        j = tl.arange(0, BJ)
+        weights = tl.load(weights_ptr + token * weights_token + j, mask=j < J, other=0.0).to(tl.float32)
+        tl.store(weights_out + token * J + j, weights * scale, mask=j < J)
+
+
+def indexer_queries(
+    q_TJI: torch.Tensor, weights_TJ: torch.Tensor, angles: RopeAngles, scale: float, mixed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin."""
+    tokens, heads, size = q_TJI.shape
+    cos, sin = angles
+    q_out, weights_out = q_TJI.new_empty(q_TJI.shape), weights_TJ.new_empty(weights_TJ.shape, dtype=torch.float32)
+    if tokens:
+        _queries_kernel[(tokens, blocks(heads, HEADS))](
+            q_TJI, weights_TJ, cos, sin, q_out, weights_out, *q_TJI.stride()[:2], weights_TJ.stride(0), cos.stride(0), scale, size**-0.5,
+            J=heads, D=size, P=cos.shape[-1], BI=max(16, padded(size)), BJ=padded(heads), HEADS=HEADS, MIXED=mixed,
+            PRECISION="tf32x3" if q_TJI.dtype == torch.float32 else "tf32", num_warps=8 if mixed else 4, **dependent(q_TJI.device),
+        )  # fmt: skip
+    return q_out, weights_out

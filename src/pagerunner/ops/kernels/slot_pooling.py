@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StatePages
+from pagerunner.ops.kernels.indexer_heads import mixed_vector
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 from pagerunner.ops.kernels.state_rows import (
@@ -274,11 +275,11 @@ def pool_slots(
 def _finish(
     pooled, weight, cos, sin, page, rope, scales, eps,
     D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    FP8_MAX: tl.constexpr, MIXED: tl.constexpr, root,
 ):  # fmt: skip
     """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's.
 
-    FP8: C elements become codes, each BLOCK with a scale, and the others go to `rope`.
+    FP8: C elements become codes, each BLOCK with a scale, and the others go to `rope`. If MIXED isn't 0, all 2**MIXED are mixed before.
     """
     element = (2 * tl.arange(0, BD // 2)[:, None] + tl.arange(0, 2)[None, :])[None, :, :]
     inside = element < D
@@ -289,13 +290,18 @@ def _finish(
     if FP8 is None:
         tl.store(page + element, y.to(page.dtype.element_ty), mask=inside)
     else:
+        if MIXED > 0:
+            y = mixed_vector(tl.reshape(y, (BD,)).to(tl.float32), root, BD, MIXED).to(dtype)
         numbers = tl.reshape(y, (BD // BLOCK, BLOCK)).to(tl.float32)
         g = tl.arange(0, BD // BLOCK)
         element = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         scale = fitting_scale(tl.max(tl.abs(numbers), 1), FP8_MAX)
         codes = quantise(numbers, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
         tl.store(page + element, codes, mask=element < C)
-        tl.store(scales + g, scale, mask=g < C // BLOCK)
+        if scales.dtype.element_ty == tl.uint8:
+            tl.store(scales + g, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=g < C // BLOCK)
+        else:
+            tl.store(scales + g, scale, mask=g < C // BLOCK)
         tl.store(rope + element - C, numbers.to(rope.dtype.element_ty), mask=(element >= C) & (element < D))
 
 
@@ -303,9 +309,10 @@ def _finish(
 def _store_kernel(
     pooled, weight, page, rope, scales, weight_2, page_2, scales_2, cos, sin, positions, entries, offsets, pooled_stride,
     angle_stride, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, page_2_stride, slot_2_stride, scale_2_page,
-    scale_2_slot, eps, eps_2,
+    scale_2_slot, eps, eps_2, root,
     D: tl.constexpr, D_2: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BD_2: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, RATIO: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, RATIO: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, MIXED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -319,12 +326,31 @@ def _store_kernel(
             place = page + entry * page_stride + slot * slot_stride
             rope += entry * rope_page + slot * rope_slot
             scales += entry * scale_page + slot * scale_slot
-            _finish(row, weight, cos + angle, sin + angle, place, rope, scales, eps, D, P, BD, C, BLOCK, FP8, FP8_MAX)
+            _finish(
+                row,
+                weight,
+                cos + angle,
+                sin + angle,
+                place,
+                rope,
+                scales,
+                eps,
+                D,
+                P,
+                BD,
+                C,
+                BLOCK,
+                FP8,
+                FP8_MAX,
+                0,
+                root,
+            )
         elif D_2 > 0:
             place_2 = page_2 + entry * page_2_stride + slot * slot_2_stride
             scales_2 += entry * scale_2_page + slot * scale_2_slot
             _finish(
-                row + D, weight_2, cos + angle, sin + angle, place_2, rope, scales_2, eps_2, D_2, P, BD_2, D_2, BLOCK_2, FP8, FP8_MAX
+                row + D, weight_2, cos + angle, sin + angle, place_2, rope, scales_2, eps_2, D_2, P, BD_2, D_2, BLOCK_2, FP8, FP8_MAX,
+                MIXED, root,
             )  # fmt: skip
 
 
@@ -337,6 +363,7 @@ def store_slots_(
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
     ratio: int,
+    mixed: bool = False,
 ) -> None:
     """See the twin."""
     if not pooled_TX.shape[0]:
@@ -351,9 +378,9 @@ def store_slots_(
     _store_kernel[(pooled_TX.shape[0], len(pages))](
         pooled_TX, norm.weight_I, codes, rope, scales, norm_2.weight_I, codes_2, scales_2, cos, sin, positions_T, write_entry_T,
         write_offset_T, pooled_TX.stride(0), cos.stride(0), *codes.stride()[:2], *rope.stride()[:2], *scales.stride()[:2],
-        *codes_2.stride()[:2], *scales_2.stride()[:2], norm.eps, norm_2.eps,
+        *codes_2.stride()[:2], *scales_2.stride()[:2], norm.eps, norm_2.eps, sizes[-1] ** -0.5,
         D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]),
         C=latent, BLOCK=latent // scales.shape[-1] if coded else 1, BLOCK_2=latent_2 // scales_2.shape[-1] if coded else 1,
         RATIO=ratio, FP8=fp8_type(dtype) if coded else None, FP8_MAX=FP8_MAX[dtype],
-        num_warps=4, **dependent(pooled_TX.device),
+        MIXED=sizes[-1].bit_length() - 1 if mixed else 0, num_warps=4, **dependent(pooled_TX.device),
     )  # fmt: skip

@@ -108,7 +108,10 @@ def _coded(
     wide: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype  # scales may be less than any float16
     c, g = (OFFSET + tl.arange(0, HC))[None, :], (OFFSET // BLOCK + tl.arange(0, HC // BLOCK))[None, :]
     held = tl.load(codes[:, None] + c, mask=live[:, None] & (c < C), other=0)
-    factor = tl.load(scales[:, None] + g, mask=live[:, None] & (g < C // BLOCK), other=0.0).to(wide)
+    factor = tl.load(scales[:, None] + g, mask=live[:, None] & (g < C // BLOCK), other=0)
+    if factor.dtype == tl.uint8:  # exponents
+        factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    factor = factor.to(wide)
     x = tl.reshape(_numbers(held, wide, FP8, COMPILED), (BN, HC // BLOCK, BLOCK)) * factor[:, :, None]
     x = tl.reshape(x, (BN, HC)).to(dtype)
     if OFFSET + HC > C:
