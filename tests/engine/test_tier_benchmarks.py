@@ -41,10 +41,9 @@ def test_host_memory_whose_pages_are_others(bench: Bench, monkeypatch: pytest.Mo
     def load_other(self: Transfers, transfers: Iterable[PageTransfer]) -> None:
         wrong = []
         for one in transfers:
-            pages = list(one.pages)
-            group, offset, place = pages[-which]
-            pages[-which] = group, offset, place + (1 << 20)
-            wrong.append(one._replace(pages=pages) if one.loads else one)
+            places = [list(some) for some in one.places]
+            next(some for some in (places[::-1] if which else places) if some)[-which] += 1 << 20
+            wrong.append(one._replace(places=places) if one.loads else one)
         load(self, wrong)
 
     monkeypatch.setattr(Transfers, "load", load_other)

@@ -11,9 +11,9 @@ import torch
 
 from helpers.device import MIB, needs_cuda
 from helpers.patience import patient
+from helpers.plans import transfer
 from pagerunner.runner.host_copy import CudaHostMemory
 from pagerunner.runner.transfers import HostPages, Transfers
-from pagerunner.types import PageTransfer
 
 PAGE = MIB // 4
 
@@ -33,7 +33,7 @@ def test_pages_come_back_from_locked_memory_as_they_were(shared: bool) -> None:
     places = random.Random(0).sample(range(96 * 4), 64 * 4)
     pages = [(0, at * PAGE, place * PAGE) for at, place in enumerate(places)]
     moved = Transfers(kv_bytes, [PAGE], host)
-    moved.store([PageTransfer(1, False, pages)])
+    moved.store([transfer(1, False, pages)])
     assert [end.number for end in moved.ended(patient(30))] == [1]
     kv_bytes.zero_()
     if shared:  # the core sends what lies there, and writes what it pulled
@@ -42,6 +42,6 @@ def test_pages_come_back_from_locked_memory_as_they_were(shared: bool) -> None:
             assert mapped[place : place + PAGE] == bytes(before[5 * PAGE : 6 * PAGE].tolist())
             mapped[place : place + 3] = b"\1\2\3"
         before[5 * PAGE : 5 * PAGE + 3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    moved.load([PageTransfer(2, True, pages)])
+    moved.load([transfer(2, True, pages)])
     assert [end.number for end in moved.ended(patient(30))] == [2]
     assert torch.equal(kv_bytes, before)

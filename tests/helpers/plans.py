@@ -10,8 +10,20 @@ from typing import Any
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec, WindowKV
+from pagerunner.types import PageTransfer
 
 MOST_IN_FLIGHT = 3
+
+
+def transfer(number: int, loads: bool, pages: list[tuple[int, int, int]]) -> PageTransfer:
+    """A transfer of pages (group, offset, place)."""
+    groups = [
+        [page for page in pages if page[0] == group]
+        for group in range(max((page[0] for page in pages), default=-1) + 1)
+    ]
+    return PageTransfer(
+        number, loads, [[page[1] for page in some] for some in groups], [[page[2] for page in some] for some in groups]
+    )
 
 
 @dataclass(frozen=True)

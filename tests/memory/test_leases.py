@@ -68,7 +68,7 @@ def test_the_plan_names_the_bytes_of_both_memories() -> None:
     (transfer,) = manager.take_transfers()
     offsets = [(group, plan.page_offset(group, page)) for group in (0, 1) for page in grant.pages[group]]
     assert (transfer.number, transfer.loads) == (lease.number, False)
-    assert transfer.pages == [(*at, place) for at, place in zip(offsets, (70, 80, 81, 82, 83), strict=True)]
+    assert list(transfer.pages) == [(*at, place) for at, place in zip(offsets, (70, 80, 81, 82, 83), strict=True)]
     assert not manager.transfers_wait and manager.take_transfers() == []
 
 

@@ -160,6 +160,9 @@ def test_a_joint_hit_of_random_indexes_asks_every_group_once_more_at_most() -> N
             if all(rule.longest_hit(index, chain, hit) == hit for rule, index in zip(group, indexes, strict=True))
         ]
         assert joint_hit(group, indexes, chain, limit) == fits[-1]
+        known = generator.randrange(401)
+        least = joint_hit(group, indexes, chain, limit, known)
+        assert least == fits[-1] or fits[-1] <= least <= known
     Counted.asked = 0
     pair = ({chain.hashes[19]: 0}, {group[1].key(chain, page): page for page in range(25)})
     assert joint_hit(group[:2], pair, chain, 399) == 320

@@ -15,24 +15,24 @@ import pytest
 import torch
 
 from helpers.patience import patient, until
+from helpers.plans import transfer
 from pagerunner.errors import CapacityError
 from pagerunner.runner import transfers
 from pagerunner.runner.cuda_driver import BatchedCopies, DriverError
 from pagerunner.runner.transfers import HostPages, Transfers, runs
-from pagerunner.types import PageTransfer
 
 
 def test_pages_that_follow_each_other_in_both_memories_are_one_copy_but_not_over_the_end_of_a_piece() -> None:
-    pages = [(0, 0, 640), (0, 64, 704), (0, 192, 768), (0, 256, 832), (1, 320, 896), (1, 352, 928), (0, 384, 1024)]
-    found = list(runs(PageTransfer(1, True, pages), [64, 32], 1024))
+    pages = [(0, 0, 640), (0, 64, 704), (0, 192, 768), (0, 256, 832), (1, 320, 896), (1, 352, 928), (2, 384, 1024)]
+    found = list(runs(transfer(1, True, pages), [64, 32, 64], 1024))
     assert found == [(0, 640, 128), (192, 768, 192), (384, 1024, 64)]
-    assert list(runs(PageTransfer(1, True, pages), [64, 32], 832)) == [
+    assert list(runs(transfer(1, True, pages), [64, 32, 64], 832)) == [
         (0, 640, 128),
         (192, 768, 64),
         (256, 832, 128),
         (384, 1024, 64),
     ]
-    assert list(runs(PageTransfer(1, True, []), [64], 64)) == []
+    assert list(runs(transfer(1, True, []), [64], 64)) == []
 
 
 def test_any_pages_come_back_as_they_were() -> None:
@@ -42,11 +42,11 @@ def test_any_pages_come_back_as_they_were() -> None:
     moved = Transfers(device, sizes, HostPages(8192, 2048, None))
     pages = [(group, at * sizes[group], place * 512) for place, (group, at) in enumerate((i % 2, i) for i in range(12))]
     chance.shuffle(pages)
-    moved.store([PageTransfer(7, False, pages), PageTransfer(8, True, pages)])
+    moved.store([transfer(7, False, pages), transfer(8, True, pages)])
     (end,) = moved.ended()
     assert (end.number, end.well) == (7, True) and end.seconds > 0 and moved.ended() == []
     device.zero_()
-    moved.load([PageTransfer(9, True, pages), PageTransfer(10, False, pages)])
+    moved.load([transfer(9, True, pages), transfer(10, False, pages)])
     assert [end.number for end in moved.ended()] == [9]
     for group, offset, _ in pages:
         part = slice(offset, offset + sizes[group])
@@ -57,9 +57,9 @@ def test_who_waits_for_an_end_is_told_of_one_that_begins_meanwhile() -> None:
     moved = Transfers(torch.zeros(64, dtype=torch.uint8), [64], HostPages(4096, 4096, None))
     began = time.monotonic()
     assert moved.ended(0.01) == [] and time.monotonic() - began >= 0.01
-    threading.Timer(0.05, moved.load, args=([PageTransfer(3, True, [(0, 0, 0)])],)).start()
+    threading.Timer(0.05, moved.load, args=([transfer(3, True, [(0, 0, 0)])],)).start()
     assert [end.number for end in moved.ended(patient(20))] == [3]
-    moved.load([PageTransfer(4, True, [(0, 0, 0)])])
+    moved.load([transfer(4, True, [(0, 0, 0)])])
     moved.drain()
     assert moved.ended() == []
 

@@ -62,13 +62,13 @@ class Admission:
         grant = Grant(slot, chain, len(self._rules), self._index.epoch)
         self.awaits = ""
         grant.target = len(tokens)
-        hit = 0
+        hit, cell = 0, self._books.plan.hit_granularity
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
             if self._snapshots.is_planned(chain, hit, hit_limit):
                 self.awaits = "snapshot"
-            elif any(self._leases.arriving) and self._hit_to_come(chain, hit_limit) > hit:
+            elif hit_limit - hit >= cell and any(self._leases.arriving) and self._hit_to_come(chain, hit_limit) > hit:
                 self.awaits = "transfer"
             if self.awaits:
                 return None
@@ -124,7 +124,8 @@ class Admission:
             hit = grant.group_hits[group] = rules[group].longest_hit(indexes[group], chain, limit)
             if not rules[group].forgets and not rules[group].snapshots:
                 limit = hit
-        return joint_hit(rules, indexes, chain, min(grant.group_hits)) if len(rules) > 1 else grant.group_hits[0]
+        least = min(grant.group_hits)
+        return least if least == max(grant.group_hits) else joint_hit(rules, indexes, chain, least)
 
     def _hit_to_come(self, chain: PrefixChain, limit: int) -> int:
         """As `_find_hit`, when the transfers under way have ended well."""

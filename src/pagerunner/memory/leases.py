@@ -137,7 +137,9 @@ class Leases:
             for group, pages in enumerate(lease.pages):
                 self._index.publish_all(group, lease.keys[group], pages)
         stood = [
-            [key for key, page in zip(keys, pages, strict=True) if well and there.get(key) == page]
+            [key for key, page, now in zip(keys, pages, map(there.get, keys), strict=True) if now == page]
+            if well
+            else []
             for keys, pages, there in zip(lease.keys, lease.pages, self._index.pages, strict=True)
         ]
         if keep and well and lease.state == "arriving":
@@ -198,9 +200,13 @@ class Leases:
     ) -> Lease:
         self._made += 1
         lease = Lease(state, [[] for _ in keys], self._index.epoch, self._made)
-        for pairs, some in zip(map(dict, map(zip, keys, places)), chosen, strict=True):
-            lease.keys.append(list(dict.fromkeys(some)))
-            lease.places.append(list(map(pairs.__getitem__, lease.keys[-1])))
+        for every, there, some in zip(keys, places, chosen, strict=True):
+            found = list(dict.fromkeys(some))
+            lease.keys.append(found)
+            if len(found) == len(every):  # as almost always
+                lease.places.append(list(there))
+            else:
+                lease.places.append(list(map(dict(zip(every, there, strict=True)).__getitem__, found)))
         return lease
 
     def _begin(self, lease: Lease) -> Lease:
@@ -212,9 +218,9 @@ class Leases:
 
     def _forget(self, lease: Lease) -> None:
         if lease.state == "arriving":
-            for group, keys in enumerate(lease.keys):
+            for coming, keys in zip(self.arriving, lease.keys, strict=True):
                 for key in keys:
-                    del self.arriving[group][key]
+                    del coming[key]
 
     def _release(self, lease: Lease) -> None:
         lease.state = "ended"

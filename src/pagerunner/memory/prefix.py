@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import repeat
 
 from pagerunner.types.lora import AdapterInfo
 
@@ -148,9 +149,8 @@ class PrefixIndex:
     def forget_all(self, group: int, pages: Iterable[int]) -> None:
         """As `forget`, of many pages."""
         keys, held = self.keys[group], self.pages[group]
-        for page in pages:
-            if (key := keys.pop(page, None)) is not None:
-                del held[key]
+        for key in filter(None, map(keys.pop, pages, repeat(None))):
+            del held[key]
 
     def move(self, group: int, source: int, target: int) -> None:
         """The content of page `source` is now in page `target`."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, filterfalse
 from math import lcm
 from typing import ClassVar, Protocol
 
@@ -148,13 +148,13 @@ class FullRule(GroupRule):
     def longest_hit(self, index: Collection[PageKey], chain: PrefixChain, limit: int) -> int:
         """Leading pages until the first that is missing, in whole cells."""
         most = self.complete(min(limit, len(chain.hashes) * UNIT_TOKENS))
-        pages = 0
-        while pages < most:  # some at a time: the first may be missing already
-            keys = self.keys(chain, pages, min(pages + 64, most))
+        pages, count = 0, 32
+        while pages < most:  # some at a time, and more of them if these are there: the first may be missing already
+            keys = self.keys(chain, pages, min(pages + count, most))
             if missing := missing_keys(keys, index):
                 pages += keys.index(missing[0])
                 break
-            pages += len(keys)
+            pages, count = pages + len(keys), 4 * count
         cell = self.cell
         return pages * self.page_tokens // cell * cell
 
@@ -364,19 +364,22 @@ def _maps(index: Collection[PageKey]) -> Sequence[Collection[PageKey]]:
 def missing_keys(keys: Sequence[PageKey], index: Collection[PageKey]) -> list[PageKey]:
     """Those that aren't in the index, in order. Of a ChainMap the maps are asked, which takes a tenth of the time."""
     missing = list(keys)
-    for held in _maps(index):
-        missing = [key for key in missing if key not in held]
+    for held in filter(None, _maps(index)):
+        missing = list(filterfalse(held.__contains__, missing))
     return missing
 
 
 def joint_hit(
-    rules: Sequence[GroupRule], indexes: Sequence[Collection[PageKey]], chain: PrefixChain, limit: int
+    rules: Sequence[GroupRule], indexes: Sequence[Collection[PageKey]], chain: PrefixChain, limit: int, known: int = 0
 ) -> int:
-    """The longest prefix of at most `limit` tokens that every group can supply. A group is asked again only when another has made it shorter."""
+    """The longest prefix of at most `limit` tokens that every group can supply. A group is asked again only when another has made it shorter.
+
+    Once it is known to be at most `known`, nobody is asked any more, and it may be shorter than what is returned.
+    """
     agree = 0  # groups that can supply `limit` tokens
     for rule, index in cycle(zip(rules, indexes, strict=True)):
         hit = rule.longest_hit(index, chain, limit)
         agree, limit = agree + 1 if hit == limit else 1, hit
-        if agree >= len(rules):
+        if agree >= len(rules) or limit <= known:
             return limit
     return limit

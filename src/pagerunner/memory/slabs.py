@@ -10,6 +10,7 @@ a slab that no group owns. So a pool of a hundred million pages is made at once,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -99,21 +100,19 @@ class SlabPool:
     def share(self, group: int, pages: Sequence[int]) -> None:
         """One more reference to each of pages that are in use or cached."""
         refs, cached = self.refs[group], self.cached[group]
-        once = dict.fromkeys(pages, 1)
-        if len(once) == len(pages) and refs.keys().isdisjoint(pages):  # as almost always
-            refs.update(once)
+        fresh = pages
+        if not refs.keys().isdisjoint(pages):
+            fresh = []
             for page in pages:
-                del cached[page]
-            self._mark_all_used(group, pages)
-            return
-        fresh: list[int] = []
-        for page in pages:
-            if page in refs:
-                refs[page] += 1
-            else:
-                refs[page] = 1
-                del cached[page]
-                fresh.append(page)
+                if page in refs:
+                    refs[page] += 1
+                else:
+                    refs[page] = 1
+                    fresh.append(page)
+        else:
+            refs.update(dict.fromkeys(pages, 1))
+        for page in fresh:
+            del cached[page]
         self._mark_all_used(group, fresh)
 
     def touch(self, group: int, pages: Sequence[int]) -> None:
@@ -285,27 +284,35 @@ class SlabPool:
     def release(self, group: int, pages: Sequence[int]) -> None:
         """Drop one reference of each page. Of pages that become cached, the first is evicted first."""
         refs, per_slab = self.refs[group], self.per_slab[group]
-        keys, cached = self.index.keys[group], self.cached[group]
+        keys, cached = self.index.keys[group] if self.keep_cached else {}, self.cached[group]
         self._clock += 1
+        clock, slab, idle = self._clock, -1, 0  # so many pages in a row that nobody holds any more lie in this slab
         for page in pages:
-            count = refs[page] - 1
-            if count:
-                refs[page] = count
+            if (count := refs[page]) > 1:
+                refs[page] = count - 1
                 continue
             del refs[page]
-            slab = page // per_slab
-            self.used[group] -= 1
-            left = self._slab_used[slab] = self._slab_used[slab] - 1
-            if page in keys and self.keep_cached:
-                cached[page] = self._clock
+            if page // per_slab != slab:
+                self._mark_unused(group, slab, idle)
+                slab, idle = page // per_slab, 0
+            idle += 1
+            if page in keys:
+                cached[page] = clock
             else:
                 self.index.forget(group, page)
                 self._slab_free[slab].append(page)
                 self._open[group][slab] = None
-            if left == 0:
-                self._busy[group] -= 1
-                self._idle[group][slab] = self._clock
-                self._close_if_free(group, slab)
+        self._mark_unused(group, slab, idle)
+
+    def _mark_unused(self, group: int, slab: int, pages: int) -> None:
+        if not pages:
+            return
+        self.used[group] -= pages
+        self._slab_used[slab] -= pages
+        if not self._slab_used[slab]:
+            self._busy[group] -= 1
+            self._idle[group][slab] = self._clock
+            self._close_if_free(group, slab)
 
     def _close_if_free(self, group: int, slab: int) -> None:
         """A slab of which every page is free belongs to nobody."""
@@ -336,12 +343,10 @@ class SlabPool:
         """
         slab = self._oldest_idle(other_than=group)
         limit = self._clock if slab < 0 else self._idle[self.owner[slab]][slab]
-        oldest = islice(self.cached[group].items(), most)
-        pages: list[int] = []
-        for page, when in oldest:
-            if when > limit:
-                break
-            pages.append(page)
+        cached = self.cached[group]
+        pages = list(islice(cached, most))
+        if pages and cached[pages[-1]] > limit:
+            del pages[bisect_right(pages, limit, key=cached.__getitem__) :]
         per_slab, idle, opened = self.per_slab[group], self._idle[group], set[int]()
         if len(idle.keys() & {page // per_slab for page in pages}) <= slabs:
             return pages
@@ -403,8 +408,9 @@ class SlabPool:
     def unpin(self, group: int, pages: Sequence[int]) -> None:
         """See `pin`."""
         pinned = self.pinned[group]
+        left = pinned.pop
         for page in pages:
-            if (count := pinned.pop(page)) > 1:
+            if (count := left(page)) > 1:
                 pinned[page] = count - 1
 
     def gather(self, needs: Sequence[int], most: int) -> list[Move]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from pagerunner.memory.grant import Grant
@@ -118,7 +117,5 @@ class StepWork:
         return [self._transfer(lease) for lease in leases if lease.state != "ended"]
 
     def _transfer(self, lease: Lease) -> PageTransfer:
-        pages: list[tuple[int, int, int]] = []
-        for group, (some, places) in enumerate(zip(lease.pages, lease.places, strict=True)):
-            pages += zip(repeat(group), self._plan.page_offsets(group, some), places)
-        return PageTransfer(lease.number, lease.state == "arriving", pages)
+        offsets = [self._plan.page_offsets(group, pages) for group, pages in enumerate(lease.pages)]
+        return PageTransfer(lease.number, lease.state == "arriving", offsets, lease.places)

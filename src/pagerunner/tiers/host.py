@@ -102,7 +102,7 @@ class HostTier:
 
     def share(self, group: int, keys: Sequence[PageKey]) -> list[int]:
         """The pages that hold these keys, in use."""
-        pages = [self.index.pages[group][key] for key in keys]
+        pages = list(map(self.index.pages[group].__getitem__, keys))
         self.pool.share(group, pages)
         return pages
 

@@ -114,8 +114,9 @@ class Tiering:
         have just come from there.
         """
         units = min(tokens // UNIT_TOKENS, len(chain.hashes))
-        hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens) if units else 0
-        if not units or (0 < hit <= loaded and self.below is None):
+        known = loaded if self.below is None else 0
+        hit = joint_hit(self._rules, self._manager.index.pages, chain, tokens, known) if units else 0
+        if not units or (known and hit <= known):
             return
         if len(self._wishes) >= bounds.MOST_WISHES:
             self.counts.stores_skipped += 1
@@ -310,7 +311,7 @@ class Tiering:
             chain.cover(request.tokens, len(request.tokens))
             hit = have = joint_hit(self._rules, near, chain, limit)
             if not request.looked_up:
-                hit = joint_hit(self._rules, together(*device, self.host.index.pages), chain, limit)
+                hit = joint_hit(self._rules, together(self.host.index.pages, *device), chain, limit)
                 if self._fetch(request, hit, limit):
                     return True
         wanted = hit_keys(self._rules, chain, hit)
@@ -591,9 +592,7 @@ class Tiering:
         return self.counts.stats(
             num_bytes=self.host.num_bytes, ready_bytes=self.host.ready_bytes, used_bytes=self.host.used_bytes,
             loads=states.count("arriving"), stores=states.count("held"),
-            quarantined_bytes=sum(
-                self._bytes_of(one.lease.pages) for one in self._under_way.values() if one.lease.state == "quarantined"
-            ),
+            quarantined_bytes=sum(self._bytes_of(one.lease.pages) for one in self._under_way.values() if one.lease.state == "quarantined"),
             bytes_per_second=self.rates.bytes_per_second,
             seconds_per_token=self.rates.seconds_per_token,
             disk=None if self.below is None else self.below.stats(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -78,12 +80,19 @@ class PageCopy(NamedTuple):
 class PageTransfer(NamedTuple):
     """Copy pages between the page memory and another one, beside the steps. `number` names the transfer when it has ended.
 
-    `pages` are (group, byte offset in the KV region, byte offset in the other memory). The transfer `loads` pages, or stores them.
+    Byte offsets of pages by group: in the KV region, and `places` in the other memory. The transfer `loads` pages, or stores them.
     """
 
     number: int
     loads: bool
-    pages: list[tuple[int, int, int]]
+    offsets: list[list[int]]
+    places: list[list[int]]
+
+    @property
+    def pages(self) -> Iterator[tuple[int, int, int]]:
+        """One page after another: group, offset, place."""
+        both = zip(self.offsets, self.places, strict=True)
+        return chain.from_iterable(zip(repeat(group), *pair, strict=False) for group, pair in enumerate(both))
 
 
 class TransferEnd(NamedTuple):
