@@ -71,27 +71,6 @@ class CudaHostMemory:
         torch.cuda.synchronize(self._stream.device)
 
 
-class _Locked:
-    """Whoever keeps this keeps a buffer's pages locked."""
-
-
-def locked_buffers(memory: HostMemory) -> Callable[[int, torch.dtype], tuple[torch.Tensor, object]]:
-    """Makes page-locked buffers of so many elements, each with an object that keeps it locked. One whose pages can't be locked is an ordinary one."""
-
-    def make(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
-        buffer, holder = torch.empty(max(elements * dtype.itemsize, 1), dtype=torch.uint8), _Locked()
-        try:
-            memory.pin(buffer)
-        except RuntimeError as error:
-            logger.warning("%s An adapter is copied from ordinary memory, which is slower.", error)
-        else:
-            gone = weakref.finalize(holder, memory.unpin, buffer)
-            gone.atexit = False
-        return buffer[: elements * dtype.itemsize].view(dtype), holder
-
-    return make
-
-
 class HostCopy:
     """A host copy of one device region, uint8 [num_bytes], which must not change until `drop`.
 

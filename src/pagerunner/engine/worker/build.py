@@ -24,7 +24,7 @@ from pagerunner.layers import linear, moe
 from pagerunner.layers.shares import Share
 from pagerunner.lora.adapter import Targets
 from pagerunner.lora.loader import AdapterLoader
-from pagerunner.lora.region import Products, Region, RowAdapters, Whole, plain_buffer
+from pagerunner.lora.region import Products, Region, RowAdapters, Whole
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
@@ -48,7 +48,8 @@ from pagerunner.ops.indexer import choose_slots
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
-from pagerunner.runner.host_copy import CudaHostMemory, HostCopy, locked_buffers
+from pagerunner.runner.host_buffers import HostBuffers
+from pagerunner.runner.host_copy import CudaHostMemory, HostCopy
 from pagerunner.runner.kernel_counts import KernelsOf
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.recorded import RecordedSteps
@@ -248,7 +249,7 @@ def make_adapters(
     pool = arena.reserve("lora", elements * dtype.itemsize).view(dtype)
     products.adapt(device)
     region = Region(products, pool, config.max_loras, config.max_lora_rank)
-    make = plain_buffer if card is None else locked_buffers(CudaHostMemory(device))
+    make = HostBuffers(None if card is None else CudaHostMemory(device)).take
     targets = Targets.of(model if whole is None else whole.model)
     return AdapterLoader(targets, region, dtype, make)
 

@@ -1,0 +1,88 @@
+"""Buffers in host memory for adapters, which come and go by the thousand.
+
+They aren't malloc's. What threads free of a few MB stays in malloc's arenas between what others hold: 40 adapters of 5 MB, of which others
+took the places, held 136 MB more than they had, and it grew. Nor are buffers given back to the system one by one. To lock a buffer's pages, or to unlock them,
+may wait for the device, and who drops an adapter may be the thread that runs the steps. So a buffer is used again, for an adapter of about
+the same size, and few are kept for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+import torch
+
+from pagerunner.runner.host_copy import HostMemory, host_buffer
+
+logger = logging.getLogger(__name__)
+MOST_SPARE = 4
+"""Buffers that nobody uses. As many as are read at once, so that adapters of one size that take turns need no others."""
+_PAGE = 4096
+
+
+class _Holder:
+    """Whoever keeps this uses a buffer."""
+
+
+class HostBuffers:
+    """Gives buffers, page-locked ones if there is a `memory` that locks them."""
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._spare: list[torch.Tensor] = []  # the one used last stands last
+        self._pinned: set[int] = set()  # addresses
+        self.made = 0
+        """Buffers that were asked of the system so far."""
+        gone = weakref.finalize(self, _unlock, memory, self._pinned, self._spare)
+        gone.atexit = False  # the system takes everything back by itself
+
+    def take(self, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
+        """A buffer of so many elements, which hold anything, and what must be kept with it."""
+        size = -(-max(elements * dtype.itemsize, 1) // _PAGE) * _PAGE
+        buffer = self._found(size)
+        if buffer is None:
+            buffer = self._make(size)
+        holder = _Holder()
+        gone = weakref.finalize(holder, self._give_back, buffer)
+        gone.atexit = False
+        return buffer[: elements * dtype.itemsize].view(dtype), holder
+
+    def _found(self, size: int) -> torch.Tensor | None:
+        """The smallest spare buffer that is large enough, and isn't larger by a quarter. Where there are too many others, the oldest go."""
+        with self._lock:
+            fitting = [one for one in self._spare if size <= one.numel() <= size + size // 4]
+            found = min(fitting, key=torch.Tensor.numel, default=None)
+            if found is not None:
+                self._spare[:] = [one for one in self._spare if one is not found]
+                return found
+            old = self._spare[:-MOST_SPARE]
+            del self._spare[:-MOST_SPARE]
+        _unlock(self._memory, self._pinned, old)
+        return None
+
+    def _make(self, size: int) -> torch.Tensor:
+        buffer = host_buffer(size)
+        self.made += 1
+        if self._memory is not None:
+            try:
+                self._memory.pin(buffer)
+                self._pinned.add(buffer.data_ptr())
+            except RuntimeError as error:
+                logger.warning("%s An adapter is copied from ordinary memory, which is slower.", error)
+        return buffer
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._spare.append(buffer)
+
+
+def _unlock(memory: HostMemory | None, pinned: set[int], buffers: list[torch.Tensor]) -> None:
+    """Unlock before buffers are unmapped: locked memory that is unmapped stays lost to the system."""
+    while buffers:
+        buffer = buffers.pop()
+        if memory is not None and buffer.data_ptr() in pinned:
+            pinned.discard(buffer.data_ptr())
+            memory.unpin(buffer)
