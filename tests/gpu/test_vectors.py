@@ -11,13 +11,13 @@ from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
 from helpers.vectors_cases import CASES, Case, inputs, moved
 from pagerunner.batch import StatePages
-from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
 from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer
 from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
 
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 DECODE, PREFILL = ((300, 1), (3, 1), (4000, 1), (129, 1)), ((0, 300), (700, 37), (60, 1))
 FLASH = {"heads": 64, "size": 512, "window": 128, "dtype": torch.bfloat16}
 LARGE = {
@@ -38,7 +38,7 @@ def test_attention(case: Case) -> None:
     tolerance = 1e-4 if case.dtype == torch.float32 else 2e-2
     want, given = vectors_attention.twin(*arguments), moved(arguments, DEVICE)
     full = case.heads == 64 and case.size == 512 and case.dtype == torch.bfloat16 and not case.block
-    assert by_gluon(*given[:3]) == (full and has_gluon(given[0].device))
+    assert by_gluon(*given[:3]) == (full and HOPPER), "the kernel in Gluon serves, whatever the version of Triton"
     for _ in range(3):
         got = vectors_attention(*given)
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
 
 pytest.importorskip("triton")
+from pagerunner.ops.kernels import linear_wide  # noqa: E402
 from pagerunner.ops.kernels import vectors_attention as kernels  # noqa: E402
 
 
@@ -43,3 +46,28 @@ def test_preparing(heads: int, size: int, rotary: int, pages: torch.dtype) -> No
     assert int(found[1][2].isfinite().all(-1).sum()) == 4
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True, rtol=2e-3 if pages == torch.float16 else 1e-5, atol=1e-3)
+
+
+def test_the_log_says_once_which_kernel_serves_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    say = linear_wide.say_kernel
+    say.cache_clear()
+    caplog.set_level("INFO", linear_wide.__name__)
+    arguments, _ = inputs(CASES["decode, chosen"])
+    for _ in range(2):
+        vectors_attention.kernel(*arguments)
+    monkeypatch.setattr(linear_wide, "has_gluon", lambda device: True)
+    given = torch.device("cpu"), 64, 512, torch.bfloat16
+    say("windows", "vectors_gluon", True, *given, torch.bfloat16)
+    say("windows", "vectors_gluon", False, *given, torch.float8_e4m3fn)
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        r"attention to windows and slots of \d+ tokens: Triton's kernel \(.* needs Hopper and Triton 3\.6, here are cpu .*",
+        first,
+    )
+    assert others == [
+        "attention to windows: vectors_gluon in Gluon (64 heads of 512 in torch.bfloat16, pages in torch.bfloat16)",
+        "attention to windows: Triton's kernel (vectors_gluon in Gluon doesn't take 64 heads of 512 in torch.bfloat16, pages in torch.float8_e4m3fn)",
+    ]
+    say.cache_clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.stored import Stored, Stored4
 
 VERSIONS = ("3.6.",)
+logger = logging.getLogger(__name__)
 """How versions of Triton begin whose Gluon was measured here."""
 MAX_TOKENS = 256
 STEP = 128
@@ -68,6 +70,34 @@ def has_gluon(device: torch.device) -> bool:
     ):
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def say_kernel(
+    of: str,
+    kernel: str,
+    gluon: bool,
+    device: torch.device,
+    heads: int,
+    size: int,
+    dtype: torch.dtype,
+    pages: torch.dtype,
+) -> None:
+    """Log, once for all layers that are alike, whether `kernel` in Gluon or Triton's own computes attention, and why."""
+    found = f"{heads} heads of {size} in {dtype}, pages in {pages}"
+    if gluon:
+        logger.info("attention to %s: %s in Gluon (%s)", of, kernel, found)
+    elif has_gluon(device):
+        logger.info("attention to %s: Triton's kernel (%s in Gluon doesn't take %s)", of, kernel, found)
+    else:
+        here = f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type} and Triton {triton.__version__}"
+        logger.info(
+            "attention to %s: Triton's kernel (%s in Gluon needs Hopper and Triton %s, here are %s)",
+            of,
+            kernel,
+            VERSIONS[0].rstrip("."),
+            here,
+        )
 
 
 def reads(dtype: torch.dtype, weight_OI: Stored) -> bool:

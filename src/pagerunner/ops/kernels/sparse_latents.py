@@ -32,6 +32,7 @@ from pagerunner.ops.kernels.launch import (
     start_next_and_wait,
     wait_turn,
 )
+from pagerunner.ops.kernels.linear_wide import say_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 from pagerunner.ops.sparse_latents import Latents
 
@@ -261,8 +262,10 @@ def chosen_values(
     scratch: dict[Any, Any],
 ) -> torch.Tensor:
     """See the twin."""
-    tokens, heads, _ = q_THC.shape
-    if latent_wide.serves(q_THC, q_THP, pages):
+    tokens, heads, size = q_THC.shape
+    gluon = latent_wide.serves(q_THC, q_THP, pages)
+    say_kernel("chosen latents", "latent_gluon", gluon, q_THC.device, heads, size, q_THC.dtype, pages.latent_ESC.dtype)
+    if gluon:
         wide_tiles, most = latent_wide.wide_tiles(heads), chosen_TK.shape[1]
         slices = min(latent_wide.slice_count(tokens, heads, q_THC.device), tokens * blocks(most, wide_tiles.keys))
         schedule = scratch.get(("wide", slices, most))

@@ -22,7 +22,7 @@ import triton.language as tl
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_decode import _numbers
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
-from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.linear_wide import has_gluon, say_kernel
 from pagerunner.ops.kernels.paged_heads import fp8_type
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
@@ -417,6 +417,10 @@ def vectors_attention(
     if not tokens:
         return out_THD
     gluon = by_gluon(q_THD, window, slots)
+    held = window.pages_EXD if slots is None else slots.pages
+    stored = held.latent_ESC.dtype if isinstance(held, Latents) else held.dtype
+    of = "windows" if slots is None else f"windows and slots of {slots.ratio} tokens"
+    say_kernel(of, "vectors_gluon", gluon, device, heads, size, q_THD.dtype, stored)
     tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
     pages, table, ratio, chosen = (window.pages_EXD, window.table_SW, 0, None) if slots is None else slots
     (codes, rope, factors), coded = stored_parts(pages), isinstance(pages, Latents)
