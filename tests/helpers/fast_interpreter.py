@@ -6,7 +6,7 @@ What is left out:
   for a check that the interpreter then skips, as its options say `debug=False`.
 - Names, shapes, dtypes and constants that are made anew for each value. Few different ones exist, so each is made once.
 - The search for what an operator does with two operands of these types. It is made once for each pair of types, by the
-  interpreter itself, and so are its errors. The answer is kept.
+  interpreter itself, and so are its errors. The answer is kept. So is how a value of one type becomes one of another.
 - Operands spread to the shape of an operator's result. NumPy spreads them while it computes.
 - Triton's functions replaced by the interpreter's own in each call of a function that a kernel calls. Once in a launch is enough.
 
@@ -41,6 +41,9 @@ _BY_SYMBOL = {  # a method of tensors: the operator, and what it gets beside the
 }
 FOUND: dict[str, dict[tuple[Any, ...], tuple[Any, ...] | None]] = {name: {} for name in OPERATORS}
 """What an operator does with operands of these types, None where the interpreter does it each time."""
+
+CASTS: dict[tuple[str, str], tuple[Any, ...] | None] = {}
+"""How a value of one type becomes one of another: nothing is done, a call, or None where the interpreter does it each time."""
 
 
 def _cache_np_dtypes() -> None:
@@ -238,6 +241,37 @@ def _find_once_what_is_done(name: str) -> None:
     setattr(TritonSemantic, name, operator)
 
 
+def _find_once_what_is_cast() -> None:
+    """A cast follows from both types. Most are one call of the builder, with the value and what is the same for all such casts."""
+    original, known = TritonSemantic.cast, CASTS
+
+    def observe(self: Any, value: Any, dtype: Any) -> tuple[Any, tuple[Any, ...] | None]:
+        watched = _Watched(self.builder)
+        result = original(TritonSemantic(watched), value, dtype)
+        if result is value:
+            return result, ()
+        made, (operand, *rest), _ = watched.made.get(id(result.handle), ("", (None,), None))
+        if operand is not value.handle or any(isinstance(one, interpreter.TensorHandle) for one in rest):
+            return result, None
+        return result, (getattr(interpreter.InterpreterBuilder, made), rest, result.type)
+
+    def cast(self: Any, value: Any, dtype: Any, rounding: str | None = None) -> Any:
+        if rounding is not None or type(value) is not core.tensor:
+            return original(self, value, dtype, rounding)
+        key = value.type.name, dtype.scalar.name
+        if key not in known:
+            result, known[key] = observe(self, value, dtype)
+            return result
+        if (found := known[key]) is None:
+            return original(self, value, dtype)
+        if not found:
+            return value
+        create, rest, result_type = found
+        return core.tensor(create(self.builder, value.handle, *rest), result_type)
+
+    TritonSemantic.cast = cast
+
+
 def _call_builtins_directly() -> None:
     """Without a look at whether a semantic is given, as the interpreter gives it each time."""
     looks = core.load.__code__
@@ -313,6 +347,7 @@ def install() -> None:
     _spread_quickly()
     for name in OPERATORS:
         _find_once_what_is_done(name)
+    _find_once_what_is_cast()
     _call_builtins_directly()
     _patch_once_a_launch()
     _read_loop_bounds()

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from helpers.fast_interpreter import FOUND, OPERATORS
+from helpers.fast_interpreter import CASTS, FOUND, OPERATORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted")
 
@@ -44,7 +44,7 @@ def _kernel(x_ptr, y_ptr, block_ptr, scalar_ptr, OP: tl.constexpr):
 
 
 def forget() -> None:
-    for known in FOUND.values():
+    for known in (*FOUND.values(), CASTS):
         known.clear()
 
 
@@ -88,3 +88,25 @@ def test_most_operators_are_found_once() -> None:
         results(dtype, dtype, op)
     missing = [name for name in OPERATORS if not any(FOUND[name].values())]
     assert missing == []
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, one_ptr, TO: tl.constexpr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.load(x_ptr + at).to(TO))
+    tl.store(one_ptr, tl.load(x_ptr + 1).to(TO))
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "int64", "uint8"])
+def test_a_cast_does_again_what_it_did(name: str) -> None:
+    forget()
+    to, dtype = getattr(tl, name), getattr(torch, name)
+    for _ in range(3):
+        for source in (*DTYPES, torch.bfloat16, torch.bool):
+            if to == tl.bfloat16 and not source.is_floating_point:
+                continue  # Triton's own interpreter takes the integer's bits
+            x = torch.tensor([0.0, 1.0, 3.0, 100.0]).to(source)
+            found, one = torch.zeros(4, dtype=dtype), torch.zeros(1, dtype=dtype)
+            _cast_kernel[(1,)](x, found, one, to)
+            assert torch.equal(found, x.to(dtype)) and torch.equal(one, x[1:2].to(dtype)), source
+    assert any(CASTS.values())

@@ -22,7 +22,7 @@ from pagerunner.runner.pages import Pages
 
 pytest.importorskip("triton")
 install()
-from pagerunner.ops.kernels import sparse_latents  # noqa: E402
+from pagerunner.ops.kernels import indexer, sparse_latents  # noqa: E402
 
 ROWS = ((150, 1), (0, 1), (38, 1), (39, 1), (40, 1), (63, 1))  # around top_k
 
@@ -117,6 +117,7 @@ def test_the_backend_by_kernels_and_by_twins(monkeypatch: pytest.MonkeyPatch, sp
     """Pages to the byte, whether a step's tokens attend at once or in blocks."""
     memory, want = steps(spec, graph=False)
     monkeypatch.setattr(paged_sparse, "MOST_TOKENS", most)
+    monkeypatch.setattr(indexer, "MOST_PARTS", 4)  # others have no slots here
     for name in KERNELS:
         monkeypatch.setattr(paged_sparse, name, getattr(paged_sparse, name).kernel)
     held, found = steps(spec, graph=most > 16)
