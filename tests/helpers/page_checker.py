@@ -329,7 +329,7 @@ class PageChecker:
             step_id=plan.step_id,
             token_ids=token_ids,
             drafted=drafted,
-            drafts={row: list(self.slots[plan.rows[row].slot].guesses) for row in plan.shown},
+            drafts={row: list(self.slots[plan.rows[row].slot].guesses) for row in plan.tell_drafts},
             prompt_logprobs=prompt_logprobs,
             errors=errors,
         )

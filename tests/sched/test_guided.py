@@ -11,12 +11,15 @@ import pytest
 
 from helpers.page_checker import PageChecker
 from helpers.plans import one_group
+from pagerunner.config import SpeculativeConfig
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched.draft_length import FixedLength
+from pagerunner.sched.guided import GRACE_SECONDS
 from pagerunner.sched.live import MAX_WAITING
 from pagerunner.sched.scheduler import Scheduler
-from pagerunner.types import EngineRequest, Grammar, RequestUpdate, SamplingParams, StepPlan
+from pagerunner.sched.suffix import SuffixDrafter
+from pagerunner.types import EngineRequest, Grammar, RequestUpdate, SamplingParams, StepPlan, StepResult
 
 
 class FakeGuide:
@@ -30,10 +33,16 @@ class FakeGuide:
         self.closed = 0
         self.error: str | None = None
         self.finished = False
+        self.looking = False
+        self.waits: list[tuple[float, bool]] = []
 
     @property
     def ready(self) -> bool:
         return self.gate > len(self.told)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.looking or not self.ready
 
     @property
     def masks(self) -> list[bytes | None]:
@@ -48,8 +57,8 @@ class FakeGuide:
         self.told += token_ids
         self.drafts = list(drafts)
 
-    def wait(self, seconds: float) -> None:
-        pass
+    def wait(self, seconds: float, *, ahead: bool = False) -> None:
+        self.waits.append((seconds, ahead))
 
 
 class Bench:
@@ -66,11 +75,21 @@ class Bench:
     def make_guide(self, request: EngineRequest) -> FakeGuide:
         return self.guides.setdefault(request.request_id, FakeGuide())
 
-    def add(self, name: str, prompt_len: int, max_tokens: int, *, guided: bool) -> None:
+    def add(
+        self,
+        name: str,
+        prompt_len: int,
+        max_tokens: int,
+        *,
+        guided: bool,
+        tokens: list[int] | None = None,
+        salt: str = "",
+    ) -> None:
         self.scheduler.add(
             EngineRequest(
                 request_id=name,
-                prompt_token_ids=[sum(map(ord, name)) * 1000 + at for at in range(prompt_len)],
+                prompt_token_ids=tokens or [sum(map(ord, name)) * 1000 + at for at in range(prompt_len)],
+                cache_salt=salt,
                 params=SamplingParams(max_tokens=None),
                 seed=0,
                 max_tokens=max_tokens,
@@ -198,7 +217,7 @@ def test_a_row_has_the_drafts_that_its_grammar_allows_and_a_mask_for_each_place(
     guide = bench.guides["g"]
     guide.gate, guide.allows = 99, 2
     first, second = bench.step(), bench.step()
-    assert first.shown == [0] and first.masks == {0: [b"0"]} and len(guide.drafts) == 3
+    assert first.tell_drafts == [0] and first.masks == {0: [b"0"]} and len(guide.drafts) == 3
     assert second.rows[0].num_tokens == 3 and second.masks == {0: [b"1", b"2", b"3"]}
     assert len(bench.output["g"]) == 4, "both drafts were right"
     guide.allows = 0
@@ -208,6 +227,45 @@ def test_a_row_has_the_drafts_that_its_grammar_allows_and_a_mask_for_each_place(
         plan = bench.step()
         assert [len(masks) for masks in plan.masks.values()] == [plan.rows[0].num_tokens]
     assert len(bench.output["g"]) == 12
+
+
+def test_masks_behind_drafts_are_waited_for_as_long_as_a_step_may_and_no_row_misses_its_step_for_them() -> None:
+    bench = Bench(right=1.0, draft_length=FixedLength(3))
+    for name in ("g", "h"):
+        bench.add(name, 8, 12, guided=True)
+        bench.guides[name].gate, bench.guides[name].allows = 99, 1
+    bench.step()
+    bench.guides["g"].looking = True
+    plan = bench.step()
+    assert [row.num_tokens for row in plan.rows] == [2, 2], "those that are made are used"
+    assert [(0 < seconds <= GRACE_SECONDS, ahead) for seconds, ahead in bench.guides["g"].waits] == [(True, True)]
+    assert bench.guides["h"].waits == []
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_the_hosts_drafts_are_looked_at_before_the_plan_that_has_them(salt: str) -> None:
+    words = SuffixDrafter(SpeculativeConfig(method="suffix", num_speculative_tokens=3))
+    bench = Bench(draft_length=FixedLength(3), host_drafter=words)
+    bench.add("g", 40, 30, guided=True, tokens=[*range(1, 9)] * 5, salt=salt)
+    guide = bench.guides["g"]
+    guide.gate, guide.allows = 99, 2
+
+    def step(*tokens: int) -> StepPlan:
+        plan = bench.plan()
+        assert plan is not None and plan.tell_drafts == [] and plan.num_drafts == 0
+        bench.take(bench.scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=[[*tokens]])))
+        return plan
+
+    assert step(1).guesses == [] and guide.drafts == [], "the prompt isn't taken up before its answer begins"
+    assert step(2).rows[0].num_tokens == 1 and guide.drafts == [3, 4, 5]
+    plan = step(3, 4)
+    assert plan.rows[0].num_tokens == 3 and plan.masks == {0: [b"2", b"3", b"4"]}
+    assert [(guess.start, guess.tokens) for guess in plan.guesses] == [(42, [3, 4, 5])]
+    assert guide.drafts == [5, 6, 7], "one of two was right"
+    guide.allows = 0
+    plan = step(9)
+    assert plan.rows[0].num_tokens == 1 and plan.guesses == [] and guide.drafts == []
+    assert bench.output["g"] == [1, 2, 3, 4, 9]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -45,7 +45,9 @@ class PendingStep:
             step_id=self.plan.step_id,
             token_ids=token_ids,
             drafted=drafted,
-            drafts={} if self.sampled is None else dict(zip(self.plan.shown, self.sampled.shown_drafts(), strict=True)),
+            drafts={}
+            if self.sampled is None
+            else dict(zip(self.plan.tell_drafts, self.sampled.read_drafts(), strict=True)),
             logprobs=logprobs,
             prompt_logprobs={row: scores.read() for row, scores in self.prompt_scores.items()},
             pooled={row: copy.lists()[0] for row, copy in self.pooled.items()},

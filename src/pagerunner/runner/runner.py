@@ -532,10 +532,11 @@ class ModelRunner:
             width, found_S = step.width, sampled.token_ids
             verified = Verified(found_S.view(-1, width), rows.slots_S[::width], rows.positions_S[::width])
             self._drafter.draft(verified, plan.num_drafts, computed)
-        if plan.shown:
-            slots_N = to_device([plan.rows[row].slot for row in plan.shown], torch.int64, self._state.drafts.device)
+        if plan.tell_drafts:
+            slots = [plan.rows[row].slot for row in plan.tell_drafts]
+            slots_N = to_device(slots, torch.int64, self._state.drafts.device)
             drafts_NK = self._state.drafts[:, : plan.num_drafts].index_select(0, slots_N)
-            sampled.shown = ToHost((drafts_NK,), drafts_NK.device)
+            sampled.new_drafts = ToHost((drafts_NK,), drafts_NK.device)
         return sampled
 
     def _sample_decoded(

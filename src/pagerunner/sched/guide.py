@@ -11,7 +11,7 @@ from pagerunner.types import EngineRequest
 class Guide(Protocol):
     """Follows one sequence.
 
-    It works in the background: after `advance` the guide isn't `ready` until the next mask is known.
+    It works in the background: after `advance` the guide isn't `ready` until the next mask is known. Masks behind drafts come after it, one by one.
     """
 
     @property
@@ -20,8 +20,12 @@ class Guide(Protocol):
 
     @property
     def masks(self) -> Sequence[bytes | None]:
-        """What may come next, and then what may follow each of the drafts that may come: a bit per token, lowest first; None where everything is
-        allowed. Only while `error` is None and not `finished`."""
+        """What may come next, and then what may follow each of the drafts that may come, as far as that is known: a bit per token, lowest first; None
+        where everything is allowed. Only while `error` is None and not `finished`."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `masks` are still to come."""
 
     @property
     def finished(self) -> bool:
@@ -34,8 +38,8 @@ class Guide(Protocol):
     def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
         """The sequence got these tokens, and its next row may have these drafts. The guide must be ready."""
 
-    def wait(self, seconds: float) -> None:
-        """Return when the guide is ready, or after that time."""
+    def wait(self, seconds: float, *, ahead: bool = False) -> None:
+        """Return when the guide is ready, and with `ahead` when it doesn't look ahead any more, or after that time."""
 
     def close(self) -> None:
         """The sequence has ended, and the guide may stop."""

@@ -9,7 +9,8 @@ from pagerunner.sched.guide import MakeGuide
 from pagerunner.sched.request import Sequence
 
 GRACE_SECONDS = 0.001
-"""How long a step waits, in all, for masks of running sequences that are about to be known. Most take a tenth of that."""
+"""How long a step waits, in all, for masks of running sequences that are about to be known. Most take a fiftieth of that. A row goes without the drafts whose
+masks take longer."""
 
 
 class GuidedSequences:
@@ -54,9 +55,9 @@ class GuidedSequences:
             guide = sequence.guide
             if guide is None or not sequence.blocked or sequence.pending:
                 continue
-            if not guide.ready and sequence.grant is not None:
+            if guide.looks_ahead and sequence.grant is not None:
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
-                guide.wait(max(deadline - time.monotonic(), 0.0))
+                guide.wait(max(deadline - time.monotonic(), 0.0), ahead=True)
             if guide.ready:
                 found.append(sequence)
         return found

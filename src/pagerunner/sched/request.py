@@ -23,7 +23,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "in_flight", "key", "looked_up",
+        "adapter", "adapter_slot", "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "host_drafts", "in_flight", "key", "looked_up",
         "max_total",
         "min_total", "parent_id", "passed", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
@@ -79,6 +79,7 @@ class Sequence:
         self.reported = False
         self.finished = False
         self.text: SuffixIndex | None = None  # where the host drafts, from the first draft on
+        self.host_drafts: list[int] = []  # of its next row, if it has a guide
 
     def hit_limit(self) -> int:
         """How many leading tokens may come from the prefix index: all but the last, whose logits are needed.

@@ -91,6 +91,7 @@ class StepPlanner:
             for row, sequence in zip(rows, sequences, strict=True)
             if sequence.grant is not None
         )
+        guided = _guided(rows, sequences) if state.guided else []
         plan = StepPlan(
             step_id=state.counts.steps,
             rows=rows,
@@ -100,8 +101,8 @@ class StepPlanner:
             copies=manager.take_copies(),
             state_saves=saves,
             transfers=manager.take_transfers(),
-            masks=_masks(rows, sequences) if state.guided else {},
-            shown=_shown(rows, sequences) if state.guided and self._made else [],
+            masks=_masks(guided, rows, sequences),
+            tell_drafts=guided if self._made else [],
             num_drafts=self._made,
             guesses=self._guesses,
         )
@@ -161,14 +162,14 @@ class StepPlanner:
                     continue
                 end = min(end, reach)
             budget -= end - start
+            if guess is not None and end - start > 1:
+                self._guesses.append(guess._replace(slot=grant.slot))
             if generates and sequence.guide is None:
                 sequence.scheduled = end
                 sequence.in_flight += 1
                 sequence.pending += 1
                 sequence.drafts = self._made
                 sequence.sampled_in = step
-                if guess is not None and end - start > 1:
-                    self._guesses.append(guess._replace(slot=grant.slot))
                 rows.append(StepRow(grant.slot, start, end - start, _ON_DEVICE, True))
             else:
                 rows.append(self._row(sequence, grant, start, end))
@@ -186,7 +187,7 @@ class StepPlanner:
     def _with_drafts(self, sequence: Sequence, start: int, total: int, budget: int) -> tuple[int, Guess | None]:
         """Where a row that generates ends at the most, and drafts of the host."""
         drafter, guess = self._state.host_drafter, None
-        if drafter is not None and self._drafts and sequence.guide is None:
+        if drafter is not None and self._drafts:
             guess = self._guess(drafter, sequence, start)
         if start < total and not sequence.drafts:
             return total, guess
@@ -201,6 +202,8 @@ class StepPlanner:
         if (missing := min(len(tokens) - text.end, self._to_index)) > 0:
             text.extend(tokens[text.end : text.end + missing])
             self._to_index -= missing
+        if sequence.guide is not None:  # it has seen them, and no step is in flight
+            return Guess(-1, len(tokens), sequence.host_drafts)
         if text.end < len(tokens):
             return Guess(-1, len(tokens), [])
         guess = drafter.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
@@ -237,6 +240,8 @@ class StepPlanner:
         sequence.in_flight += 1
         tokens = sequence.tokens
         sequence.blocked = sequence.guide is not None and end >= sequence.refill
+        if sequence.blocked:  # most that its guide may be told for its next row
+            sequence.drafts = self._drafts if self._state.host_drafter is not None else 0
         if start >= sequence.refill:
             sequence.pending += 1
             sequence.sampled_in = self._state.counts.steps
@@ -245,7 +250,8 @@ class StepPlanner:
         sequence.pending += samples
         if samples:
             sequence.sampled_in = self._state.counts.steps
-            sequence.drafts = self._made if sequence.guide is None else 0
+            if sequence.guide is None:
+                sequence.drafts = self._made
         if end >= grant.next_publish:
             self._manager.publish(grant, tokens, end)
         if samples and sequence.parent_id:
@@ -354,18 +360,18 @@ def _certain(row: StepRow, sequence: Sequence) -> tuple[int, int]:
     return len(sequence.tokens) + sequence.pending - 2, row.start + 1
 
 
-def _masks(rows: list[StepRow], sequences: list[Sequence]) -> dict[int, list[bytes | None]]:
+def _guided(rows: list[StepRow], sequences: list[Sequence]) -> list[int]:
+    """Rows that sample and follow a grammar, whose guides must know the drafts behind them."""
+    both = enumerate(zip(rows, sequences, strict=True))
+    return [number for number, (row, sequence) in both if sequence.guide is not None and row.samples]
+
+
+def _masks(guided: list[int], rows: list[StepRow], sequences: list[Sequence]) -> dict[int, list[bytes | None]]:
     found = {}
-    for number in _shown(rows, sequences):
+    for number in guided:
         row, guide = rows[number], sequences[number].guide
         assert guide is not None
         masks = list(guide.masks[: 1 if row.tokens else row.num_tokens])
         if any(masks):
             found[number] = masks
     return found
-
-
-def _shown(rows: list[StepRow], sequences: list[Sequence]) -> list[int]:
-    """Rows that sample and follow a grammar, which must know the drafts behind them."""
-    both = enumerate(zip(rows, sequences, strict=True))
-    return [number for number, (row, sequence) in both if sequence.guide is not None and row.samples]

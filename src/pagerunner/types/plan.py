@@ -124,7 +124,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
     `masks` has bitmasks of some of the rows that sample, one for each place of the row: a bit for each token that the row may take there, lowest bit
-    first, or None where it may take any. `shown` are rows whose new drafts the result tells.
+    first, or None where it may take any. `tell_drafts` are rows whose new drafts the result tells.
     `transfers` begin with the step and end whenever they do, in any order: pages are loaded once the step has copied and zeroed,
     and stored once its forward has run. No step touches pages that are loaded, and none writes pages that are stored. A plan
     without rows is made where only transfers are to begin.
@@ -143,7 +143,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     state_saves: list[StateSave] = []
     transfers: list[PageTransfer] = []
     masks: dict[int, list[bytes | None]] = {}
-    shown: list[int] = []
+    tell_drafts: list[int] = []
     num_drafts: int = 0
     guesses: list[Guess] = []
     most_tokens: int = 0
@@ -164,7 +164,7 @@ class TeamsPlan(StepPlan, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced. Lists are aligned with `plan.rows`; rows that don't sample have an empty list. A row with drafts has one
     token and as many more as drafts were right. `drafted`, by row of a step in which any row has drafts: how many there were. `drafts`: those made
-    for the next rows of the plan's `shown` ones.
+    for the next rows of the plan's `tell_drafts`.
 
     `prompt_logprobs[i]` covers positions start+1 .. start+num_tokens of row i (the token after each computed position
     that is still a prompt token). `pooled` holds the vectors of rows that ended a pooling request's prompt. `errors` maps a

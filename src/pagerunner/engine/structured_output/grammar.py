@@ -6,12 +6,14 @@ a smaller stack than these threads have.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagerunner import limits
@@ -20,6 +22,7 @@ from pagerunner.types import EngineRequest, Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 KEPT = 64  # compiled grammars that are kept for later requests with the same grammar
 TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
@@ -107,7 +110,7 @@ class Guides:
         self._compilers = {  # a small grammar doesn't wait for large ones
             large: ThreadPoolExecutor(2, thread_name_prefix="pagerunner-compile") for large in (False, True)
         }
-        self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="pagerunner-guide")
+        self._looks = _Looks()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._waiting: Counter[str] = Counter()  # guides by the grammar that they wait for
 
@@ -123,7 +126,7 @@ class Guides:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         self._waiting[text] += 1
-        return GrammarGuide(self._tokenizer, compiled, self._followers, grammar, lambda: self._left(text, compiled))
+        return GrammarGuide(self._tokenizer, compiled, self._looks, grammar, lambda: self._left(text, compiled))
 
     def _left(self, text: str, compiled: Future[LLMatcher]) -> None:
         """A sequence has ended.
@@ -138,86 +141,39 @@ class Guides:
             del self._compiled[text]
 
 
-class GrammarGuide:
-    """Follows one sequence; see sched/guided.py. An exception on a thread becomes `error`."""
+class _Place:
+    """Where a text is in its grammar, or before it: a grammar may begin late."""
 
-    def __init__(
-        self,
-        tokenizer: Once[LLTokenizer],
-        compiled: Future[LLMatcher],
-        threads: ThreadPoolExecutor,
-        grammar: Grammar,
-        left: Callable[[], None],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._left = left
-        self._threads = threads
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, grammar: Grammar) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
         self._after = grammar.after.encode()
-        self._begins = grammar.begins
         self._first: int | None = None  # the token that `begins` is, until there is a first token
         self._tail = b""  # of the text before the grammar begins
-        self._matcher: LLMatcher | None = None
-        self.masks: list[bytes | None] = []
-        self.finished = False
-        self._error: str | None = None
-        self._restart()
-        if not tokenizer.made:
-            self._due += TOKENIZER_SECONDS
-        compiled.add_done_callback(lambda done: self._submit(lambda: self._begin(done)))
-
-    def _restart(self) -> None:
-        self._done = threading.Event()
-        self._due = time.monotonic() + limits.MAX_GRAMMAR_SECONDS
-
-    @property
-    def ready(self) -> bool:
-        """See Guide.ready."""
-        return self._done.is_set() or time.monotonic() > self._due
-
-    @property
-    def error(self) -> str | None:
-        """See Guide.error."""
-        if not self._done.is_set():
-            return f"its grammar took more than {limits.MAX_GRAMMAR_SECONDS:g} seconds."
-        return self._error
-
-    def wait(self, seconds: float) -> None:
-        """See Guide.wait."""
-        self._done.wait(seconds)
-
-    def close(self) -> None:
-        """See Guide.close."""
-        self._left()
-
-    def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
-        """See Guide.advance."""
-        self._restart()
-        self._submit(lambda: self._consume(token_ids), drafts)
-
-    def _submit(self, work: Callable[[], None], drafts: Sequence[int] = ()) -> None:
-        done = self._done
-
-        def run() -> None:
-            try:
-                work()
-                self._look(drafts)
-            except Exception as error:  # an error must end this sequence only
-                self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
-            done.set()
-
-        self._threads.submit(run)
-
-    def _begin(self, compiled: Future[LLMatcher]) -> None:
-        self._matcher = compiled.result().deep_copy()
-        if self._begins:
-            found = self._tokenizer().tokenize_str(self._begins, parse_special=True)
+        if grammar.begins:
+            found = tokenizer.tokenize_str(grammar.begins, parse_special=True)
             if len(found) == 1:
                 self._first = found[0]
             else:
                 self._after = b""
 
-    def _consume(self, token_ids: list[int]) -> None:
-        assert self._matcher is not None
+    def copy(self) -> _Place:
+        """One that goes on by itself."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    @property
+    def is_before(self) -> bool:
+        """Whether the grammar hasn't begun, so everything is allowed."""
+        return bool(self._after) and self._first is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return not self.is_before and self._matcher.is_stopped()
+
+    def consume(self, token_ids: Iterable[int]) -> None:
+        """These tokens have come."""
         for token in token_ids:
             if self._first is not None:
                 self._after = self._after if token == self._first else b""
@@ -225,44 +181,15 @@ class GrammarGuide:
             if not self._after:
                 self._matcher.consume_token(token)
                 continue
-            self._tail += self._tokenizer().decode_bytes([token])
+            self._tail += self._tokenizer.decode_bytes([token])
             if self._after in self._tail:
                 self._after = b""
             self._tail = self._tail[-len(self._after) :]
 
-    def _look(self, drafts: Sequence[int]) -> None:
-        """What may come next, and behind the drafts."""
-        assert self._matcher is not None
-        self.masks = [self._mask()]
-        self.finished = not (self._after and self._first is None) and self._matcher.is_stopped()
-        if drafts and not self.finished:
-            now = self._matcher, self._after, self._first, self._tail
-            self._matcher = self._matcher.deep_copy()
-            try:
-                self._look_ahead(drafts)
-            finally:
-                self._matcher, self._after, self._first, self._tail = now
-
-    def _look_ahead(self, drafts: Sequence[int]) -> None:
-        """Go on with the drafts, up to the first that may not come, or that ends the text: nothing can follow it."""
-        assert self._matcher is not None
-        for token in drafts:
-            mask = self.masks[-1]
-            if mask is not None and not (token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1):
-                return
-            try:
-                self._consume([token])
-                mask = self._mask()
-            except ValueError:  # it is the request's error only if this draft is its token
-                return
-            if self._matcher.is_stopped():
-                return
-            self.masks.append(mask)
-
-    def _mask(self) -> bytes | None:
+    def mask(self) -> bytes | None:
+        """What may come next. Raises ValueError if the grammar can't be followed."""
         matcher = self._matcher
-        assert matcher is not None
-        if self._after and self._first is None:
+        if self.is_before:
             return None
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -272,3 +199,134 @@ class GrammarGuide:
         if self._first is not None:
             mask[self._first // 8] |= 1 << self._first % 8
         return bytes(mask)
+
+
+class _Looks:
+    """The threads that make masks. A next mask waits for no mask behind another sequence's draft, unless that one is being made."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="pagerunner-guide")
+        self._firsts: deque[None] = deque()  # one for each next mask that no thread has begun
+
+    def next(self, work: Callable[[], None]) -> None:
+        """Find a next mask."""
+        self._firsts.append(None)
+
+        def run() -> None:
+            self._firsts.popleft()
+            work()
+
+        self._threads.submit(run)
+
+    def behind(self, steps: Iterator[None], done: threading.Event) -> None:
+        """Go through steps, each of which makes a mask behind a draft; next masks that wait for a thread come before. Then it is `done`."""
+        try:
+            for _ in steps:
+                if self._firsts:
+                    self._threads.submit(lambda: self.behind(steps, done))
+                    return
+        except BaseException:  # whatever a library says of a token that may never come is no fault of the request
+            logger.debug("a draft can't be looked at", exc_info=True)
+        done.set()
+
+
+class GrammarGuide:
+    """Follows one sequence; see sched/guided.py. An exception on a thread becomes `error`."""
+
+    def __init__(
+        self,
+        tokenizer: Once[LLTokenizer],
+        compiled: Future[LLMatcher],
+        looks: _Looks,
+        grammar: Grammar,
+        left: Callable[[], None],
+    ) -> None:
+        self._left, self._looks = left, looks
+        self._place: _Place | None = None
+        self.masks: list[bytes | None] = []
+        self.finished = False
+        self._error: str | None = None
+        self._restart()
+        if not tokenizer.made:
+            self._due += TOKENIZER_SECONDS
+
+        def begin() -> None:
+            self._place = _Place(compiled.result().deep_copy(), tokenizer(), grammar)
+
+        compiled.add_done_callback(lambda done: self._submit(begin))
+
+    def _restart(self) -> None:
+        self._known, self._done = threading.Event(), threading.Event()
+        self._due = time.monotonic() + limits.MAX_GRAMMAR_SECONDS
+
+    @property
+    def ready(self) -> bool:
+        """See Guide.ready."""
+        return self._known.is_set() or time.monotonic() > self._due
+
+    @property
+    def looks_ahead(self) -> bool:
+        """See Guide.looks_ahead."""
+        return not self._done.is_set()
+
+    @property
+    def error(self) -> str | None:
+        """See Guide.error."""
+        if not self._known.is_set():
+            return f"its grammar took more than {limits.MAX_GRAMMAR_SECONDS:g} seconds."
+        return self._error
+
+    def wait(self, seconds: float, *, ahead: bool = False) -> None:
+        """See Guide.wait."""
+        (self._done if ahead else self._known).wait(seconds)
+
+    def close(self) -> None:
+        """See Guide.close."""
+        self._done = threading.Event()
+        self._left()
+
+    def advance(self, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
+        """See Guide.advance."""
+        self._restart()
+        place = self._place
+        assert place is not None
+        self._submit(lambda: place.consume(token_ids), drafts)
+
+    def _submit(self, work: Callable[[], None], drafts: Sequence[int] = ()) -> None:
+        known, done = self._known, self._done
+
+        def run() -> None:
+            ahead = None
+            try:
+                work()
+                place = self._place
+                assert place is not None
+                self.masks, self.finished = [place.mask()], place.is_complete
+                if drafts and not self.finished:
+                    ahead = place.copy()  # now, as the next tokens may come once the mask is known
+            except (
+                BaseException
+            ) as error:  # also a library's panic: whatever it is must end this sequence only, and at once
+                self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
+            known.set()
+            if ahead is None:
+                done.set()
+            else:
+                self._looks.behind(self._behind(drafts, ahead, self.masks, done), done)
+
+        self._looks.next(run)
+
+    def _behind(
+        self, drafts: Sequence[int], place: _Place, masks: list[bytes | None], done: threading.Event
+    ) -> Iterator[None]:
+        """Add the masks behind drafts, up to the first draft that may not come, or that ends the text: nothing can follow it."""
+        for token in drafts:
+            mask = masks[-1]
+            if mask is not None and not (token < 8 * len(mask) and mask[token // 8] >> token % 8 & 1):
+                return
+            place.consume([token])
+            mask = place.mask()
+            if place.is_complete or done is not self._done:  # the sequence went on meanwhile, or has ended
+                return
+            masks.append(mask)
+            yield

@@ -84,14 +84,14 @@ Masks = Mapping[int, Sequence[bytes | None]]
 @dataclass(slots=True, eq=False)
 class Sampled:
     """The tokens of one step. `token_ids` int64 [S] stays on the device; `read` brings everything to the host. With drafts all is by
-    place, and `token_ids` are below 0 behind a row's tokens. `shown` are drafts that the host wants to know, below 0 behind those that there are.
+    place, and `token_ids` are below 0 behind a row's tokens. `new_drafts` are those of the next rows that the host wants to know, below 0 behind those that there are.
     """
 
     token_ids: torch.Tensor
     copy: ToHost | BestCopy
     logprob_rows: Sequence[LogprobRows]
     known_errors: dict[int, str]
-    shown: ToHost | None = None
+    new_drafts: ToHost | None = None
     _read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -100,9 +100,9 @@ class Sampled:
         tokens, logprobs, _ = self._fetch()
         return tokens, logprobs
 
-    def shown_drafts(self) -> list[list[int]]:
-        """The drafts of each row that `shown` has."""
-        rows = [] if self.shown is None else self.shown.lists()[0]
+    def read_drafts(self) -> list[list[int]]:
+        """The `new_drafts` of each row."""
+        rows = [] if self.new_drafts is None else self.new_drafts.lists()[0]
         return [list(takewhile(lambda token: token >= 0, row)) for row in rows]
 
     @property
