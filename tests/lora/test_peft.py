@@ -35,6 +35,9 @@ def asked(form: str, names: list[str], others: list[str]) -> dict[str, Any]:
     """A PEFT config that asks for modules of these names in one of the forms, and for none of `others`."""
     last = sorted({name.rpartition(".")[2] for name in names} - {name.rpartition(".")[2] for name in others})
     last = last or names  # a tower for images has modules of the same names
+    # PEFT makes one parameter's patterns of those of experts' matrices, and sorts them in the file, so that others count when it is read
+    some = [name for name in last if not name.endswith(("gate_proj", "up_proj", "down_proj"))]
+    some = some if len(some) > 1 else last
     common = {"r": 5, "lora_alpha": 12, "target_modules": last}
     return {
         "list": common,
@@ -44,8 +47,8 @@ def asked(form: str, names: list[str], others: list[str]) -> dict[str, Any]:
         "rank-stabilised": {**common, "use_rslora": True},
         "patterns": {
             **common,
-            "rank_pattern": {last[0]: 3, rf"layers\.1\..*{last[-1]}": 17},
-            "alpha_pattern": {last[-1]: 4},
+            "rank_pattern": {some[0]: 3, rf"layers\.1\..*{some[-1]}": 17},
+            "alpha_pattern": {some[-1]: 4},
         },
         "one layer": {**common, "layers_to_transform": [1], "layers_pattern": ["layers"]},
     }[form]

@@ -25,6 +25,7 @@ from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.indexer_heads import indexer_heads, is_mixed
 from pagerunner.ops.latent_heads import LatentPrep
+from pagerunner.ops.lora import Adapters
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.routing import Routing
 
@@ -74,24 +75,29 @@ class Attention(Mixer):
         self.separate = config.query_rank is None and bias
         own = query_heads(heads)
         queries = by_outputs(own, head_dim)
+        projections: tuple[Linear, ...]
         if config.query_rank is not None:
             parts = {"q_a_proj": config.query_rank, "kv_a_proj_with_mqa": vector}
             self.a_proj = FusedLinear(hidden, parts, dtype, bias=bias)
             self.q_a_layernorm = RMSNorm(config.query_rank, RANK_NORM_EPS, dtype)
             self.q_b_proj = Linear(config.query_rank, heads * head_dim, dtype, cut=queries)
+            projections = self.a_proj, self.q_b_proj
         elif self.separate:
             self.q_proj = Linear(hidden, heads * head_dim, dtype, cut=queries)
             self.kv_a_proj_with_mqa = Linear(hidden, vector, dtype, bias=bias)
+            projections = self.q_proj, self.kv_a_proj_with_mqa
         else:
             parts = {"q_proj": heads * head_dim, "kv_a_proj_with_mqa": vector}
             self.a_proj = FusedLinear(hidden, parts, dtype, cuts={"q_proj": queries})
+            projections = (self.a_proj,)
         self.kv_a_layernorm = RMSNorm(config.latent_dim, RANK_NORM_EPS, dtype)
         expanded = config.key_dim + config.value_dim
         up = by_outputs(own, expanded)
         self.kv_b_proj = Linear(config.latent_dim, heads * expanded, dtype, cut=up, needs_dense=True)
         out = by_inputs(own, config.value_dim)
         self.o_proj = Linear(heads * config.value_dim, hidden, dtype, bias=bias, cut=out)
-        self.o_proj.takes_adapters = True
+        for linear in (*projections, self.o_proj):
+            linear.takes_adapters = True
         scale = head_dim**-0.5 * config.rope.softmax_scale
         self.attend = PagedLatentAttention(layer_index, scale)
         self.sparse = config.indexer is not None
@@ -103,7 +109,7 @@ class Attention(Mixer):
         angles, batch, wanted_S = context
         prep = LatentPrep(self.kv_a_layernorm.parameters, angles, self.pairs)
         if self.sparse:
-            return self._mix_chosen(stream.normed(norm), prep, batch, wanted_S)
+            return self._mix_chosen(stream.normed(norm), prep, batch, wanted_S, stream.adapters)
         q, vectors_TL = self._projected(stream, norm)
         return only(self.attend(self._heads(q), vectors_TL, prep, self._up, batch), wanted_S).flatten(1)
 
@@ -111,20 +117,25 @@ class Attention(Mixer):
         """Queries [T, H * d] and vectors [T, L], raw."""
         if self.separate:
             x_TD = stream.normed(norm)
-            return self.q_proj(x_TD), self.kv_a_proj_with_mqa(x_TD)
+            return self.q_proj(x_TD, stream.adapters), self.kv_a_proj_with_mqa(x_TD, stream.adapters)
         both = stream.product(norm, self.a_proj)
         first, vectors_TL = both[:, : -self.vector_dim], both[:, -self.vector_dim :]
         if self.query_rank is None:
             return first, vectors_TL
-        return self.q_b_proj.of_norm(first, self.q_a_layernorm), vectors_TL
+        return self.q_b_proj.of_norm(first, self.q_a_layernorm, stream.adapters), vectors_TL
 
     def _mix_chosen(
-        self, x_TD: torch.Tensor, prep: LatentPrep, batch: ForwardBatch, wanted_S: torch.Tensor | None
+        self,
+        x_TD: torch.Tensor,
+        prep: LatentPrep,
+        batch: ForwardBatch,
+        wanted_S: torch.Tensor | None,
+        adapters: Adapters | None,
     ) -> torch.Tensor:
         """As `mix`, over what the indexer chooses. `x` is normed."""
-        both = self.a_proj(x_TD)
+        both = self.a_proj(x_TD, adapters)
         query_TR, vectors_TL = self.q_a_layernorm(both[:, : self.query_rank]), both[:, self.query_rank :]
-        q_THd = self._heads(self.q_b_proj(query_TR))
+        q_THd = self._heads(self.q_b_proj(query_TR, adapters))
         pages = batch.kv[self.attend.layer_index]
         chooser = self.indexer(x_TD, query_TR, prep.angles, isinstance(pages, LatentPages) and is_mixed(pages))
         return only(self.attend(q_THd, vectors_TL, prep, self._up, batch, *chooser), wanted_S).flatten(1)

@@ -27,10 +27,13 @@ from pagerunner.models.configs.hybrid import ExpertsConfig, GatedDeltaConfig
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import sigmoid_gated
+from pagerunner.ops.lora import Adapters
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import rope_
 from pagerunner.ops.routing import Routing
 from pagerunner.ops.side_by_side import by_parts
+
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Attention(Mixer):
@@ -89,7 +92,7 @@ class GatedDeltaNet(Mixer):
         """See Mixer."""
         _, batch, wanted_S = context
         config = self.config
-        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm))
+        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm), stream.adapters)
         recurrence = GatedDelta(
             conv_weight_CW=self.conv1d.weight_CW,
             decay_log_H=self.weights["A_log"],
@@ -103,7 +106,7 @@ class GatedDeltaNet(Mixer):
         return only(normed.flatten(1), wanted_S)
 
     @abstractmethod
-    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
         """Queries, keys and values [T, C], output gates [T, H, d], and the logits of rates and decays [T, H]."""
 
 
@@ -117,11 +120,14 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         self.in_proj_qkvz = Linear(hidden, both, dtype, cut=by_outputs(self.heads, both // heads))
         rates = 2 * config.value_heads
         self.in_proj_ba = Linear(hidden, rates, dtype, cut=by_outputs(self.heads, rates // heads))
+        self.in_proj_qkvz.takes_adapters = self.in_proj_ba.takes_adapters = True
 
-    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
         """See GatedDeltaNet."""
         config = self.config
-        parts_TC = by_parts(self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD), config.key_heads, config.key_head_dim)
+        parts_TC = by_parts(
+            self.in_proj_qkvz(x_TD, adapters), self.in_proj_ba(x_TD, adapters), config.key_heads, config.key_head_dim
+        )
         heads = config.value_heads
         sizes = config.conv_channels, heads * config.value_head_dim, heads, heads
         mixed_TC, gate, rates_TH, decays_TH = parts_TC.split(sizes, -1)
@@ -140,10 +146,11 @@ class PlainGatedDeltaNet(GatedDeltaNet):
         cuts = {name: by_outputs(self.heads, size // config.key_heads) for name, size in parts.items()}
         cuts["in_proj_qkv"] = Cut("outputs", self.channels)
         self.in_proj = FusedLinear(config.hidden_size, parts, dtype, cuts=cuts)
+        self.in_proj.takes_adapters = True
 
-    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
         """See GatedDeltaNet."""
-        mixed_TC, gate, rates_TH, decays_TH = self.in_proj(x_TD).split(self.sizes, -1)
+        mixed_TC, gate, rates_TH, decays_TH = self.in_proj(x_TD, adapters).split(self.sizes, -1)
         return mixed_TC, gate.unflatten(-1, (-1, self.config.value_head_dim)), rates_TH, decays_TH
 
 
