@@ -17,7 +17,7 @@ from pagerunner.ops.slot_pooling import Pooling, pool_slots
 from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer
 from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
 
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = DEVICE == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DECODE, PREFILL = ((300, 1), (3, 1), (4000, 1), (129, 1)), ((0, 300), (700, 37), (60, 1))
 FLASH = {"heads": 64, "size": 512, "window": 128, "dtype": torch.bfloat16}
 LARGE = {
