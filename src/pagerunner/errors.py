@@ -13,6 +13,10 @@ class ConfigError(PagerunnerError, ValueError):
     """An engine argument, flag or `config.json` field is wrong, unknown or unsupported. The CLI exits with code 2."""
 
 
+class MissingAdapterError(ConfigError):
+    """The directory of an adapter isn't there, or can't be read (HTTP 404)."""
+
+
 class CheckpointError(PagerunnerError, ValueError):
     """A model directory is incomplete, truncated, or does not hold the tensors that its config asks for."""
 

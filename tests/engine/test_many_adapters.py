@@ -22,10 +22,12 @@ from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import until
-from pagerunner import LLM, LoRARequest, SamplingParams
+from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.lora import loader as loader_module
+from pagerunner.lora import readers
 from pagerunner.lora.loader import AdapterLoader
+from pagerunner.lora.readers import Readers
 
 SLOTS, KEPT, REGISTERED, IN_TURN = 4, 8, 1_000, 200
 PROMPTS = [[7, 8, 9, 10 + number] * 6 for number in range(5)]
@@ -67,7 +69,7 @@ def account(engine: Engine) -> dict[str, Any]:
     while core.has_work or core.adapters.busy:
         core.step() if core.has_work else core.poll_adapters(0.01)
     loader, scheduler = loader_of(core), core._scheduler
-    until(lambda: not loader._work)
+    until(lambda: loader.idle)
     core.adapters.books.check([])
     scheduler.manager.check_integrity()
     gc.collect()
@@ -134,6 +136,59 @@ def test_who_waits_for_a_directory_holds_up_nobody(base: Path, tmp_path: Path, m
     gate.set()
     assert all(len(engine.tokens(name)) == 6 for name in late)
     engine.close()
+
+
+def test_directories_that_do_not_answer(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither sleep nor the end waits for them, and after a while others are read beside them. What comes of them after a sleep goes to no slot."""
+    monkeypatch.setattr(readers, "SLOW_SECONDS", 0.0)
+    engine = Engine(str(base), None, enable_lora=True, max_loras=5, max_lora_rank=8, enable_sleep_mode=True)
+    core, paths = engine.core, versions(base, tmp_path, 7)
+    core.load_adapters(LoRARequest(f"n{n}", 1, str(path)) for n, path in enumerate(paths))
+    loader, read, gates = loader_of(core), loader_module.read_adapter, {str(path): threading.Event() for path in paths}
+
+    def gated(path: Path, *rest: Any) -> Any:
+        assert gates[str(path)].wait(60)
+        return read(path, *rest)
+
+    gates[str(paths[6])].set()
+    wanted = engine.tokens(engine.add(PROMPTS[0], lora="n0"))
+    for other in range(1, 6):
+        engine.tokens(engine.add(PROMPTS[0], lora=f"n{other}"))
+    monkeypatch.setattr(loader_module, "read_adapter", gated)
+    late = [engine.add(PROMPTS[0], lora=f"n{n}") for n in (6, 0, 1, 2, 3)]
+    engine.take(core.sleep(1, "keep") or ())
+    core.wake_up()
+    assert len(engine.tokens(late[0])) == 6, "a fifth directory is read"
+    assert any("n0" in line or str(paths[0]) in line for line in caplog.messages if "may not answer" in line)
+    engine.take(core.sleep(1, "keep") or ())
+    assert not engine.ended(late[1])
+    gates[str(paths[0])].set()
+    until(lambda: not any(str(paths[0]) == one.path for one in loader._readers._running))
+    assert loader.region.blocks.places.eq(-1).all(), "the engine sleeps"
+    core.wake_up()
+    assert engine.tokens(late[1]) == wanted
+    engine.close()
+    for gate in gates.values():
+        gate.set()
+
+
+def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "MOST_SLOW", 3)
+    own, gate, ended = Readers(), threading.Event(), list[int]()
+    for number in range(3):
+        own.begin(f"/gone/{number}", lambda: ended.append(gate.wait(60)))
+    until(lambda: sum(one.slow for one in own._running) == 3)
+    with pytest.raises(ConfigError, match="3 directories of adapters .* the first of them '/gone/0', and at most 3"):
+        own.begin("/gone/3", lambda: None)
+    gate.set()
+    until(lambda: own.idle)
+    own.begin("/there", lambda: ended.append(7))
+    until(lambda: own.idle)
+    assert ended == [True, True, True, 7]
+    own.close()
 
 
 @pytest.mark.days(2)

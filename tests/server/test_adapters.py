@@ -133,6 +133,11 @@ def test_loading_and_unloading(server: RunningServer, paths: list[Path], expecte
     [
         ({"lora_name": "x"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "/nowhere"}, 404, "no directory"),
+        ({"lora_name": "x", "lora_path": "/" + "a" * 300}, 404, "can't be read: File name too long"),
+        ({"lora_name": "x", "lora_path": "/a" * 3000}, 404, "can't be read: File name too long"),
+        ({"lora_name": "x", "lora_path": "/a\0b"}, 404, "lora_path"),
+        ({"lora_name": "x", "lora_path": "/etc/passwd"}, 404, "is no directory"),
+        ({"lora_name": "x", "lora_path": ""}, 400, "lora_path must be"),
         ({"lora_name": "x", "lora_path": "/"}, 400, "adapter_config.json"),
         ({"lora_name": MODEL, "lora_path": "/"}, 400, "own name"),
         ({"lora_name": "", "lora_path": "/"}, 400, "1 to 256"),

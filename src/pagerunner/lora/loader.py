@@ -1,27 +1,29 @@
 """Brings adapters from their directories to host memory, and from there to the device, beside the steps.
 
-Some threads read files, and another one copies. So a copy of 90 MB, which takes 2 ms, never waits for a directory. On a CUDA device copies have
-a stream of their own. It waits for the steps that were launched before the fill was asked for, as these may still read what was in the slot.
+Some threads read files (`lora/readers.py`), and another one copies. So a copy of 90 MB, which takes 2 ms, never waits for a directory, and nor does sleep:
+what is read afterwards is kept, but comes to no slot. On a CUDA device copies have a stream of their own. It waits for the steps that were launched before the fill was asked for, as these may still read what was in the slot.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
-from pagerunner.errors import ConfigError, PagerunnerError, described
+from pagerunner.errors import ConfigError, MissingAdapterError, PagerunnerError, described
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
+from pagerunner.lora.readers import Readers
 from pagerunner.lora.region import MakeBuffer, Packed, Region, plain_buffer
+from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill
 
 logger = logging.getLogger(__name__)
-READERS = 4
-"""Directories that are read at once. What takes time there (hashing, copying) needs no interpreter's lock."""
 
 
 class AdapterLoader:
@@ -40,8 +42,10 @@ class AdapterLoader:
         self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
         self.tell: Callable[[AdapterEnd], None] = self._ends.put
         self._under_way = 0
-        self._work: set[Future[None]] = set()
-        self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="pagerunner-adapter-files")
+        self._lock = threading.Lock()
+        self._sleeps = 0  # so far
+        self._copies: set[Future[None]] = set()
+        self._readers = Readers()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-copies")
         device = region.blocks.pool.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -49,7 +53,7 @@ class AdapterLoader:
     def read(self, number: int, path: str) -> None:
         """Read a directory, and keep what it holds."""
         self._under_way += 1
-        self._begin(self._reader, number, lambda: self._read(number, path))
+        self._begin(number, path, lambda: self._read(number, path))
 
     def fill(self, fill: AdapterFill) -> None:
         """Bring an adapter to a slot that no step uses which is launched from now on."""
@@ -59,9 +63,10 @@ class AdapterLoader:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._stream.device))
         if (packed := self._kept.get(fill.digest)) is not None:
-            self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
+            self._begin_copy(fill, packed, event)
         else:
-            self._begin(self._reader, fill.number, lambda: self._read_again(fill, event))
+            sleeps = self._sleeps
+            self._begin(fill.number, fill.path, lambda: self._read_again(fill, event, sleeps))
 
     def forget(self, digest: str) -> None:
         """Give up the copy in host memory."""
@@ -79,27 +84,40 @@ class AdapterLoader:
         return found
 
     def lose(self) -> None:
-        """Wait for what is under way, and forget what is on the device."""
-        while self._work:
-            wait(list(self._work))
+        """Wait for the copies that are under way, and forget what is on the device."""
+        with self._lock:
+            self._sleeps += 1
+        while self._copies:
+            wait(list(self._copies))
         self.region.clear()
 
     def close(self) -> None:
-        """End the threads."""
-        for pool in (self._reader, self._copier):
-            pool.shutdown(wait=True, cancel_futures=True)
+        """End the threads. Those whose directories don't answer aren't waited for."""
+        self._readers.close()
+        self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, pool: ThreadPoolExecutor, number: int, work: Callable[[], None]) -> None:
-        future = pool.submit(self._guarded, number, work)
-        self._work.add(future)
-        future.add_done_callback(self._work.discard)
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is read or copied."""
+        return not self._copies and self._readers.idle
+
+    def _begin(self, number: int, path: str, read: Callable[[], None]) -> None:
+        try:
+            self._readers.begin(path, lambda: self._guarded(number, read))
+        except ConfigError as error:
+            self.tell(AdapterEnd(number, error=str(error)))
+
+    def _begin_copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:
+        copy = self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
+        self._copies.add(copy)
+        copy.add_done_callback(self._copies.discard)
 
     def _guarded(self, number: int, work: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():
                 work()
         except PagerunnerError as error:
-            self.tell(AdapterEnd(number, error=str(error)))
+            self.tell(AdapterEnd(number, error=str(error), missing=isinstance(error, MissingAdapterError)))
         except Exception as error:  # whatever it is, it ends the requests that want this adapter
             logger.exception("An adapter can't be loaded.")
             self.tell(AdapterEnd(number, error=f"The adapter can't be loaded: {described(error)}."))
@@ -107,6 +125,7 @@ class AdapterLoader:
     def _keep(self, path: str, wanted: str = "") -> tuple[Adapter, Packed]:
         """What is in a directory, which must have this digest unless that is ""."""
         region = self.region
+        check_directory(path)
         adapter = read_adapter(Path(path), self._targets, self._dtype, region.max_rank)
         if wanted and adapter.digest != wanted:
             raise ConfigError(
@@ -123,9 +142,13 @@ class AdapterLoader:
         adapter, _ = self._keep(path)
         self.tell(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base, separate=adapter.separate))
 
-    def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None) -> None:
+    def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None, sleeps: int) -> None:
         _, packed = self._keep(fill.path, fill.digest)
-        self._begin(self._copier, fill.number, lambda: self._copy(fill, packed, event))
+        with self._lock:
+            if sleeps == self._sleeps:
+                self._begin_copy(fill, packed, event)
+                return
+        self.tell(AdapterEnd(fill.number, fill.digest))  # the slot may be another's by now
 
     def _copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:
         if self._stream is None or event is None:
@@ -136,3 +159,15 @@ class AdapterLoader:
                 self.region.fill(fill.slot, packed)
             self._stream.synchronize()
         self.tell(AdapterEnd(fill.number, fill.digest, num_bytes=packed.elements.nbytes))
+
+
+def check_directory(path: str) -> None:
+    """Raise MissingAdapterError for what is no directory, or can't be looked into."""
+    why = "is no directory"
+    try:
+        if Path(path).is_dir():
+            os.scandir(path).close()
+            return
+    except (OSError, ValueError) as error:  # a ValueError of a text with a zero character
+        why = f"can't be read: {error.strerror if isinstance(error, OSError) else error}"
+    raise MissingAdapterError(f"lora_path {show(path)} {why} on the engine's machine.")

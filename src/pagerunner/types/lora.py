@@ -92,7 +92,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class AdapterEnd(msgspec.Struct, frozen=True):
-    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`.
+    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`, which may be that the directory is `missing`.
 
     A fill says how many bytes it has copied. `separate`: experts have tensors of their own.
     """
@@ -103,6 +103,7 @@ class AdapterEnd(msgspec.Struct, frozen=True):
     base: str = ""
     error: str = ""
     num_bytes: int = 0
+    missing: bool = False
     separate: bool = False
 
 

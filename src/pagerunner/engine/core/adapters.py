@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.errors import ConfigError, InvalidRequestError, MissingAdapterError
 from pagerunner.sched.adapters import Adapters
 from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill, AdapterInfo, LoRARequest
@@ -134,7 +134,7 @@ class AdapterWork:
         if not error and request.is_3d_lora_weight and end.separate:
             error = f"{request.lora_path}: is_3d_lora_weight=True is for tensors of all experts together, and here experts have tensors of their own."
         if error:
-            self.loaded[end.number] = ConfigError(error)
+            self.loaded[end.number] = (MissingAdapterError if end.missing else ConfigError)(error)
             return
         base = request.base_model_name or end.base
         info = AdapterInfo(request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id)

@@ -20,6 +20,7 @@ from pagerunner.errors import (
     EngineDeadError,
     EngineSleepingError,
     InvalidRequestError,
+    MissingAdapterError,
     PagerunnerError,
     RequestFailedError,
     described,
@@ -45,6 +46,7 @@ _KINDS: dict[str, type[PagerunnerError]] = {
         EngineDeadError,
         EngineSleepingError,
         InvalidRequestError,
+        MissingAdapterError,
         RequestFailedError,
     )
 }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, MissingAdapterError
 from pagerunner.server.errors import HttpError, short
 from pagerunner.server.http import read_as
 from pagerunner.server.service import Service
@@ -47,10 +45,10 @@ class AdapterControl:
         number = self._service.engine.adapters.number(asked.lora_name)
         how = asked.base_model_name, asked.load_inplace, asked.is_3d_lora_weight
         adapter = LoRARequest(asked.lora_name, number, asked.lora_path, *how)
-        if asked.lora_path and not Path(asked.lora_path).is_dir():
-            raise HttpError(404, f"lora_path {short(asked.lora_path)!r} is no directory of the server.", "lora_path")
         try:
             await self._service.engine.adapters.load(adapter)
+        except MissingAdapterError as error:
+            raise HttpError(404, str(error), "lora_path") from error
         except ConfigError as error:
             raise HttpError(400, str(error), "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")

@@ -69,4 +69,4 @@ class RanksLoader:
             rank = min(errors)
             said = f"{self._who(rank)}: {errors[rank]}"
         vain = [AdapterEnd(IN_VAIN, digest) for digest in sorted(digests)]
-        return [AdapterEnd(first.number, error=said), *vain]
+        return [AdapterEnd(first.number, error=said, missing=all(end.missing for end in of_ranks.values())), *vain]
