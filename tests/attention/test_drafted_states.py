@@ -25,6 +25,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,9 +54,10 @@ class Product:
         self.out = torch.empty(MOST, outputs, **half)
         for module in (many.linear_rounded, linear_tiles):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        monkeypatch.setattr(many.linear_rounded, "_scaled", lambda x, *_: self.out[: x.shape[0]])
+        monkeypatch.setattr(many.linear_rounded, "cublas", lambda x, *_: self.out[: x.codes.shape[0]])
         monkeypatch.setattr(torch, "mm", lambda *_, **__: None)
         monkeypatch.setattr(torch.Tensor, "addmm_", lambda *_, **__: None)
+        monkeypatch.setattr(torch.Tensor, "add_", lambda *_, **__: None)
         monkeypatch.setattr(many, "quantize", twins.quantize.kernel)
         monkeypatch.setattr(many, "silu_quantize", twins.silu_quantize.kernel)
         monkeypatch.setattr(many, "silu_and_mul", lambda x: x[:, : x.shape[1] // 2])

@@ -43,6 +43,7 @@ def check(case: Case) -> torch.Tensor:
 ROWS = ((150, 1), (0, 1), (18, 1), (19, 1), (20, 1), (43, 1))  # around top_k
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_rows_of_one_token(dtype: torch.dtype) -> None:
     chosen = check(Case(ROWS, dtype=dtype, padding=2, size=32, heads=20))

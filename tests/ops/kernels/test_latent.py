@@ -67,6 +67,7 @@ def test_keys_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, least: int) -
 DRAFTS = (RowCase(300, 4), RowCase(0, 1), RowCase(29, 4), RowCase(140, 2))
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(
     ("heads", "dtype", "raw", "least"),
     [

@@ -36,6 +36,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("sizes", "kv_dtype"), by_days(SIZES, [torch.float32, E4M3]))
 @pytest.mark.parametrize("check", [check_drafts, check_projected_drafts])
 def test_attention(check: Any, sizes: tuple[Any, int, dict[str, Any]], kv_dtype: torch.dtype) -> None:
@@ -55,6 +56,7 @@ def test_latents(monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("rows", "drafts", "strided"), [(1, 31, True), (2, 31, False), (65, 2, True)])
 @pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
 def test_recurrences(kind: str, rows: int, drafts: int, strided: bool) -> None:

@@ -92,6 +92,7 @@ LONG_CASES = [
 ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("case", "programs"), by_days(LONG_CASES, [2, 20]))
 def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
     """Into parts of several tiles, and of as few as there may be. A part may have keys of the past, new tokens, or both."""
@@ -323,6 +324,7 @@ def test_few_rows_of_many_heads(monkeypatch: pytest.MonkeyPatch, group: int, unu
     check_projected(Case((plain(150, 1), plain(0, 1)), 16, 2, group, 8, padding=1), "cpu")
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "group", "sharing", "unused"),
     [

@@ -68,6 +68,7 @@ def test_drafts(step, kind, dtype, tolerance):
     )  # whose numbers are larger than those above
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
 def test_drafts_are_bit_by_bit_plain_decoding(kind, dtype, monkeypatch):

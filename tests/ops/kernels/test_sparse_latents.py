@@ -36,6 +36,7 @@ def check(case: Case, tolerance: float = 5e-5) -> None:
         assert torch.equal(chosen_values.kernel(*given), found), "layers of a step share the parts' places"
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("heads", [3, 20])
 def test_rows_of_one_token(monkeypatch: pytest.MonkeyPatch, splits: int, heads: int) -> None:
@@ -111,6 +112,7 @@ def steps(spec: LatentKV, graph: bool) -> tuple[torch.Tensor, list[torch.Tensor]
     return memory, found
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("spec", [PLAIN, SCALED], ids=["floats", "fp8"])
 @pytest.mark.parametrize("most", [1024, 16])
 def test_the_backend_by_kernels_and_by_twins(monkeypatch: pytest.MonkeyPatch, spec: LatentKV, most: int) -> None:

@@ -17,6 +17,7 @@ from pagerunner.ops.kernels import linear_wide  # noqa: E402
 from pagerunner.ops.kernels import vectors_attention as kernels  # noqa: E402
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("programs", [1, 300], ids=["whole", "parts"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
