@@ -27,15 +27,15 @@ TOKENS = 330  # the last multiple of 16 before its end is 320
 
 
 class Engine:
-    """Transfers take `lag` calls of `step` each, one after another. There is room for ROOM prompts."""
+    """Transfers take `lag` calls of `step` each, one after another. There is room for `room` prompts."""
 
-    def __init__(self, kind: str, lag: int, batched: int) -> None:
+    def __init__(self, kind: str, lag: int, batched: int, room: int = ROOM) -> None:
         specs = KINDS[kind]
         each = sum(spec.page_bytes(16) * (1 if isinstance(spec, RecurrentState) else 21) for spec in specs)
         plan = plan_memory(
             specs,
             page_tokens=16,
-            budget_bytes=ROOM * each + (3 * 5_120 if kind == "hybrid" else 64 * 21),
+            budget_bytes=room * each + (3 * 5_120 if kind == "hybrid" else 64 * 21),
             model_max_len=400,
             max_num_seqs=3,
             max_num_batched_tokens=batched,
@@ -230,3 +230,13 @@ def test_a_piece_is_stored_without_asking_each_store_under_way_what_it_brings() 
     engine.run()
     assert not any(engine.tiers._coming) and not engine.tiers._bringing
     assert len(engine.host.index.pages[0]) == 40
+
+
+def test_what_a_preempted_request_has_generated_comes_back_from_host_memory() -> None:
+    """Three texts of 390 tokens, with room for less than two. Those that go on take the others' pages."""
+    engine = Engine("full", 1, 512, room=2)
+    for number in range(3):
+        engine.add(f"text {number}", number, max_tokens=290, tokens=100)
+    engine.run()
+    preempted = engine.scheduler.stats().preemptions_total
+    assert preempted and engine.computed <= 3 * 389 + 16 * preempted

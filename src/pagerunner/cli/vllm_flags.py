@@ -90,7 +90,7 @@ WARNED: dict[str, str] = {
 }
 """Flags without a value that change nothing here, and what is said about them."""
 PASSED_OVER: dict[str, str] = {
-    "--swap-space": "no pages are swapped to the host: a preempted request is computed again, less what is cached (as in vLLM since V1).",
+    "--swap-space": "no request is swapped: a preempted one is computed again, less what is cached (as in vLLM since V1). Host memory for pages is --kv-offloading-size; what a preempted request had computed comes back from there.",
 }
 """Flags with a value that changes nothing, here as in today's vLLM, and what is said about them."""
 _METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
