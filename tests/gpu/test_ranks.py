@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from helpers import faulty_ranks
+from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import ON_CUDA
 from helpers.patience import patient, until
-from pagerunner import LLM, SamplingParams
+from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import EngineDeadError
@@ -62,7 +63,7 @@ def engine(path: Path, ranks: int, way: str = "tensor_parallel_size", sums: str 
     options |= {"disable_custom_all_reduce": True} if sums == "nccl" else {}
     return LLM(
         str(path), use_tqdm=False, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=32,
-        kv_cache_memory_bytes=2**28, enable_prefix_caching=False, **{way: ranks}, **options,
+        kv_cache_memory_bytes=2**28, enable_prefix_caching=False, **({way: ranks} | options),
     )  # fmt: skip
 
 
@@ -163,6 +164,40 @@ llm = LLM(sys.argv[1], tensor_parallel_size=2, enforce_eager=True, skip_tokenize
 llm.generate({"prompt_token_ids": [7, 8, 9]}, use_tqdm=False)
 print([driver.cuDevicePrimaryCtxGetState(number)[2] for number in range(driver.cuDeviceGetCount()[1])])
 """
+
+
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("qwen3", {"tensor_parallel_size": 2}),
+        ("qwen3", {"tensor_parallel_size": 4}),
+        ("qwen3", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"tensor_parallel_size": 2}),
+        ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_adapters_have_the_tokens_of_one_device(family: str, ways: dict[str, Any], tmp_path: Path) -> None:
+    """In float32, many rows and one alone: three of four rows have one of three adapters, of which two are in slots at a time."""
+    check_devices(max(ways.values()), "ours")
+    path = make_checkpoint(tmp_path, family, num_hidden_layers=2, **WIDE) if family == "qwen3" else None
+    path = path or make_window_checkpoint(tmp_path, family)
+    made = [random_adapter(path, tmp_path / f"a{n}", rank=rank, seed=n) for n, rank in enumerate((4, 16, 40))]
+    own = [None, *(LoRARequest(f"a{n}", n + 1, str(one)) for n, one in enumerate(made))]
+    options: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+
+    def answers(llm: LLM) -> list[Any]:
+        many = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[own[n % 4] for n in range(len(PROMPTS))])
+        alone = llm.generate(PROMPTS[5], GREEDY, use_tqdm=False, lora_request=own[1])
+        return [output.outputs[0] for output in (*many, *alone)]
+
+    for left, right in zip(
+        answers(engine(path, 1, **options)), answers(engine(path, 1, **options, **ways)), strict=True
+    ):
+        for step, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
+            if a != b:
+                likely = left.logprobs[step]
+                assert b in likely and likely[a].logprob - likely[b].logprob < 1e-3, (step, a, b)
+                break
 
 
 def test_a_core_takes_no_memory_of_its_ranks_devices(tmp_path: Path) -> None:
