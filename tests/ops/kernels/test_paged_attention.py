@@ -27,6 +27,7 @@ from helpers.paged_kernels import (  # noqa: E402
     check_store,
 )
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels import paged_sizes  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
@@ -49,7 +50,8 @@ def cases_and_slices(*cases: Case) -> pytest.MarkDecorator:
 def small_tiles(request, monkeypatch):
     """Rows of several tiles, cut by slices, and blocks of few queries; or slices of several rows."""
     slices = getattr(request, "param", (4, 0))
-    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *slices))
+    for module in (kernels, paged_sizes):  # drafts' tiles are those of rows of one token
+        monkeypatch.setattr(module, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, *slices))
     monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(8, 16, 4, 3, slices[0]))
     monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
     monkeypatch.setattr(kernels, "shared_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2))
