@@ -331,7 +331,9 @@ def faulty(ranks: int = 2, **settings: Any) -> EngineCore:
 
 
 def ask(core: EngineCore, *prompt: int, tokens: int = 40) -> None:
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    """Only prompts have tokens with which ranks fail."""
+    bias = dict.fromkeys(faulty_ranks.FAULTS, -100.0)
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logit_bias=bias)
     core.add(
         EngineRequest(
             request_id=f"r{time.monotonic_ns()}",

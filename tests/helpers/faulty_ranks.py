@@ -23,7 +23,7 @@ from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
 
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
-RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE, LOSE = 501, 502, 503, 504, 505, 506
+FAULTS = RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE, LOSE = 501, 502, 503, 504, 505, 506
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
 "all" fail, or "all load hangs". With "load slow" the last rank reads for 5 seconds longer than the others, which wait for it. "sleep hangs" is of all.
