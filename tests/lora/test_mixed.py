@@ -13,11 +13,14 @@ from helpers.adapters import pair, write_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.forward import Harness, Sequence, load, prompts
 from pagerunner.batch import ForwardBatch
+from pagerunner.dist.null import NullComm
 from pagerunner.errors import ConfigError
 from pagerunner.layers import linear
+from pagerunner.layers.linear import Linear
 from pagerunner.lora.adapter import Adapter, LowRank, Targets, read_adapter
 from pagerunner.lora.region import Products, Region
 from pagerunner.ops.lora import Adapters
+from pagerunner.quant.ranked import Summed
 
 RANKS = {0: 4, 1: 20}
 
@@ -76,15 +79,24 @@ def test_mixed_batch_is_each_row_alone(tmp_path: Path, family: str) -> None:
     assert not torch.allclose(plain[0].logprobs[0], mixed[0].logprobs[0], atol=1e-2)
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("joined", [False, True])
-def test_adapters_are_what_merged_weights_are(tmp_path: Path, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model with B A added to its weights computes the same. A single row's products may add their adapters themselves, as on a GPU."""
+def test_adapters_are_what_merged_weights_are(
+    tmp_path: Path, joined: bool, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model with B A added to its weights computes the same. A single row's products may add their adapters themselves, as on a GPU.
+
+    `summed`: as if ranks, of which there is one here, added up what divided columns give.
+    """
     if joined:
         monkeypatch.setattr(linear, "joins_row", lambda x_TI, weight_OI: x_TI.shape[0] == 1)
     base = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
     text = prompts([12])[0]
     text[0] = 7
     adapted = harness(base, tmp_path / "a", {7: 1})
+    for layer in adapted.model.modules() if summed else ():
+        if isinstance(layer, Linear) and layer.cut is not None and layer.cut.axis == "inputs":
+            layer.method = Summed(layer.method, NullComm())
     got = adapted.generate([text], 3)[0]
     model, config = load(base)
     merged = Harness(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
