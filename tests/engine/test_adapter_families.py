@@ -57,6 +57,7 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
     assert abs(want[0][0][1] - plain[0][0][1]) > 5e-4, "the adapter changes something"
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_in_graphs(family: str, tmp_path: Path) -> None:
     """A row alone, too: kernels for one token read its experts whether or not they are computed apart."""

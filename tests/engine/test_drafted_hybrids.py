@@ -95,7 +95,7 @@ def same(path: str, new_tokens: int, *, hits: bool = True, **options: Any) -> LL
     return llm
 
 
-@pytest.mark.parametrize("family", [FAMILIES[at] for at in share_of_the_day(4, 2)])
+@pytest.mark.parametrize("family", [FAMILIES[at] for at in share_of_the_day(4, 4)])
 def test_tokens_and_hits_are_those_without_drafts(checkpoint: Any, family: str) -> None:
     same(checkpoint(family), 70, max_num_batched_tokens=64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,12 @@ def check_logprobs(one: list[Any], other: list[Any]) -> None:
                     assert value.logprob == pytest.approx(found[token].logprob, abs=1e-4)
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoints: Any) -> Any:
+    """What a family says without drafts."""
+    return functools.cache(lambda family: outputs(LLM(str(checkpoints(family)), **DEFAULTS)))
+
+
 @pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS))
 def test_tokens_are_those_without_drafts(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, condition: str
@@ -122,10 +129,9 @@ def test_tokens_are_those_without_drafts(
 @pytest.mark.parametrize("right", [0.0, 1.0])
 @pytest.mark.parametrize("drafts", [1, 5])
 def test_drafters_that_are_always_right_and_always_wrong(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, right: float, drafts: int
+    checkpoints: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, right: float, drafts: int
 ) -> None:
-    path = str(checkpoints("qwen3"))
-    expected = outputs(LLM(path, **DEFAULTS))
+    path, expected = str(checkpoints("qwen3")), plain("qwen3")
     plant(monkeypatch, texts(expected), right)
     llm = LLM(path, **DEFAULTS, **drafting(drafts))
     assert tokens(outputs(llm)) == tokens(expected)
@@ -136,18 +142,15 @@ def test_drafters_that_are_always_right_and_always_wrong(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_ngrams_draft_and_change_nothing(checkpoints: Any, family: str) -> None:
-    path = str(checkpoints(family))
-    expected = outputs(LLM(path, **DEFAULTS))
-    assert tokens(outputs(LLM(path, **DEFAULTS, **drafting(4)))) == tokens(expected)
+def test_ngrams_draft_and_change_nothing(checkpoints: Any, plain: Any, family: str) -> None:
+    assert tokens(outputs(LLM(str(checkpoints(family)), **DEFAULTS, **drafting(4)))) == tokens(plain(family))
 
 
 @pytest.mark.parametrize(("family", "pages"), [("qwen3", 14), ("gemma3_text", 14), ("qwen3_next", 14)])
 def test_scarce_pages_and_preemption_change_nothing(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, pages: int
+    checkpoints: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, family: str, pages: int
 ) -> None:
-    path = str(checkpoints(family))
-    expected = outputs(LLM(path, **DEFAULTS))
+    path, expected = str(checkpoints(family)), plain(family)
     plant(monkeypatch, texts(expected), 0.6)
     scarce = {**DEFAULTS, "max_model_len": 128, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": pages}
     llm = LLM(path, **scarce, **drafting(3))
@@ -155,9 +158,10 @@ def test_scarce_pages_and_preemption_change_nothing(
     assert llm.stats().preemptions_total > 0 or family == "qwen3_next"  # whose pages of states are held to the end
 
 
-def test_sleep_and_aborts_in_the_middle_change_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(checkpoints("qwen3"))
-    expected = outputs(LLM(path, **DEFAULTS))
+def test_sleep_and_aborts_in_the_middle_change_nothing(
+    checkpoints: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = str(checkpoints("qwen3")), plain("qwen3")
     plant(monkeypatch, texts(expected), 0.7)
     llm = LLM(path, **DEFAULTS, enable_sleep_mode=True, **drafting(3))
     for _ in range(2):

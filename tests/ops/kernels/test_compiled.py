@@ -32,6 +32,7 @@ ADAPTED_ROWS = [
     ("adapted_row", 12288, (4096,), False),
     ("adapted_row", 4096, (12288, 12288), True),
 ]
+ADAPTERS, ADAPTED_ROWS = ([one[at] for at in share_of_the_day(3, 3)] for one in (ADAPTERS, ADAPTED_ROWS))
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 
 
