@@ -33,12 +33,12 @@ class Counted(Tiering):
 class Engine:
     """A scheduler whose transfers end with the step that they began with. By default there is room for one prompt of TOKENS and what it generates."""
 
-    def __init__(self, room: int = 250, seqs: int = 4) -> None:
+    def __init__(self, room: int = 250, seqs: int = 4, longest: int = 240) -> None:
         plan = plan_memory(
             [FullKV(1, 16, "bfloat16")],
             page_tokens=16,
             budget_bytes=64 * room,
-            model_max_len=240,
+            model_max_len=longest,
             max_num_seqs=seqs,
             max_num_batched_tokens=64,
         )
@@ -47,7 +47,7 @@ class Engine:
         self.tiers = Counted(self.manager, self.host)
         self.tiers.grow(self.host.num_bytes)
         self.scheduler = Scheduler(
-            self.manager, max_num_seqs=seqs, max_num_batched_tokens=64, max_model_len=240, tiers=self.tiers
+            self.manager, max_num_seqs=seqs, max_num_batched_tokens=64, max_model_len=longest, tiers=self.tiers
         )
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
@@ -323,3 +323,30 @@ def test_what_came_for_a_request_before_it_was_sent_back_keeps_no_room_from_it()
     disk.arrive(request)
     engine.run()
     assert engine.tiers.counts.load_bytes == 64 * (TOKENS - 16)
+
+
+def test_the_first_long_prompt_that_a_disk_has_is_computed_as_nothing_else_would_say_how_long_that_takes() -> None:
+    """Of prompts that are found only their ends are computed, so a disk that is slower than computing would be read for ever."""
+    engine = Engine(2_000, 4, 400)
+    chains = []
+    for number in range(4):
+        chains.append(chain := engine.manager.chain(""))
+        chain.cover([number] * 320, 320)
+    disk: Any = Disk(engine.host, chains)
+    engine.tiers.below = disk
+    sequences = engine.scheduler._state.sequences
+    for number in range(2):
+        engine.add(f"{number}", [number] * 320, 1)
+    found = engine.step()
+    assert list(disk.asked) == [sequences["1"]], "others don't wait for it"
+    disk.arrive(sequences["1"])
+    assert found | engine.run() == {"1": 304}
+    engine.tiers.rates.computed(320, 0.32)
+    disk.seconds = lambda keys: 0.5
+    engine.add("2", [2] * 320, 1)
+    assert engine.run() == {} and not disk.asked, "slower than computing"
+    disk.seconds = lambda keys: 0.1
+    engine.add("3", [3] * 320, 1)
+    engine.step()
+    disk.arrive(sequences["3"])
+    assert engine.run() == {"3": 304}

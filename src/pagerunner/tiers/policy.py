@@ -401,7 +401,7 @@ class Tiering:
 
     def _fetch(self, request: Waiting, could: int, limit: int) -> bool:
         """Begin to read what the store below has more than host memory, if that pays. A request does so once, and waits for room in its turn."""
-        below, chain, rate = self.below, request.chain, self.rates.seconds_per_token
+        below, chain = self.below, request.chain
         self._leave_line(request)
         if below is None or request.fetched:
             return False
@@ -413,7 +413,8 @@ class Tiering:
             return False
         keys, beside = lacking(self._rules, chain, hit, far, self.host.index.pages)
         seconds = below.seconds(keys) + self.rates.seconds(self._bytes_of(keys))  # and to the device
-        if isinf(seconds) or (rate and seconds >= rate * (hit - could)):
+        request.fetched = isinf(seconds) or not self.rates.sooner(seconds, hit - could)
+        if request.fetched:
             return False
         if (self._line and not self._room_may_be()) or not below.fetch(request, keys, beside):
             if not self._frees() or below.too_large(keys):

@@ -13,6 +13,7 @@ class Rates:
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self.seconds_per_token = 0.0
+        self._asked = False  # whether a prompt is computed to know that
 
     def moved(self, num_bytes: int, seconds: float) -> None:
         """A transfer took so long, after all before it."""
@@ -27,6 +28,17 @@ class Rates:
     def seconds(self, num_bytes: int) -> float:
         """How long so many bytes take; 0 if that isn't known."""
         return num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+
+    def sooner(self, seconds: float, tokens: int) -> bool:
+        """Whether what a store below brings in `seconds` is there sooner than `tokens` tokens are computed.
+
+        What computing takes is known from steps alone, and where all prompts are found none says it. So the first prompt that is long enough is computed.
+        """
+        if self.seconds_per_token:
+            return seconds < tokens * self.seconds_per_token
+        first = not self._asked and tokens >= _LEAST_TOKENS
+        self._asked |= first
+        return not first
 
     def pays(self, num_bytes: int, before: int, tokens: int) -> bool:
         """Whether bytes behind so many others are there sooner than `tokens` tokens are computed."""
