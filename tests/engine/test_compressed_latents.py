@@ -25,7 +25,9 @@ from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.memory.specs import LatentKV
+from pagerunner.models import deepseek_v4
 from pagerunner.models.configs.reader import read_model_config
+from pagerunner.ops.rope import RopeAngles
 
 pytest.importorskip("transformers")
 
@@ -261,30 +263,46 @@ def test_sleep_changes_no_bit(models: Any) -> None:
     assert answers() == before
 
 
+NOTICED = {"nothing": (), "positions": (WINDOW, SPARSE, HEAVY), "a choice": (SPARSE,), "slots' angles": (SPARSE, HEAVY)}
+"""What a layer might take once, by the number of tokens, and use again, and in which kinds of layers that is seen."""
+
+
 @pytest.mark.days(2)
-@pytest.mark.parametrize(("kind", "planted"), by_days([WINDOW, SPARSE, HEAVY], [False, True]))
+@pytest.mark.parametrize(("kind", "planted"), by_days([WINDOW, SPARSE, HEAVY], NOTICED))
 def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, planted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, planted: str
 ) -> None:
-    """Of each kind of layer alone. Positions that a layer takes once, by the number of tokens, and then uses again are noticed in every kind."""
+    """Of each kind of layer alone."""
     path, _ = make_compressed_checkpoint(
         tmp_path, layer_types=[kind] * 2, num_hidden_layers=2, mlp_layer_types=["moe"] * 2
     )
     texts = [prompt(i, n) for i, n in enumerate((60, 5, 33))]
-    first: dict[int, torch.Tensor] = {}
-    compute = paged_vectors.vectors_attention
+    first: dict[Any, torch.Tensor] = {}
+    attend, choose, turn = paged_vectors.vectors_attention, paged_vectors.choose_slots, deepseek_v4.Angles.slots_of_all
 
-    def stale(q: torch.Tensor, window: Any, slots: Any, rows: Any, *more: Any) -> torch.Tensor:
+    def stale_positions(q: torch.Tensor, window: Any, slots: Any, rows: Any, *more: Any) -> torch.Tensor:
         own = rows.positions_T
-        kept = replace(rows, positions_T=first.setdefault(len(own), own.clone()))
-        return compute(q, window, slots, kept if planted else rows, *more)
+        return attend(q, window, slots, replace(rows, positions_T=first.setdefault(len(own), own.clone())), *more)
+
+    def stale_choice(q: torch.Tensor, *more: Any) -> torch.Tensor:
+        found = choose(q, *more)
+        return first.setdefault(len(q), found.clone()) if len(q) == 4 else found  # of steps that are recorded
+
+    def stale_angles(angles: Any, ratio: int) -> Any:
+        found = turn(angles, ratio)
+        return first.setdefault((ratio, len(angles._positions)), RopeAngles(*(part.clone() for part in found)))
 
     def answers(llm: Any) -> list[Any]:
         return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
 
     expected = answers(engine(path))
-    monkeypatch.setattr(paged_vectors, "vectors_attention", stale)
+    if planted == "positions":
+        monkeypatch.setattr(paged_vectors, "vectors_attention", stale_positions)
+    elif planted == "a choice":
+        monkeypatch.setattr(paged_vectors, "choose_slots", stale_choice)
+    elif planted == "slots' angles":
+        monkeypatch.setattr(deepseek_v4.Angles, "slots_of_all", stale_angles)
     with as_on_cuda(), counted_graphs() as graphs:
         found = answers(engine(path, max_num_seqs=4))
     assert graphs.replays
-    assert (found == expected) == (not planted), found
+    assert (found == expected) == (kind not in NOTICED[planted]), found

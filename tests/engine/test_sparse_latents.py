@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints_latent import make_latent_checkpoint
+from helpers.device import as_on_cuda, counted_graphs
 from helpers.effort import by_days
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run, tokens_of
 from helpers.published import all_published
@@ -169,3 +170,28 @@ def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: An
     (path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=field):
         read_model_config(path)
+
+
+@pytest.mark.parametrize("planted", ["nothing", "a choice"])
+def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
+    models: Any, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """What a layer takes once, by the number of tokens, and uses again, is noticed."""
+    path, _ = models("plain")
+    texts, first = [prompt(i, n) for i, n in enumerate((60, 5, 33))], {}
+    choose = paged_sparse.choose_slots
+
+    def stale_choice(q: Any, *more: Any) -> Any:
+        found = choose(q, *more)
+        return first.setdefault(len(q), found.clone()) if len(q) == 4 else found  # of steps that are recorded
+
+    def answers(llm: Any) -> list[Any]:
+        return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
+
+    expected = answers(engine(path))
+    if planted == "a choice":
+        monkeypatch.setattr(paged_sparse, "choose_slots", stale_choice)
+    with as_on_cuda(), counted_graphs() as graphs:
+        found = answers(engine(path, max_num_seqs=4))
+    assert graphs.replays
+    assert (found == expected) == (planted == "nothing"), found

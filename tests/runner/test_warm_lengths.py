@@ -15,6 +15,8 @@ from helpers.device import as_on_cuda
 from helpers.effort import effort
 from helpers.engine_oracle import engine
 from helpers.families import MAKERS
+from pagerunner.attention.paged_mla import PagedLatentBackend
+from pagerunner.attention.paged_vectors import PagedVectorsBackend
 from pagerunner.engine.worker import build, worker
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.runner.runner import BETWEEN_TOKENS, ModelRunner
@@ -50,12 +52,9 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.days(6)
-@pytest.mark.parametrize("name", CASES)
-def test_prompts_of_any_length_find_their_kernels_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A prompt whole, its last tokens behind the others, and two at once; in steps that don't run in graphs."""
+def _runner(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, longest: int = LONGEST
+) -> tuple[ModelRunner, ModelConfig]:
     make, pages = CASES[name]
     found: list[tuple[ModelRunner, ModelConfig]] = []
 
@@ -64,11 +63,21 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
         return found[-1][0]
 
     monkeypatch.setattr(worker, "make_runner", make_runner)
-    sizes = {"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST, "kv_cache_memory_bytes": 20_000_000}
+    sizes = {"max_model_len": longest, "max_num_batched_tokens": longest, "kv_cache_memory_bytes": 20_000_000}
     options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
     with as_on_cuda():
-        engine(make(tmp_path), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options)
-    ((runner, config),) = found
+        engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options)
+    (made,) = found
+    return made
+
+
+@pytest.mark.days(6)
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_of_any_length_find_their_kernels_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A prompt whole, its last tokens behind the others, and two at once; in steps that don't run in graphs."""
+    runner, config = _runner(tmp_path, monkeypatch, name)
     runner._kernels, runner._lengths = (
         build._kernels_of(runner._model),
         build._length_kernels_of(config),
@@ -85,3 +94,34 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
                 runner._run_first([StepRow(slot, start, n, [0] * n, True) for slot, (start, n) in enumerate(rows)])
             assert launched <= met, (length, launched - met)
     assert len(met) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [("chosen latents in fp8", PagedLatentBackend), ("slots", PagedVectorsBackend)]
+)
+def test_a_graph_computes_all_that_its_layers_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: type[PagedLatentBackend | PagedVectorsBackend]
+) -> None:
+    """The first layer of a step computes it. A plan that kept it for the next graph would make that graph read what another step left."""
+    runner, _ = _runner(tmp_path, monkeypatch, name, longest=160)  # so no row sees more slots than are chosen
+    plan, graphs = backend.plan, runner._graphs
+
+    def launches(launched: set[Any]) -> set[Any]:
+        launched.clear()
+        batch, _ = graphs._prepare(graphs.keys[-1])
+        graphs._run(graphs.keys[-1], batch, runner._work)
+        return set(launched)
+
+    with noted_launches() as launched:
+        first, second = launches(launched), launches(launched)
+        kept: dict[Any, Any] = {}
+
+        def keeping(*given: Any) -> Any:
+            made = plan(*given)
+            object.__setattr__(made, "scratch", kept)
+            return made
+
+        monkeypatch.setattr(backend, "plan", keeping)
+        third, fourth = launches(launched), launches(launched)
+    assert first == second == third
+    assert {launch[0] for launch in third - fourth} == {"_chunk_kernel"}, "it is noticed"
