@@ -21,10 +21,14 @@ ROOM = 4.0
 
 
 def fitting_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest power of two that brings magnitudes of up to `largest` into fp8 `dtype`; 0 for 0. Float32."""
+    """The smallest power of two that brings magnitudes of up to `largest` into fp8 `dtype`; 0 for 0. Float32.
+
+    For infinity it is infinite, which makes no number of that element.
+    """
     mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two already
-    return torch.where(largest > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(min=-126)), 0.0)
+    fitting = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(min=-126)).where(largest.isfinite(), float("inf"))
+    return torch.where(largest > 0, fitting, 0.0)
 
 
 def grown_scale(old: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -34,9 +34,14 @@ def grown_scale(old, largest, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
-    """As ops.fp8.to_fp8."""
-    divided = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x))
-    return tl.minimum(tl.maximum(divided, -FP8_MAX), FP8_MAX).to(FP8)
+    """As ops.fp8.to_fp8. No number stays none, so that what is broken is noticed."""
+    return _saturated(tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)), FP8_MAX).to(FP8)
+
+
+@triton.jit
+def _saturated(x, FP8_MAX: tl.constexpr):
+    least = tl.maximum(x, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(least, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -75,7 +80,6 @@ def rescale_page(
         there = ((head < K) & (slot < PAGE))[:, None]
         low = tl.load(at, mask=there & (d < HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
         high = tl.load(at + HALF, mask=there & (d < D - HALF)[None, :], other=0).to(FP8, bitcast=True).to(tl.float32)
-        low = tl.minimum(tl.maximum(low * factor, -FP8_MAX), FP8_MAX).to(FP8)
-        high = tl.minimum(tl.maximum(high * factor, -FP8_MAX), FP8_MAX).to(FP8)
+        low, high = _saturated(low * factor, FP8_MAX).to(FP8), _saturated(high * factor, FP8_MAX).to(FP8)
         tl.store(at, low.to(tl.uint8, bitcast=True), mask=there & (d < HALF)[None, :])
         tl.store(at + HALF, high.to(tl.uint8, bitcast=True), mask=there & (d < D - HALF)[None, :])
