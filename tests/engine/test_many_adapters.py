@@ -22,7 +22,7 @@ from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import until
-from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
+from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.lora import loader as loader_module
 from pagerunner.lora import readers
@@ -172,6 +172,18 @@ def test_directories_that_do_not_answer(
     engine.close()
     for gate in gates.values():
         gate.set()
+
+
+def test_loads_of_which_one_cannot_begin_are_not_begun(base: Path, tmp_path: Path) -> None:
+    engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
+    core, (first, second) = engine.core, versions(base, tmp_path, 2)
+    core.load_adapters([LoRARequest("a", 1, str(first))])
+    for names, said in ((("b", "a"), "'a' is loaded already"), (("b", "b"), "'b' is being loaded")):
+        with pytest.raises(InvalidRequestError, match=said):
+            core.load_adapters([LoRARequest(name, 1, str(second)) for name in names])
+        assert not core.poll_adapters(0.01) and not core.adapters.busy and [*core.adapters.books.names] == ["a"]
+    core.load_adapters([LoRARequest("b", 1, str(second))])
+    engine.close()
 
 
 def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

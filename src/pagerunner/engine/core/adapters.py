@@ -56,6 +56,16 @@ class AdapterWork:
 
         Raises InvalidRequestError.
         """
+        self.check(request)
+        number = self.books.number()
+        self._loads[number] = request
+        if not named:
+            self._named_later.add(number)
+        self._loader.read(number, request.lora_path)
+        return number
+
+    def check(self, request: LoRARequest, before: Sequence[LoRARequest] = ()) -> None:
+        """Raise InvalidRequestError if the load can't begin, after those `before`."""
         name = request.lora_name
         if not request.lora_path:
             raise InvalidRequestError("lora_path must be the directory of an adapter, got nothing.", "lora_path")
@@ -64,14 +74,8 @@ class AdapterWork:
                 f"The adapter {show(name)} is loaded already; load_inplace=true puts what the directory holds now in its place.",
                 "lora_name",
             )
-        if name in self._read or any(one.lora_name == name for one in self._loads.values()):
+        if name in self._read or any(one.lora_name == name for one in (*self._loads.values(), *before)):
             raise InvalidRequestError(f"The adapter {show(name)} is being loaded.", "lora_name")
-        number = self.books.number()
-        self._loads[number] = request
-        if not named:
-            self._named_later.add(number)
-        self._loader.read(number, request.lora_path)
-        return number
 
     def name(self, name: str) -> None:
         """Give a name to what was read for it. Raises InvalidRequestError if nothing was."""

@@ -275,8 +275,13 @@ class EngineCore:
         return bool(self._adapters.loaded)
 
     def load_adapters(self, requests: Iterable[LoRARequest]) -> list[AdapterInfo]:
-        """Load adapters and wait for them. Raises what is wrong with the first that can't be loaded; the others are."""
-        work = self.adapters
+        """Load adapters and wait for them. Raises what is wrong with the first that can't be loaded; the others are.
+
+        Where a name is taken nothing is loaded.
+        """
+        work, requests = self.adapters, list(requests)
+        for place, request in enumerate(requests):
+            work.check(request, requests[:place])
         numbers = [work.begin(request) for request in requests]
         while not work.loaded.keys() >= set(numbers):
             work.poll(TRANSFER_WAIT_SECONDS)
