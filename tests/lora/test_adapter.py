@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pagerunner.lora import config as config_module
 from pagerunner.lora import expressions
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
 from pagerunner.lora.config import read_config
+from pagerunner.lora.tensors import stored_tensors
 from pagerunner.ops.activation import SILU, GatedActivation
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
@@ -396,6 +398,65 @@ def test_a_config_has_an_end(tmp_path: Path, targets: Targets, monkeypatch: pyte
         read(path, targets)
     monkeypatch.setattr(config_module, "MOST_BYTES", 300)
     with pytest.raises(ConfigError, match="adapter_config.json has [0-9]+ bytes, and at most 300"):
+        read(path, targets)
+
+
+def test_a_file_takes_no_more_memory_than_an_adapter(
+    tmp_path: Path, targets: Targets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and shapes are looked at before any tensor is read. The file is one of 4 TB, of which nothing is on the disk."""
+    config, _ = two()
+    path = write_adapter(tmp_path / "a", config, {})
+    file = path / "adapter_model.safetensors"
+
+    def write(shapes: dict[str, list[int]]) -> None:
+        header, at = {}, 0
+        for name, shape in shapes.items():
+            size = 4 * math.prod(shape)
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(file, 8 + len(text) + at)
+
+    write({f"base_model.model.{Q}.lora_A.weight": [4, 2**38], f"base_model.model.{Q}.lora_B.weight": [64, 4]})
+    with pytest.raises(CheckpointError, match=r"q_proj.lora_A.weight has shape \[4, 274877906944\]"):
+        read(path, targets)
+    write({f"base_model.model.{Q}.lora_A.weight": [4, 64], "base_model.model.x.weight": [2**20, 2**20]})
+    with pytest.raises(CheckpointError, match=r"x.weight \[1048576, 1048576\] is no tensor of an adapter"):
+        read(path, targets)
+    write({f"base_model.model.{Q}.lora_A.weight": [4, 64], f"base_model.model.{Q}.lora_B.weight": [64, 4]})
+    with stored_tensors(file) as tensors:
+        assert len(tensors) == 2
+        os.truncate(file, file.stat().st_size - 5)  # a trainer writes the next version
+        with pytest.raises(CheckpointError, match=r"ends within .*lora_B.weight.*is being written"):
+            tensors[1].read()
+    file.write_bytes((2**24 + 1).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="has a header of 16,777,217 bytes, and at most 16,777,216"):
+        read(path, targets)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 15]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [-16, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [2.0, 2], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": ["F32"], "shape": 4, "data_offsets": [0, 16]}}',
+        b'{"a": {"shape": [2, 2]}}',
+        b'{"a": {"dtype": "F32", "shape": [[[[[2]]]]], "data_offsets": [0]}}',
+        b'{"\xff": {}}',
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_headers_are_sentences(tmp_path: Path, targets: Targets, header: bytes) -> None:
+    path = write_adapter(tmp_path / "a", two()[0], {})
+    (path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
         read(path, targets)
 
 

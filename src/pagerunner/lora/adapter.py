@@ -13,7 +13,7 @@ Of the second form the reader makes the first one. Shape letters: I input featur
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +26,9 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.layers.shares import Parts
 from pagerunner.lora.config import AdapterConfig, read_config
-from pagerunner.models.checkpoint.loader import opened, own_name
-from pagerunner.quant.sinks import FLOATS, name_of
+from pagerunner.lora.tensors import StoredTensor, stored_tensors
+from pagerunner.models.checkpoint.loader import own_name
+from pagerunner.quant.sinks import name_of
 
 TENSORS = "adapter_model.safetensors"
 NEW_ORDER = (0, 19, 1)
@@ -141,19 +142,19 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank
             f"{directory}: the adapter has rank {config.most_rank}, and at most {max_rank} is served; raise max_lora_rank."
         )
     reading = _Reading(directory, config, targets, dtype)
-    reading.take(_tensors(directory))
+    with stored_tensors(_file(directory)) as tensors:
+        reading.take(tensors)
     reading.check_all_there()
     return Adapter(reading.digest(), config.base, dict(sorted(reading.products.items())), reading.separate)
 
 
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+def _file(directory: Path) -> Path:
     file = directory / TENSORS
     if not file.is_file():
         pickles = sorted(one.name for one in directory.glob("adapter_model.bin"))
         hint = f" {pickles[0]} is a pickle, which is never read; convert it to safetensors." if pickles else ""
         raise CheckpointError(f"{directory} has no {TENSORS}.{hint}")
-    with opened(file) as held:
-        return {name: held.get_tensor(name) for name in sorted(held.keys())}
+    return file
 
 
 class _Reading:
@@ -165,13 +166,11 @@ class _Reading:
         self._asked: dict[str, str] = {}
         """Modules and parameters of the model that the file has tensors for, and what the file calls them, which patterns are for."""
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """All tensors, in pairs."""
-        pairs: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            if tensor.dtype not in FLOATS:
-                raise CheckpointError(f"{self.file}: {name} has dtype {name_of(tensor.dtype)}, and floats are needed.")
-            pairs.setdefault(self._module_of(name, tensor), {})[name[-len(_A) :]] = tensor
+    def take(self, tensors: Sequence[StoredTensor]) -> None:
+        """All tensors, in pairs. Each is read when its name and shape are known to be right, so a file takes no more memory than the model's adapter may."""
+        pairs: dict[str, dict[str, StoredTensor]] = {}
+        for tensor in tensors:
+            pairs.setdefault(self._module_of(tensor), {})[tensor.name[-len(_A) :]] = tensor
         for theirs, pair in pairs.items():
             for end in (_A, _B):
                 if end not in pair:
@@ -215,18 +214,19 @@ class _Reading:
                 content.update(tensor.view(-1).view(torch.uint8).numpy())
         return content.hexdigest()
 
-    def _module_of(self, name: str, tensor: torch.Tensor) -> str:
+    def _module_of(self, tensor: StoredTensor) -> str:
         """The module that a tensor belongs to, in the file's words."""
+        name = tensor.name
         for end, why in _OTHER_TENSORS.items():
             if name.endswith((end, f"{end}.weight")):
                 raise CheckpointError(f"{self.file}: {name}: {why}.")
-        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)) or tensor.dim() != 2:
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)) or len(tensor.shape) != 2:
             raise CheckpointError(
                 f"{self.file}: {name} {list(tensor.shape)} is no tensor of an adapter ({_PREFIX}<module>{_A} or {_B})."
             )
         return name[len(_PREFIX) : -len(_A)]
 
-    def _take_pair(self, theirs: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _take_pair(self, theirs: str, a: StoredTensor, b: StoredTensor) -> None:
         name = own_name(theirs, self.targets.matrices)
         target = self.targets.matrices.get(name)
         if target is not None:
@@ -237,7 +237,7 @@ class _Reading:
             rank = self._rank(theirs, theirs, a.shape[0])
             self._check_shapes(theirs, a, b, (rank, target.in_features), (target.out_features, rank))
             scale = self.config.scale_of(theirs)
-            self._land(name, self._computed(f"{theirs}{_A}", a), self._computed(f"{theirs}{_B}", b, scale))
+            self._land(name, self._computed(a), self._computed(b, scale))
             self._asked[name] = theirs
             return
         inner = theirs.endswith(".base_layer")
@@ -258,7 +258,7 @@ class _Reading:
         return asked[0] if inner else asked[-1]
 
     def _take_experts(
-        self, theirs: str, name: str, matrix: str, owner: Experts, a: torch.Tensor, b: torch.Tensor
+        self, theirs: str, name: str, matrix: str, owner: Experts, a: StoredTensor, b: StoredTensor
     ) -> None:
         """A pair for one matrix of all experts: a pair for each expert and each of its matrices."""
         experts, features, inner = owner.sizes
@@ -269,12 +269,12 @@ class _Reading:
         swapped = (tuple(a.shape), tuple(b.shape)) == ((experts * rank, outputs), (inputs, rank * experts))
         scale = self.config.scale_of(asked)
         if swapped and (outputs != inputs or self._is_swapped(theirs, owner, inputs)):
-            a_ERI = self._computed(f"{theirs}{_B}", b).view(inputs, rank, experts).permute(2, 1, 0)
-            b_EOR = self._computed(f"{theirs}{_A}", a, scale).view(experts, rank, outputs).transpose(1, 2)
+            a_ERI = self._computed(b).view(inputs, rank, experts).permute(2, 1, 0)
+            b_EOR = self._computed(a, scale).view(experts, rank, outputs).transpose(1, 2)
         else:
             self._check_shapes(theirs, a, b, (experts * rank, inputs), (outputs, rank * experts))
-            a_ERI = self._computed(f"{theirs}{_A}", a).view(experts, rank, inputs)
-            b_EOR = self._computed(f"{theirs}{_B}", b, scale).view(outputs, rank, experts).permute(2, 0, 1)
+            a_ERI = self._computed(a).view(experts, rank, inputs)
+            b_EOR = self._computed(b, scale).view(outputs, rank, experts).permute(2, 0, 1)
         gate, up = slice(0, inner), slice(inner, 2 * inner)
         if owner.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
@@ -306,7 +306,7 @@ class _Reading:
         return rank
 
     def _check_shapes(
-        self, theirs: str, a: torch.Tensor, b: torch.Tensor, shape_a: tuple[int, int], shape_b: tuple[int, int]
+        self, theirs: str, a: StoredTensor, b: StoredTensor, shape_a: tuple[int, int], shape_b: tuple[int, int]
     ) -> None:
         for end, tensor, shape in ((_A, a, shape_a), (_B, b, shape_b)):
             if tuple(tensor.shape) != shape:
@@ -314,15 +314,16 @@ class _Reading:
                     f"{self.file}: {_PREFIX}{theirs}{end} has shape {list(tensor.shape)}; the model asks for {list(shape)}."
                 )
 
-    def _computed(self, name: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def _computed(self, stored: StoredTensor, scale: float = 1.0) -> torch.Tensor:
         """A tensor times the scale, in the dtype that products compute in, which has to have such numbers."""
+        tensor = stored.read()
         taken = (tensor.float() * scale).to(self.dtype) if scale != 1 else tensor.to(self.dtype)
         if not taken.sum(dtype=torch.float32).isfinite() and not taken.isfinite().all():  # the sum alone is quick
             why = "holds values that are infinite or no numbers"
             if tensor.isfinite().all():
                 most, dtype = tensor.abs().max().item(), name_of(self.dtype)
                 why = f"holds {most:.3g}, which times the scale {scale:.3g} (lora_alpha) is beyond {dtype}, the dtype that the engine computes in"
-            raise CheckpointError(f"{self.file}: {_PREFIX}{name} {why}.")
+            raise CheckpointError(f"{self.file}: {stored.name} {why}.")
         return taken
 
     def _land(self, name: str, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:

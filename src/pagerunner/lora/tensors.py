@@ -1,0 +1,81 @@
+"""Safetensors files of adapters, read piece by piece.
+
+They aren't mapped into memory, as a checkpoint's are. A trainer writes the next version into the same file while it may be read, and who reads
+behind the end of a mapped file is ended by the system (SIGBUS), the engine with all its requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+
+from pagerunner.errors import CheckpointError
+
+MOST_HEADER_BYTES = 2**24
+"""Names and shapes of a file, which are parsed with the interpreter's lock. Those of 48 layers with 128 experts, each with tensors of its own, have 6 MB."""
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, of which only the shape has been read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    at: int
+    file: Path
+    stream: BinaryIO
+
+    def read(self) -> torch.Tensor:
+        """It, whole. Raises CheckpointError if it has no floats, or the file has become shorter."""
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{self.file}: {self.name} has dtype {self.dtype}, and floats are needed.")
+        tensor = torch.empty(self.shape, dtype=dtype)
+        rest = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        self.stream.seek(self.at)
+        while len(rest):
+            count = self.stream.readinto(rest)  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{self.file} ends within {self.name}: it is not complete, or is being written.")
+            rest = rest[count:]
+        return tensor
+
+
+@contextmanager
+def stored_tensors(file: Path) -> Iterator[list[StoredTensor]]:
+    """A file's tensors, in the order of their names. Raises CheckpointError if it can't be read or is damaged."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            yield _tensors(file, stream)
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}.") from None
+
+
+def _tensors(file: Path, stream: BinaryIO) -> list[StoredTensor]:
+    size = int.from_bytes(stream.read(8), "little")
+    if size > MOST_HEADER_BYTES:
+        raise CheckpointError(f"{file} has a header of {size:,} bytes, and at most {MOST_HEADER_BYTES:,} are read.")
+    try:
+        header = msgspec.json.decode(stream.read(size), type=dict[str, dict[str, Any]])
+        header.pop("__metadata__", None)
+        return [_tensor(file, stream, 8 + size, name, header[name]) for name in sorted(header)]
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error!s:.200}.") from None
+
+
+def _tensor(file: Path, stream: BinaryIO, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    shape, dtype, (first, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
+    whole = all(isinstance(one, int) and one >= 0 for one in (first, end, *shape))
+    itemsize = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
+    if not whole or (itemsize and end - first != itemsize * math.prod(shape)):
+        raise ValueError(f"{name} of shape {shape!s:.80} has bytes {first} to {end}")
+    return StoredTensor(name, tuple(shape), str(dtype), start + first, file, stream)
