@@ -286,6 +286,7 @@ def test_fp8_pages_hold_the_same_with_drafts(checkpoints: Any, monkeypatch: pyte
 
 
 @pytest.mark.days(2)
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_ranks_that_divide_the_model_accept_alike(checkpoints: Any, family: str) -> None:
     path, how = str(checkpoints(family)), {**DEFAULTS, "tensor_parallel_size": 2}
