@@ -42,7 +42,7 @@ def add_option(parser: pytest.Parser) -> None:
     help = "run tests in so many processes, whole files in each, which are forked after the tests are collected"
     parser.addoption("--forks", type=int, default=1, metavar="N", help=help)
     help = "end a forked process whose test takes longer"
-    parser.addoption("--silence", type=float, default=600, metavar="SECONDS", help=help)
+    parser.addoption("--silence", type=float, default=300, metavar="SECONDS", help=help)
 
 
 @contextlib.contextmanager
