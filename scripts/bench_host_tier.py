@@ -20,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from pagerunner.ops.host_words import from_host, to_host
 from pagerunner.runner import staging
 
 GIB = 2**30
+NEAR = 8
+"""Steps of requests that decode beside a transfer, and as many before and after it."""
 LIKELY, TIE = 20, 0.1
 """A token that differs is a near tie if it is among so many likeliest, and at most so much less likely than the likeliest (in nats)."""
 
@@ -269,44 +272,54 @@ def one_prompt(llm: LLM, options: argparse.Namespace) -> None:
 
 
 def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
-    """Steps of requests that decode: alone, while prompts' pages are loaded, from prompt `first` on, and while those of new prompts are stored."""
-    core = llm._core
-    steps: dict[str, list[float]] = {"alone": [], "loading": [], "storing": []}
-    wanted = SamplingParams(temperature=0, max_tokens=440, ignore_eos=True, detokenize=False)
-    streams = [llm.stream(prompt(20_000 + number, 64), wanted) for number in range(options.decoding)]
-    for stream in streams:
-        next(stream)
-    scheduler = core._scheduler
+    """Steps of requests that decode: alone, while prompts' pages are loaded, from prompt `first` on, while those of new prompts are stored, and after new prompts
+    that aren't stored. Each few are compared with those right before and after them, as contexts grow.
+    """
+    steps: dict[str, list[float]] = {"alone": [], "loading": [], "computed": [], "storing": []}
+    ratios: dict[str, list[float]] = {moves: [] for moves in steps}
+    scheduler = llm._core._scheduler
     tier, groups = scheduler.tiers, scheduler.manager.plan.groups
     each = sum(group.page_bytes * (options.tokens // group.page_tokens) for group in groups if not group.rule.snapshots)
     count = max(int(options.move_gib * GIB / each), 1)
+    wanted = SamplingParams(temperature=0, max_tokens=150 + 80 * count, ignore_eos=True, detokenize=False)
+    streams = [llm.stream(prompt(20_000 + number, 64), wanted) for number in range(options.decoding)]
+    for stream in streams:
+        next(stream)
 
-    def step(moves: str) -> None:
+    def step(moves: str) -> float:
         began = time.perf_counter()
         llm._step()
         steps[moves].append(time.perf_counter() - began)
+        return steps[moves][-1]
 
-    def step_beside(moves: str) -> None:
-        while True:
-            step(moves if tier.num_transfers else "alone")
-            if not tier.num_transfers:
-                return
+    def step_beside(moves: str, begin: Callable[[], object]) -> None:
+        near = [step("alone") for _ in range(NEAR)]
+        begin()
+        beside = [step(moves) for _ in range(NEAR)]
+        while tier.num_transfers:
+            step(moves)
+        near += [step("alone") for _ in range(NEAR)]
+        ratios[moves].append(statistics.mean(beside) / statistics.mean(near))
 
-    for _ in range(60):
+    for _ in range(40):
         step("alone")
     before = tier.stats()
     for number in range(first, first + count):
-        chain = scheduler.manager.chain("")
-        tokens = prompt(number % options.prompts, options.tokens)["prompt_token_ids"]
-        chain.cover(tokens, len(tokens))
-        load_one(scheduler, chain, tokens)
-        step_beside("loading")
-    for number in range(count):
-        fresh = prompt(30_000 + first + number, options.tokens)
-        list(llm.stream(fresh, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)))
-        step_beside("storing")
-    for _ in range(30):
-        step("alone")
+        step_beside(
+            "loading",
+            partial(load_one, scheduler, prompt(number % options.prompts, options.tokens)["prompt_token_ids"]),
+        )
+    for number in range(2 * count):
+        fresh = llm.stream(
+            prompt(30_000 + first + number, options.tokens),
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False),
+        )
+        if number % 2:
+            step_beside("storing", partial(list, fresh))
+        else:
+            tier.wish = lambda *_: None
+            step_beside("computed", partial(list, fresh))
+            del tier.wish
     for stream in streams:
         stream.close()
     after = tier.stats()
@@ -314,21 +327,24 @@ def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
         "loading": after.load_bytes_total - before.load_bytes_total,
         "storing": after.store_bytes_total - before.store_bytes_total,
     }
-    usual = statistics.mean(steps["alone"])
     for moves, seconds in steps.items():
-        if not seconds:
-            print(f"{options.decoding} requests decode, {moves}: no step")
-            continue
         mean, p99 = statistics.mean(seconds), sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+        near = (
+            f" ({statistics.median(ratios[moves]):.3f} of those before and after, median of {count})"
+            if ratios[moves]
+            else ""
+        )
         print(
-            f"{options.decoding} requests decode, {moves:7}: a step takes {mean * 1e3:.2f} ms ({mean / usual:.3f}), p99 {p99 * 1e3:.2f}, "
-            f"worst {max(seconds) * 1e3:.2f}; {len(seconds)} steps, {moved.get(moves, 0) / GIB:.1f} GiB",
+            f"{options.decoding} requests decode, {moves:8}: a step takes {mean * 1e3:.2f} ms{near}, p99 {p99 * 1e3:.2f}, worst {max(seconds) * 1e3:.2f}; "
+            f"{len(seconds)} steps, {moved.get(moves, 0) / GIB:.1f} GiB",
             flush=True,
         )
 
 
-def load_one(scheduler: Any, chain: Any, tokens: list[int]) -> None:
+def load_one(scheduler: Any, tokens: list[int]) -> None:
     """Begin to load a prompt as for a request that waits, without one."""
+    chain = scheduler.manager.chain("")
+    chain.cover(tokens, len(tokens))
     request = type(
         "Waiting",
         (),
