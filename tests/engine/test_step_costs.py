@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_drafters import make_followed
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.effort import share_of_the_day
 from helpers.graphs import RecordedGraphs
@@ -95,6 +96,25 @@ def test_what_is_finished_costs_nothing_more(engine: LLM) -> None:
     for feature in ("scored", "kept going"):
         late = [step for step in steps_of(engine, feature) if step.decode][-3:]
         assert all((step.launches, step.to_device, step.to_host) == (1, 1, 1) for step in late), feature
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_drafts_cost_the_host_one_launch_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Tokens are accepted in the graph. A head drafts in a second graph, and n-grams are looked up in one launch: whatever the rows ask for and how many drafts there are."""
+    monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
+    target, head = make_followed(tmp_path)
+    config = {"method": method, "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    config |= {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(head)}
+    llm = start(target, skip_tokenizer_init=True, speculative_config=config)
+    params = [SamplingParams(**PLAIN | {"temperature": 0.3 * at, "seed": at, "detokenize": False}) for at in range(4)]
+    with counted_steps() as steps:
+        llm.generate(prompts(0), params, use_tqdm=False)
+    assert all(step.in_graph and not step.waits for step in steps)
+    decode = [step for step in steps if step.decode]
+    assert len(decode) >= TOKENS // 4
+    assert {(step.to_device, step.to_host) for step in decode} == {(1, 1)}
+    launches = [step.launches - (method == "ngram") for step in decode]
+    assert min(launches) == 1 and max(launches) <= 2, "a page more is a launch more"
 
 
 def test_pooling_runs_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", 
 
 @dataclass
 class StepCost:
-    """One step: rows, whether it ran in a graph and sampled every row of one token, launches, copies to the device and to
+    """One step: rows, whether it ran in a graph and sampled every row of one token, or of one and its drafts, launches, copies to the device and to
     the host, and how often the launch looked at a tensor's value, which on a device waits for it."""
 
     rows: int
@@ -93,7 +93,8 @@ def counted_steps() -> Iterator[list[StepCost]]:
     to_device, bits, put = async_copy.to_device, async_copy.bits_to_device, async_copy.put
 
     def counted_run(self: ModelRunner, plan: Any) -> Any:
-        counter.step = StepCost(len(plan.rows), False, all(row.num_tokens == 1 and row.samples for row in plan.rows))
+        alone = all((row.num_tokens == 1 or not row.tokens) and row.samples for row in plan.rows)
+        counter.step = StepCost(len(plan.rows), False, alone)
         with counter:
             pending = run(self, plan)
         counter.step.in_graph = pending.in_graph

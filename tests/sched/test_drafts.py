@@ -91,6 +91,18 @@ def test_a_row_has_no_drafts_beyond_its_requests_end(max_tokens: int, wanted: in
     assert bounds(plan_of(scheduler)) == [(30, wanted)]
 
 
+def test_no_drafts_are_made_where_all_requests_end() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, 30, 2, name="a")
+    add(scheduler, 30, 3, name="bb")
+    plans = [plan_of(scheduler) for _ in range(2)]
+    assert [(bounds(plan), plan.num_drafts) for plan in plans] == [([(0, 30), (0, 30)], 3), ([(30, 1), (30, 2)], 3)]
+    commit(scheduler, plans[0], [7], [8])
+    commit(scheduler, plans[1], [9], [10])
+    last = plan_of(scheduler)
+    assert (bounds(last), last.num_drafts) == ([(31, 1)], 0)
+
+
 def test_a_request_waits_where_it_may_have_ended_and_ends_where_it_has() -> None:
     scheduler = scheduler_of(max_in_flight=3)
     add(scheduler, 30, 5)

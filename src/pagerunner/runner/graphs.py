@@ -189,6 +189,10 @@ class Captured:
     states: list[Any]
     drafting: Graph | None = None
 
+    def drafting_of(self, count: int) -> Graph | None:
+        """The second part, if there is one and it makes so many drafts."""
+        return self.drafting if self.key.drafts == count else None
+
 
 class _BySize:
     """Graphs of one kind by size, the smallest first."""

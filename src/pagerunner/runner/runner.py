@@ -526,8 +526,9 @@ class ModelRunner:
             return self._settle(tokens_S, rows.slots_S, rows.positions_S, ends_R, step.width)
 
         sampled = self._sampler.sample(logits_SV, rows, _by_sample(step, plan.masks), drawn, settle)
-        if captured is not None and captured.drafting is not None and captured.key.drafts == plan.num_drafts:
-            captured.drafting.replay()
+        second = None if captured is None else captured.drafting_of(plan.num_drafts)
+        if second is not None:
+            second.replay()
         elif self._num_drafts:
             width, found_S = step.width, sampled.token_ids
             verified = Verified(found_S.view(-1, width), rows.slots_S[::width], rows.positions_S[::width])
@@ -550,9 +551,9 @@ class ModelRunner:
         captured: Captured,
     ) -> Sampled:
         """The tokens of a decode step that ran in a graph, where all rows are sampled and their tokens are settled already."""
-        count = step.num_places
-        taken_TX = self._taken_TX[: captured.key.tokens] if self._drafter.onward is not None else None
-        computed = self._computed(step, captured.batch, taken_TX, captured.states)
+        count, computed = step.num_places, None
+        if self._drafter.onward is not None and captured.drafting_of(plan.num_drafts) is None:
+            computed = self._computed(step, captured.batch, self._taken_TX[: captured.key.tokens], captured.states)
         drawn = tokens_S[:count], best_S[:count], found_S[:count]
         return self._sample_logits(logits_SV[:count], step, plan, computed, drawn, captured)
 

@@ -92,6 +92,7 @@ class StepPlanner:
             if sequence.grant is not None
         )
         guided = _guided(rows, sequences) if state.guided else []
+        made = self._made if self._made and not all(map(_ends, sequences)) else 0
         plan = StepPlan(
             step_id=state.counts.steps,
             rows=rows,
@@ -102,8 +103,8 @@ class StepPlanner:
             state_saves=saves,
             transfers=manager.take_transfers(),
             masks=_masks(guided, rows, sequences),
-            tell_drafts=guided if self._made else [],
-            num_drafts=self._made,
+            tell_drafts=guided if made else [],
+            num_drafts=made,
             guesses=self._guesses,
         )
         state.counts.steps += 1
@@ -358,6 +359,11 @@ def _certain(row: StepRow, sequence: Sequence) -> tuple[int, int]:
     if row.tokens:
         return row.start, row.start + row.num_tokens
     return len(sequence.tokens) + sequence.pending - 2, row.start + 1
+
+
+def _ends(sequence: Sequence) -> bool:
+    """Whether the plans in flight bring a sequence's last token, however few drafts are right."""
+    return len(sequence.tokens) + sequence.pending >= sequence.max_total
 
 
 def _guided(rows: list[StepRow], sequences: list[Sequence]) -> list[int]:
