@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import indexer_cases, sparse_cases
+from pagerunner.batch import StepRows
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
 from pagerunner.ops.kernels import indexer, latent_wide
@@ -47,6 +48,24 @@ def test_choice_of_prompts(dtype: torch.dtype, ratio: int, monkeypatch: pytest.M
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=2048 // ratio))
     monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**20)
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=512))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_prompts_scores_are_those_of_its_tokens_alone_to_the_bit(dtype: torch.dtype) -> None:
+    """Of real numbers, whose sums depend on their order: near ties are chosen alike in decode and in prompts."""
+    args, named = indexer_cases.made(replace(CHOICE, rows=((5000, 8),), dtype=dtype, top_k=512), "cuda")
+    q, weights, top_k, keys, table, rows, ratio, _ = args
+    q, weights = torch.randn_like(q), torch.rand_like(weights)
+    held = torch.randn(keys.shape, device="cuda").to(keys.dtype)
+    scales = named["scales_ES"]
+    scales = None if scales is None else torch.ones_like(scales)
+    alone = StepRows.of([1] * 8, range(5001, 5009), [int(rows.slots_R[0])] * 8, "cuda")
+    both = [indexer.run_scores(q, weights, top_k, held, table, step, ratio, scales) for step in (rows, alone)]
+    for token in range(8):
+        seen = slice(5001 + token)
+        assert torch.equal(both[0][token, seen], both[1][token, seen])
+    chosen = [choose_slots(q, weights, top_k, held, table, step, ratio, {}, scales) for step in (rows, alone)]
+    assert torch.equal(*chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -17,6 +18,16 @@ STEPS = re.compile(r"fence\.acq_rel\.\w+|griddepcontrol\.\w+|bar\.sync|(?:ld|st|
 """What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
 PATHS = re.compile(r"fence\.acq_rel\.\w+|bar\.sync|bra(?:\.uni)?\s+\$L\w+|^\$L__BB\w+(?=:)|ret(?=;)", re.MULTILINE)
 """Where it goes on, and which barriers are on the way."""
+
+
+def sums(ttgir: str) -> list[list[list[int]]]:
+    """Of each block [.., .., X] whose last axis is summed: which elements of X a thread adds up, and which its neighbours, as powers of two in turn."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.linear<\{(.*)\}>$", ttgir, re.MULTILINE))
+    found = []
+    for layout in re.findall(r"tensor<\d+x\d+x\d+xf32, (#\w+)>\) -> tensor<\d+x\d+xf32", ttgir):
+        within, among = re.search(r"register = (\[.*?\]), lane = (\[.*?\]), warp", layouts[layout]).groups()  # type: ignore[union-attr]
+        found.append([[base[2] for base in json.loads(bases) if base[2]] for bases in (within, among)])
+    return found
 
 
 def gluon(
@@ -39,6 +50,11 @@ def gluon(
         file.flush()
         code = disassembled(Path(file.name))
     wrong = [*faults(code), *overwritten(code), *forgotten(compiled.asm.get("ttir", ""))]
-    found = {"faults": wrong, "copies": "LDGSTS.E.BYPASS.128" in code, "shared": shared}
+    found = {
+        "faults": wrong,
+        "copies": "LDGSTS.E.BYPASS.128" in code,
+        "shared": shared,
+        "sums": sums(compiled.asm["ttgir"]),
+    }
     ptx = compiled.asm["ptx"]
     return found | {"steps": STEPS.findall(ptx), "paths": [" ".join(one.split()) for one in PATHS.findall(ptx)]}

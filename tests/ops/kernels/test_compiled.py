@@ -136,6 +136,7 @@ def vectors_cases() -> list[tuple[Any, ...]]:
 
 
 SPARSE, LATENTS = sparse_cases(), latent_cases()
+SUMMED = turns([False, True], 2)  # indexer keys in fp8
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [
     ("peers", "peer_words", 3),
@@ -166,7 +167,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What was found about each case."""
-    cases = [*CASES, *ROUNDING, *SPARSE]
+    scores = [("scores", "bf16", 64, fp8, tokens) for fp8 in SUMMED for tokens in (1, 4)]
+    cases = [*CASES, *ROUNDING, *SPARSE, *(case for case in scores if case not in SPARSE)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), str(ROOT / "scripts"), env.get("PYTHONPATH", "")))
@@ -214,6 +216,14 @@ def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_i
     assert "error" not in found, found["error"]
     assert found["faults"] == []
     assert found["shared"] <= SHARED_MEMORY[case[1] == "fp32"] <= ROOM
+
+
+@pytest.mark.parametrize("fp8", SUMMED)
+def test_a_score_is_the_same_sum_of_heads_in_decode_and_in_prompts(fp8, compiled):
+    """Two slots whose scores are almost equal are chosen alike then. A program of one token has 64 queries, of a prompt 256."""
+    alone, together = (compiled["scores", "bf16", 64, fp8, tokens] for tokens in (1, 4))
+    assert "error" not in alone and "error" not in together
+    assert alone["sums"] == together["sums"] == [[[1, 8, 16, 32], [2, 4]]]
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)

@@ -51,7 +51,11 @@ def _scores_kernel(
     BQ: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together."""
+    """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together.
+
+    Table entries of slots that a token sees are at least 0, drafts' too: a drafter's pass goes no further than its row's pages
+    (`ops/drafting.py`).
+    """
     start_next_and_wait(PDL)
     blocks_of_group = tl.cdiv(group, BQ)
     inside = tl.program_id(0) % blocks_of_group * BQ
