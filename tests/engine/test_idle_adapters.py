@@ -1,0 +1,77 @@
+"""An engine with `enable_lora` of which no step has an adapter: the same graphs, the same launches, the same bits as one without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.adapters import random_adapter
+from helpers.checkpoints import make_checkpoint
+from helpers.device import as_on_cuda, counted_graphs
+from pagerunner import LLM, LoRARequest, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "use_tqdm": False,
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 64,
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "cudagraph_capture_sizes": [2, 4, 16],
+}
+PROMPTS = [{"prompt_token_ids": [7, 8, 9, 10 + n] * (2 + n)} for n in range(5)]
+PARAMS = [
+    SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=3 + n, ignore_eos=True, logprobs=1) for n in range(5)
+]
+
+
+def told(call: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """What a call is: its name, and the shapes and dtypes of what it is given."""
+    of = [f"{one.dtype}{list(one.shape)}" for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    return (str(call.__name__), *of)
+
+
+class Calls(TorchDispatchMode):
+    """All that torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(told(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def ran(llm: LLM) -> tuple[Any, ...]:
+    """What some requests without an adapter run: graphs, calls outside of them, and what comes of it."""
+    llm.reset_prefix_cache()
+    with counted_graphs() as count, Calls() as calls:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    found = [(one.outputs[0].token_ids, str(one.outputs[0].logprobs)) for one in outputs]
+    return count.replays, calls.made, found
+
+
+def graphs(llm: LLM) -> dict[Any, list[tuple[str, ...]]]:
+    """What the graphs of steps without adapters do, by their keys."""
+    found = llm._core._executor._runner._graphs._plain  # type: ignore[attr-defined]
+    every = [*found.decode.graphs, *found.mixed.graphs, *found.no_shared_prefix.graphs]
+    return {one.key: [told(call, args, kwargs) for call, args, kwargs, _ in one.graph._calls] for one in every}
+
+
+def test_adapters_that_nobody_uses_cost_nothing(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    adapter = LoRARequest("a", 1, str(random_adapter(base, tmp_path / "a", rank=4, seed=1)))
+    with as_on_cuda():
+        plain = LLM(str(base), **OPTIONS)
+        able = LLM(str(base), enable_lora=True, max_loras=3, **OPTIONS)
+    assert graphs(plain) == graphs(able) and len(graphs(plain)) >= 3
+    wanted = ran(plain)
+    assert wanted[0] and ran(able) == wanted
+    [changed] = able.generate(PROMPTS[:1], PARAMS[:1], lora_request=adapter)  # one is in a slot now
+    assert changed.outputs[0].token_ids != wanted[2][0][0]
+    ran(able)  # the request's slot is one of a request without an adapter again
+    assert ran(able) == ran(plain)
