@@ -59,6 +59,7 @@ def written(llm: LLM) -> int:
     return int(llm.stats().tier.disk.pages)
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("family", "dtype"), by_days(KINDS, ("auto", "fp8", "bfloat16")))
 def test_prompts_are_warm_after_a_restart(
     checkpoint: Callable[[str], str], tmp_path: Path, family: str, dtype: str

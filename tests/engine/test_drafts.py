@@ -112,6 +112,7 @@ def plain(checkpoints: Any) -> Any:
     return functools.cache(lambda family: outputs(LLM(str(checkpoints(family)), **DEFAULTS)))
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "condition"), by_days(MAKERS, CONDITIONS))
 def test_tokens_are_those_without_drafts(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str, condition: str

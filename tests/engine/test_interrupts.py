@@ -186,7 +186,7 @@ def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
     expected = generate(llm, kind)
     ran = count_lines(llm, kind, step, STATEFUL)
     assert len(ran) > 300
-    for line in share_of_the_day(len(ran), 12 * len(CASES), case):
+    for line in share_of_the_day(len(ran), 24 * len(CASES), case):
         try:
             try_line(llm, kind, step, line, STATEFUL, expected)
         except BaseException as error:

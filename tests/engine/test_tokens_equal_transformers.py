@@ -215,6 +215,7 @@ def test_tokens_and_logprobs_under_memory_conditions(
         assert llm.stats().preemptions_total > 0, "the pool was not small enough to preempt anything"
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize(("variant", "count"), BATCH_CASES)
 def test_tokens_for_every_batch_size(oracles: Callable[[str], Oracle], variant: str, count: int) -> None:
     oracle = oracles(variant)
@@ -223,6 +224,7 @@ def test_tokens_for_every_batch_size(oracles: Callable[[str], Oracle], variant: 
     assert [output.token_ids for output in outputs] == oracle.tokens[:count]
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_run_continues_from_the_first_ones_pages(oracles: Callable[[str], Oracle], variant: str) -> None:
     oracle = oracles(variant)

@@ -128,6 +128,7 @@ def messages(server: RunningServer, text: str, choice: str, limit: int, stream: 
         return normal(made.get_final_message().model_dump(mode="json", exclude_none=True))
 
 
+@pytest.mark.days(3)
 def test_streams_and_whole_answers_are_the_same_wherever_they_are_cut(setting: tuple[RunningServer, str, str]) -> None:
     """A quarter of the cuts each day, and the whole."""
     server, text, choice = setting

@@ -94,6 +94,7 @@ def _attend(
     return dict(zip(places, out, strict=True))
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("reach", [0, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_changes_no_bit(reach: int, dtype: torch.dtype) -> None:
