@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -316,3 +318,14 @@ def test_a_core_that_does_not_end_is_not_waited_for_either(
 
     asyncio.run(asyncio.wait_for(close(), 5))
     assert "still there: the engine core (process 4711)" in caplog.text
+
+
+def test_an_executor_that_nobody_holds_is_gone_at_once_and_its_ranks_with_it() -> None:
+    """`del llm` ends the ranks and frees their devices: nothing that the executor has refers to it, or it would wait for the garbage collector."""
+    heard: Any = SimpleNamespace(ended_adapters=None, who=None)
+    ranks: Any = SimpleNamespace(weights=[""], give=None, watch=heard)
+    executor = process.ProcessExecutor(ranks)
+    assert executor.adapters is not None
+    gone = weakref.ref(executor)
+    del executor
+    assert gone() is None

@@ -144,6 +144,7 @@ class Ranks:
                 self.watch.page_stores = [RanksStore(self.of_team, partial(ways, team=team)) for team in teams]
             undo.pop_all()
         self._calls = itertools.count()
+        self.halfway = False
         self._began = time.monotonic()
         self.start_seconds = 0.0
         """Until all of them were there."""
@@ -212,6 +213,21 @@ class Ranks:
     def send(self, *orders_: orders.Order, team: int | None = None) -> None:
         """Send an order to all, or to those of a `team`, or each team's to its ranks. Raises why the ranks are gone, if one of them is."""
         _send(self._sockets, self.watch, *orders_, team=team)
+
+    def begin(self) -> None:
+        """Begin to give something to all ranks that all must have: they are `halfway` until that has been given."""
+        self.watch.check()
+        if self.halfway:
+            said = "An interrupt came while a step was given to the ranks, or an adapter. They don't agree any more."
+            self.watch.fail(said)
+            self.watch.check()
+        self.halfway = True
+
+    def give(self, order: orders.Order) -> None:
+        """Give all ranks an order that all must have."""
+        self.begin()
+        self.send(order)
+        self.halfway = False
 
     def load(self, progress: Progress | None) -> list[MemoryFacts]:
         """Wait until all ranks have loaded; rank 0's `progress` is told."""
@@ -343,38 +359,23 @@ class ProcessExecutor:
         self._weights: list[str] | None = ranks.weights if all(ranks.weights) else None  # until they may be others
         self._levels: dict[int, int | None] = {}
         self._steps = 0
-        self._halfway = False
         self._under_way: set[tuple[int, int]] = set()  # transfers, by team and number
-        self.adapters = RanksLoader(self._of_adapters, ranks.watch.ended_adapters, ranks.watch.who)
+        self.adapters = RanksLoader(ranks.give, ranks.watch.ended_adapters, ranks.watch.who)
         """See Executor.adapters."""
 
     def run(self, plan: StepPlan) -> Pending:
         """See Executor.run."""
-        self._begin()
+        self._ranks.begin()
         plans = plan.teams if isinstance(plan, TeamsPlan) else [plan]
         self._under_way |= {(team, one.number) for team, own in enumerate(plans) for one in own.transfers}
         self._ranks.send(*map(orders.Run, plans))
         self._steps += 1
         self._ranks.watch.given = self._steps
-        self._halfway = False
+        self._ranks.halfway = False
         step = RanksStep(self._ranks, self._steps)
         if self._steps % COMPARE_STEPS == 0:
             self._compare()
         return step
-
-    def _begin(self) -> None:
-        """Begin to give something to all ranks that all must have."""
-        self.check_alive()
-        if self._halfway:
-            said = "An interrupt came while a step was given to the ranks, or an adapter. They don't agree any more."
-            self._ranks.watch.fail(said)
-            self.check_alive()
-        self._halfway = True
-
-    def _of_adapters(self, order: orders.OfAdapters) -> None:
-        self._begin()
-        self._ranks.send(order)
-        self._halfway = False
 
     def _compare(self) -> None:
         """End the engine if a rank has other tokens or page tables than its team's first rank: its sums would be wrong, and nobody would see it."""
