@@ -268,7 +268,7 @@ NOTICED = {"nothing": (), "positions": (WINDOW, SPARSE, HEAVY), "a choice": (SPA
 
 
 @pytest.mark.days(2)
-@pytest.mark.parametrize(("kind", "planted"), by_days([WINDOW, SPARSE, HEAVY], NOTICED))
+@pytest.mark.parametrize(("planted", "kind"), by_days(NOTICED, [WINDOW, SPARSE, HEAVY]))
 def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, planted: str
 ) -> None:
