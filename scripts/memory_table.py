@@ -227,8 +227,8 @@ def moving_rows() -> list[Row]:
     prompt = prompt_of(10_000)
     ran = hybrid.run(prompt)
     return [
-        Row("DeepSeek-V4-Flash, peak of a 64K-token prompt", "6.71 GiB", _gib(v4.peak_bytes)),
-        Row("DeepSeek-V4-Flash, what it leaves in the prefix cache", "5.70 GiB", _gib(v4.cached_bytes)),
+        Row("DeepSeek-V4-Flash (fp8), peak of a 64K-token prompt", "6.71 GiB", _gib(v4.peak_bytes)),
+        Row("DeepSeek-V4-Flash (fp8), what it leaves in the prefix cache", "5.70 GiB", _gib(v4.cached_bytes)),
         Row(
             "Qwen3-Next-80B, 10,000-token prompt: reachable hit, steps of its prefill",
             "9,792 in 3",
