@@ -39,10 +39,10 @@ settings.load_profile("machine")
 os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, also of a run that goes on past midnight
 
 LONG_FILES = (
-    "models/test_quantised_oracle.py", "ops/kernels/test_compiled.py", "engine/test_ranks.py", "ops/kernels/test_moe.py",
-    "engine/test_tokens_equal_transformers.py", "models/test_ranks.py", "server/test_chat_apis.py", "engine/test_parallel.py",
+    "ops/kernels/test_compiled.py", "ops/kernels/test_paged_attention.py", "engine/test_drafts.py", "engine/test_draft_models.py",
+    "engine/test_tokens_equal_transformers.py", "sched/test_machine.py", "text/test_template_pool.py", "tiers/test_peers.py",
 )  # fmt: skip
-"""Those that take 10 s and more of a processor. They begin first, or one process would end long after the others."""
+"""Those that take 10 s and more of a processor, and long ones of the last folders. They begin first, or one process would end long after the others."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
