@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,41 @@ def test_what_cannot_be_loaded(server: RunningServer, body: dict[str, Any], stat
     answer = server.post("/v1/load_lora_adapter", body, **ADMIN)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
     assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"base_model_name_or_path": "\ud800"}, {"base_model_name_or_path": "y" * 9_999}, {"\ud800x": 1}, {"x" * 9_999: 1}],
+)
+def test_no_text_of_a_file_breaks_the_messages(
+    server: RunningServer, paths: list[Path], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Half a character can't be sent, and a name of a base would be in each list of models."""
+    path = shutil.copytree(paths[0], tmp_path / "a")
+    config = json.loads((path / "adapter_config.json").read_text()) | change
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    answer = load(server, "hostile", path)
+    assert answer.status_code == 400 and "adapter_config.json" in answer.json()["error"]["message"]
+    assert len(answer.content) < 3_000
+    assert load(server, "hostile", paths[1]).status_code == 200, "the name is free"
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "hostile"}, **ADMIN).status_code == 200
+
+
+def test_what_runs_goes_on_when_its_name_is_unloaded_and_taken(
+    server: RunningServer, paths: list[Path], expected: list[list[int]]
+) -> None:
+    assert load(server, "changing", paths[0]).status_code == 200
+    stream = server.openai().completions.create(
+        model="changing", prompt=PROMPT, max_tokens=16, temperature=0, stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    got = [next(chunks)]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "changing"}, **ADMIN).status_code == 200
+    assert load(server, "changing", paths[1]).status_code == 200
+    assert tokens(server, "changing") == expected[1]
+    got += list(chunks)
+    assert [one for chunk in got for one in chunk.choices[0].model_dump().get("token_ids") or []] == expected[0]
 
 
 def test_the_routes_ask_for_the_admin_key(server: RunningServer, paths: list[Path]) -> None:

@@ -18,6 +18,7 @@ from pagerunner.errors import ConfigError
 from pagerunner.lora.expressions import Budget, Expression, ExpressionError, Patterns
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.types.checks import is_finite, is_int, show
+from pagerunner.types.lora import MAX_BASE_CHARS, is_base_name
 
 CONFIG = "adapter_config.json"
 MOST_RANK = 512
@@ -152,6 +153,10 @@ class _Reader:
         if layers and not isinstance(targets, frozenset):
             self.refuse("layers_to_transform", "target_modules must be a list with it")
         base = self.values.get("base_model_name_or_path")
+        if isinstance(base, str) and not is_base_name(base):
+            self.refuse(
+                "base_model_name_or_path", f"it must be a printable text of at most {MAX_BASE_CHARS} characters"
+            )
         return AdapterConfig(
             directory,
             base if isinstance(base, str) else "",

@@ -24,6 +24,8 @@ from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill
 
 logger = logging.getLogger(__name__)
+MOST_SAID = 2_000
+"""Characters of an error."""
 
 
 class AdapterLoader:
@@ -117,10 +119,10 @@ class AdapterLoader:
             with torch.inference_mode():
                 work()
         except PagerunnerError as error:
-            self.tell(AdapterEnd(number, error=str(error), missing=isinstance(error, MissingAdapterError)))
+            self.tell(AdapterEnd(number, error=_shown(error), missing=isinstance(error, MissingAdapterError)))
         except Exception as error:  # whatever it is, it ends the requests that want this adapter
             logger.exception("An adapter can't be loaded.")
-            self.tell(AdapterEnd(number, error=f"The adapter can't be loaded: {described(error)}."))
+            self.tell(AdapterEnd(number, error=f"The adapter can't be loaded: {_shown(described(error))}."))
 
     def _keep(self, path: str, wanted: str = "") -> tuple[Adapter, Packed]:
         """What is in a directory, which must have this digest unless that is ""."""
@@ -159,6 +161,12 @@ class AdapterLoader:
                 self.region.fill(fill.slot, packed)
             self._stream.synchronize()
         self.tell(AdapterEnd(fill.number, fill.digest, num_bytes=packed.elements.nbytes))
+
+
+def _shown(said: object) -> str:
+    """A sentence with words of a file, which may be of any length and hold halves of characters, which no message can carry."""
+    text = str(said).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
 
 def check_directory(path: str) -> None:

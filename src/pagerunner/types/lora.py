@@ -8,6 +8,7 @@ from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.types.checks import is_int, refuse, require, show
 
 MAX_NAME_CHARS = 256
+MAX_BASE_CHARS = 1024
 
 
 class LoRARequest(msgspec.Struct, frozen=True, eq=False):
@@ -29,6 +30,11 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         check_name(self.lora_name)
+        base = self.base_model_name
+        if base is not None and not is_base_name(base):
+            refuse(
+                "base_model_name", f"must be a printable text of at most {MAX_BASE_CHARS} characters, got {show(base)}."
+            )
         if not is_int(self.lora_int_id) or self.lora_int_id < 1:
             refuse("lora_int_id", f"must be a whole number of at least 1, got {show(self.lora_int_id)}.")
 
@@ -44,6 +50,11 @@ def check_name(name: object) -> None:
     good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and "," not in name
     said = f"must be a text of 1 to {MAX_NAME_CHARS} printable characters without a comma, which divides names in metrics, got {show(name)}."
     require(good, "lora_name", said)
+
+
+def is_base_name(name: object) -> bool:
+    """Whether a base model may be called so in lists of models."""
+    return isinstance(name, str) and len(name) <= MAX_BASE_CHARS and name.isprintable()
 
 
 class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
