@@ -318,10 +318,20 @@ class Router(Module):
         if choice_bias is not None:
             self.weights[choice_bias] = torch.empty(experts, dtype=torch.float32, device="meta")
 
-    def __call__(self, x_TD: torch.Tensor, chosen_TA: torch.Tensor | None = None, most_tokens: int = 0) -> Routes:
-        """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them. `most_tokens`: see `ForwardBatch`."""
-        logits_TE = self._logits(x_TD)
-        return self._routes(logits_TE, chosen_TA, None)._replace(most_tokens=most_tokens)
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        chosen_TA: torch.Tensor | None = None,
+        most_tokens: int = 0,
+        row_T: torch.Tensor | None = None,
+    ) -> Routes:
+        """Where the tokens go. `chosen` are the tokens' experts where something else has chosen them. `most_tokens`: see `ForwardBatch`.
+
+        Tokens whose `row` is negative are padding and go nowhere.
+        """
+        if x_TD.shape[0] == 1 and not most_tokens:
+            row_T = None  # see `of_stream`
+        return self._routes(self._logits(x_TD), chosen_TA, row_T)._replace(most_tokens=most_tokens)
 
     def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
         """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go."""

@@ -268,10 +268,13 @@ class ExpertMLP(Module):
         self.experts = Experts(sizes, dtype, names=ExpertNames("w1", "w3", "w2"), activation=activation)
         self.shared_experts = SharedExpert(config, dtype)
 
-    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor, most_tokens: int = 0) -> torch.Tensor:
-        """Apply the layer. `most_tokens`: see `ForwardBatch`."""
+    def __call__(
+        self, x_TD: torch.Tensor, token_ids_T: torch.Tensor, row_T: torch.Tensor | None = None, most_tokens: int = 0
+    ) -> torch.Tensor:
+        """Apply the layer. Padding (a negative row) goes to no routed expert. `most_tokens`: see `ForwardBatch`."""
         chosen_TA = self.gate.experts_of(token_ids_T) if isinstance(self.gate, HashRouter) else None
-        return self.experts(x_TD, self.gate(x_TD, chosen_TA, most_tokens)).add_(self.shared_experts(x_TD))
+        routes = self.gate(x_TD, chosen_TA, most_tokens, row_T)
+        return self.experts(x_TD, routes).add_(self.shared_experts(x_TD))
 
     def join(self, most_tokens: int) -> None:
         """See Module."""
@@ -310,7 +313,7 @@ class HyperConnectedLayer(Module):
             token_ids = token_ids.index_select(0, wanted_S)
         if stream.x_TD.shape[0]:
             x_TD, gates = stream.enter(self._weights("ffn"), self.iterations, self.ffn_norm.parameters)
-            stream.leave(self.ffn(x_TD, token_ids, batch.most_tokens), gates)
+            stream.leave(self.ffn(x_TD, token_ids, stream.row_T, batch.most_tokens), gates)
         elif batch.most_tokens:
             self.ffn.join(batch.most_tokens)
 

@@ -78,6 +78,14 @@ def test_given_experts_are_weighted_even_if_they_are_the_same(routing):
     logits, chosen = torch.randn(7, 5), torch.randint(0, 5, (7, 3))
     chosen[2] = 4
     check(route.kernel(logits, routing, None, chosen), route.twin(logits, routing, None, chosen), 5)
+    row_T = torch.tensor([0, 1, 1, -1, 2, -1, -1])  # padding has no experts, whatever its ids name
+    got = route.kernel(logits, routing, None, chosen, row_T.int())
+    want = route.twin(logits, routing, None, chosen, row_T.int())
+    torch.testing.assert_close(got.weights_TA, want.weights_TA, atol=1e-6, rtol=1e-5)
+    assert torch.equal(got.experts_TA, want.experts_TA) and (want.experts_TA < 0).sum() == 9
+    pairs = [(want.experts_TA.flatten() == expert).nonzero().squeeze(1) for expert in range(5)]
+    assert torch.equal(got.order_P[:12].long(), torch.cat(pairs))
+    assert got.starts_E1.tolist() == [0, *itertools.accumulate(map(len, pairs))]
 
 
 @pytest.mark.parametrize("filler", [0.0, float("nan"), float("-inf"), float("inf")])

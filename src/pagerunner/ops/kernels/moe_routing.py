@@ -230,9 +230,9 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
 
 
 @triton.jit
-def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, BA: tl.constexpr, E: tl.constexpr,
-                  BE: tl.constexpr, KIND: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One token, whose experts are given; they may be the same several times."""
+def _weigh_kernel(logits_ptr, chosen_ptr, row_ptr, weights_ptr, experts_ptr, factor, A: tl.constexpr, BA: tl.constexpr, E: tl.constexpr,
+                  BE: tl.constexpr, KIND: tl.constexpr, NORMALISE: tl.constexpr, PADS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token, whose experts are given; they may be the same several times. PADS: see `_route_kernel`; `experts` are stored then."""
     start_next_and_wait(PDL)
     token = tl.program_id(0)
     experts, index = tl.arange(0, BE), tl.arange(0, BA)
@@ -243,7 +243,12 @@ def _weigh_kernel(logits_ptr, chosen_ptr, weights_ptr, factor, A: tl.constexpr, 
     weights = tl.sum(tl.where(ids[:, None] == experts[None, :], scores[None, :], 0.0), 1)
     if NORMALISE:
         weights = weights / (tl.sum(tl.where(index < A, weights, 0.0), 0) + 1e-20)
-    tl.store(weights_ptr + token * A + index, weights * factor, mask=index < A)
+    weights *= factor
+    if PADS:
+        there = tl.load(row_ptr + token) >= 0
+        weights = tl.where(there, weights, 0.0)
+        tl.store(experts_ptr + token * A + index, tl.where(there, ids, -1), mask=index < A)
+    tl.store(weights_ptr + token * A + index, weights, mask=index < A)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -407,13 +412,14 @@ def route(
     own = {"E": experts, "BE": padded(experts), "KIND": kind_of_scores(routing), "NORMALISE": routing.normalise}
     own |= dependent(device)
     if chosen_TA is not None:
-        assert row_T is None, "experts of padding are given"
         chosen_TA = chosen_TA.contiguous()
+        kept_TA = chosen_TA if row_T is None else torch.empty_like(chosen_TA)
         if tokens:
             _weigh_kernel[(tokens,)](
-                logits_TE, chosen_TA, weights_TA, routing.factor, A=active, BA=padded(active), **own
-            )
-        return Routes(weights_TA, chosen_TA, *order_pairs(chosen_TA, experts))
+                logits_TE, chosen_TA, chosen_TA if row_T is None else row_T, weights_TA, kept_TA, routing.factor, A=active,
+                BA=padded(active), PADS=row_T is not None, **own,
+            )  # fmt: skip
+        return Routes(weights_TA, kept_TA, *order_pairs(kept_TA, experts))
     experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
     starts_E1, tiles = _starts(experts, weights_TA)
