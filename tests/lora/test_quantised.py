@@ -28,8 +28,7 @@ def made(path: Path, kind: str) -> Path:
     return make_checkpoint(path, "qwen3", tokenizer=False)
 
 
-@pytest.mark.days(3)
-@pytest.mark.days(3)
+@pytest.mark.days(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_merged_weights(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the base stays packed, as on a GPU. Rows without an adapter have the bits of an engine that knows of none."""

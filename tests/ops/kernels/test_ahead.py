@@ -209,6 +209,7 @@ else:
 """
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("fails", ["nothing", "0"])
 def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_there(tmp_path, fails):
     """One that is killed while it compiles leaves its kernel to the other ones."""
