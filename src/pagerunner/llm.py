@@ -227,7 +227,11 @@ class LLM:
                 known.check(one)
         if wanted:
             with self._whole():
-                self._core.load_adapters(wanted.values())
+                numbers = self._core.begin_adapters(wanted.values())
+            there = False
+            while not there:  # an interrupt ends the wait: a directory may never answer
+                with self._whole():
+                    there = self._core.loaded_adapters(numbers) is not None
         return ["" if one is None else one.lora_name for one in requests]
 
     def chat(

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,30 @@ def test_loads_of_which_one_cannot_begin_are_not_begun(base: Path, tmp_path: Pat
         assert not core.poll_adapters(0.01) and not core.adapters.busy and [*core.adapters.books.names] == ["a"]
     core.load_adapters([LoRARequest("b", 1, str(second))])
     engine.close()
+
+
+def test_an_interrupt_ends_the_wait_for_a_directory(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory answers when the interrupt has come, and its adapter has the name then."""
+    llm = LLM(
+        str(base), enable_lora=True, max_lora_rank=8, use_tqdm=False, max_model_len=64, num_gpu_blocks_override=16
+    )
+    [path], gate, read = versions(base, tmp_path, 1), threading.Event(), loader_module.read_adapter
+
+    def gated(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert gate.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(loader_module, "read_adapter", gated)
+    greedy, lora = SamplingParams(temperature=0, max_tokens=2, detokenize=False), LoRARequest("a", 1, str(path))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:1], greedy, lora_request=lora)
+    assert not gate.is_set() and llm.generate(PROMPTS[:1], greedy)
+    gate.set()
+    until(lambda: llm._core.poll_adapters(0.01))
+    assert llm.generate(PROMPTS[:1], greedy, lora_request=lora)
 
 
 def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

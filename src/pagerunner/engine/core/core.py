@@ -279,12 +279,26 @@ class EngineCore:
 
         Where a name is taken nothing is loaded.
         """
+        numbers = self.begin_adapters(requests)
+        while (infos := self.loaded_adapters(numbers)) is None:
+            pass
+        return infos
+
+    def begin_adapters(self, requests: Iterable[LoRARequest]) -> list[int]:
+        """Begin to load adapters, of which `loaded_adapters` tells. Nobody waits for earlier ones any more. Raises InvalidRequestError; then none is begun."""
         work, requests = self.adapters, list(requests)
+        work.loaded.clear()  # of a wait that was interrupted
         for place, request in enumerate(requests):
             work.check(request, requests[:place])
-        numbers = [work.begin(request) for request in requests]
-        while not work.loaded.keys() >= set(numbers):
+        return [work.begin(request) for request in requests]
+
+    def loaded_adapters(self, numbers: Sequence[int]) -> list[AdapterInfo] | None:
+        """What was loaded, None if that takes longer than a moment. Raises what is wrong with the first that can't be loaded."""
+        work = self.adapters
+        if not work.loaded.keys() >= set(numbers):
             work.poll(TRANSFER_WAIT_SECONDS)
+        if not work.loaded.keys() >= set(numbers):
+            return None
         found = [work.loaded.pop(number) for number in numbers]
         infos = [one for one in found if not isinstance(one, ConfigError)]
         for one in found:
