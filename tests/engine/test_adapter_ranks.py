@@ -173,7 +173,7 @@ def test_a_load_is_of_all_ranks_or_of_none(tmp_path: Path, monkeypatch: pytest.M
     for path, said, copies in (
         (gone, f"^Rank 1 of 2: .*{gone}/last", 1),
         (other, "^Rank 1 of 2 has read another content than rank 0", 2),
-        (tmp_path / "nowhere", f"^lora_path '{tmp_path}/nowhere' is no directory", 0),
+        (tmp_path / "nowhere", "^lora_path '.* is no directory", 0),  # a long path is cut in a message
     ):
         before = len(forgotten)
         with pytest.raises(ConfigError, match=said):

@@ -21,10 +21,15 @@ PATHS = re.compile(r"fence\.acq_rel\.\w+|bar\.sync|bra(?:\.uni)?\s+\$L\w+|^\$L__
 
 
 def sums(ttgir: str) -> list[list[list[int]]]:
-    """Of each block [.., .., X] whose last axis is summed: which elements of X a thread adds up, and which its neighbours, as powers of two in turn."""
+    """Of each block [.., .., X] whose last axis is summed: which elements of X a thread adds up, and which its neighbours, as powers of two in turn.
+
+    Blocks whose layout isn't written in powers of two, `#ttg.linear`, are left out.
+    """
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.linear<\{(.*)\}>$", ttgir, re.MULTILINE))
     found = []
     for layout in re.findall(r"tensor<\d+x\d+x\d+xf32, (#\w+)>\) -> tensor<\d+x\d+xf32", ttgir):
+        if layout not in layouts:
+            continue
         within, among = re.search(r"register = (\[.*?\]), lane = (\[.*?\]), warp", layouts[layout]).groups()  # type: ignore[union-attr]
         found.append([[base[2] for base in json.loads(bases) if base[2]] for bases in (within, among)])
     return found
