@@ -12,17 +12,19 @@ from pagerunner.config import EngineArgs
 from pagerunner.dist.base import Comm, Stage, union
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.core.executors.process import load_ranks
-from pagerunner.engine.startup.build import build_on
+from pagerunner.engine.startup.build import build_core, build_on
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import CapacityError
 from pagerunner.life import LIFE
 from pagerunner.lora import loader
+from pagerunner.tiers import rates
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.types import StepPlan
 from pagerunner.types.weights import RankChange, UpdateWeights
 
 LOADER, FACTORY = "helpers.faulty_ranks:load", "helpers.faulty_ranks:build"
+READS = "helpers.faulty_ranks:reads"
 FAULTS = RAISE, HANG, NO_MEMORY, EXIT, OTHER_TABLE, LOSE = 501, 502, 503, 504, 505, 506
 VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
@@ -148,3 +150,9 @@ def build(args: EngineArgs, available: int | None = None, engine: int = 0) -> En
     """A core over ranks of which the last one is faulty."""
     resolved = resolve(args)
     return build_on(resolved, load_ranks(resolved, loader=LOADER))
+
+
+def reads(args: EngineArgs, available: int | None = None, engine: int = 0) -> EngineCore:
+    """A core over ranks without faults. It reads what a disk has, however soon it would be computed."""
+    rates._LEAST_TOKENS = 1 << 30
+    return build_core(args, None, available, engine)

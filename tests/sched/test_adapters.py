@@ -162,5 +162,5 @@ def test_a_planted_bug_is_caught(broken: type[Adapters]) -> None:
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             type("Broken", (AdapterTraffic,), {"books": broken}),
-            settings=settings(QUICK, max_examples=100, stateful_step_count=30, phases=[Phase.generate]),
+            settings=settings(QUICK, max_examples=400, stateful_step_count=30, phases=[Phase.generate]),
         )

@@ -15,7 +15,6 @@ import pytest
 from helpers import faulty_ranks
 from helpers.patience import patient, until
 from helpers.serving import RunningServer, running_server
-from pagerunner.engine.core.client import DEFAULT_FACTORY
 from server.test_parallel import ARGS, gone, ranks_of
 
 pytestmark = [pytest.mark.days(4), pytest.mark.usefixtures("forked")]
@@ -74,7 +73,7 @@ def test_ranks_end_while_one_writes(how: str, fault: str, tmp_path: Path, monkey
         assert time.monotonic() - began < patient(10 if how == "stopped" else 3)
     if how == "stopped":
         assert max(sizes(tmp_path)) < ROOM, "segments are sealed, also of the rank whose disk is slow"
-    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+    with running_server(args, core_factory=faulty_ranks.READS) as server:
         answer, cached, pages = ask(server)
         assert answer == wanted and cached == 16 * pages
         assert bool(pages) == (fault == "disk slow"), "a page counts if all ranks have it"
