@@ -9,6 +9,7 @@ A process that says nothing for `--silence` seconds shows its threads and is end
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -215,6 +216,7 @@ class _Other:
         self._stderr = self._config.stash[fault_handler_stderr_fd_key]  # what is captured by now is shown to nobody
         factory = self._config._tmp_path_factory
         factory._basetemp = factory.mktemp(f"process{number}", numbered=False)
+        atexit.unregister(factory._exit_stack.close)  # the first process removes what earlier runs have left
 
     def run(self) -> NoReturn:
         status = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import signal
@@ -16,9 +17,15 @@ HELPERS = Path(__file__).parents[1]
 CONFTEST = """
 import os, signal
 import pytest
+from _pytest import pathlib
 from helpers import forks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its programs
 COLLECTED = os.getpid()
+remove = pathlib.maybe_delete_a_numbered_dir
+def tell(path):
+    with open("removes", "a") as file: file.write(f"{path.name} {os.getpid()}\\n")
+    remove(path)
+pathlib.maybe_delete_a_numbered_dir = tell
 def pytest_addoption(parser): forks.add_option(parser)
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session):
@@ -89,7 +96,13 @@ def start(root: Path, *words: str) -> subprocess.Popen[str]:
     (root / "tests/conftest.py").write_text(CONFTEST)
     for name, text in FILES.items():
         (root / "tests" / name).write_text(text)
-    env = os.environ | {"PYTHONPATH": f"{HELPERS}", "COLUMNS": "300", "PYTHONDONTWRITEBYTECODE": ""}
+    settings = {
+        "PYTHONPATH": f"{HELPERS}",
+        "COLUMNS": "300",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTEST_DEBUG_TEMPROOT": f"{root}",
+    }
+    env = os.environ | settings
     command = [sys.executable, "-m", "pytest", "--forks", "2", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=root, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -109,6 +122,16 @@ def test_what_happens_in_processes_is_told_by_one(tmp_path: Path) -> None:
     sessions = [line.split() for line in (tmp_path / "sessions").read_text().splitlines()]
     assert len(sessions) >= 1 and len({number for number, _ in sessions}) == len(sessions)
     assert {forked for _, forked in sessions} == {"True"}
+
+
+def test_one_process_removes_what_earlier_runs_have_left(tmp_path: Path) -> None:
+    """Which may be so much that a process would be ended while it is at it."""
+    for number in range(8):
+        (tmp_path / f"pytest-of-{getpass.getuser()}/pytest-{number}").mkdir(parents=True, mode=0o700)
+    with start(tmp_path, "-k", "warns or before or broken") as process:
+        said, _ = process.communicate(timeout=120)
+    assert "3 passed" in said
+    assert {line.split()[1] for line in (tmp_path / "removes").read_text().splitlines()} == {f"{process.pid}"}
 
 
 def test_ctrl_c_ends_the_processes_and_what_they_have_begun(tmp_path: Path) -> None:
