@@ -399,6 +399,10 @@ def test_a_config_has_an_end(tmp_path: Path, targets: Targets, monkeypatch: pyte
     monkeypatch.setattr(config_module, "MOST_BYTES", 300)
     with pytest.raises(ConfigError, match="adapter_config.json has [0-9]+ bytes, and at most 300"):
         read(path, targets)
+    (path / "adapter_config.json").unlink()
+    (path / "adapter_config.json").symlink_to("/dev/null")  # /dev/zero has no end, and a FIFO no beginning
+    with pytest.raises(ConfigError, match=r"adapter_config.json isn't a file\."):
+        read(path, targets)
 
 
 def test_a_file_takes_no_more_memory_than_an_adapter(

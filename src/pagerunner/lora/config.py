@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,7 +126,10 @@ def read_config(directory: Path) -> AdapterConfig:
     """
     file = directory / CONFIG
     with suppress(OSError):  # which reading has a sentence for
-        if (size := file.stat().st_size) > MOST_BYTES:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device has no end
+            raise ConfigError(f"{file} isn't a file.")
+        if (size := found.st_size) > MOST_BYTES:
             raise ConfigError(f"{file} has {size:,} bytes, and at most {MOST_BYTES:,} are read of an adapter's config.")
     return _Reader(file, read_json(file)).config(str(directory))
 
