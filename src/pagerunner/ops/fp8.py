@@ -23,12 +23,12 @@ ROOM = 4.0
 def fitting_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The smallest power of two that brings magnitudes of up to `largest` into fp8 `dtype`; 0 for 0. Float32.
 
-    For infinity it is infinite, which makes no number of that element.
+    For infinity, and for what is no number, it is infinite, which makes no number of all that it scales.
     """
     mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two already
     fitting = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(min=-126)).where(largest.isfinite(), float("inf"))
-    return torch.where(largest > 0, fitting, 0.0)
+    return torch.where(largest == 0, 0.0, fitting)
 
 
 def grown_scale(old: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,12 @@ import triton.language as tl  # noqa: E402
 
 from pagerunner.ops.fp8 import fitting_scale, to_fp8  # noqa: E402
 from pagerunner.ops.kernels import paged_heads  # noqa: E402
+from pagerunner.ops.latent_attention import store_latent_  # noqa: E402
+from pagerunner.ops.latent_heads import LatentPrep, prepare_latent_heads_  # noqa: E402
+from pagerunner.ops.linear import Norm  # noqa: E402
+from pagerunner.ops.rope import RopeAngles  # noqa: E402
+from pagerunner.ops.slot_pooling import store_slots_ as store_pooled_  # noqa: E402
+from pagerunner.ops.sparse_latents import Latents, from_exponents, store_slots_  # noqa: E402
 
 
 @triton.jit
@@ -35,3 +41,50 @@ def test_no_number_stays_none(dtype: torch.dtype, broken: float) -> None:
     assert want[1].isnan() and (found * scale)[1].isnan()
     if broken != broken:  # a page's other numbers are what they are
         assert (found * scale).tolist()[::2] == [1.0, -3.0]
+
+
+ANGLES = RopeAngles(torch.ones(3, 1, 4), torch.zeros(3, 1, 4))
+WHERE = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
+
+
+def _slots(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
+    """The scales of three slots, of blocks of latents and of indexer keys."""
+    pages = Latents(torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2))
+    keys, scales = torch.zeros(2, 2, 8, dtype=torch.float8_e4m3fn), torch.zeros(2, 2)
+    getattr(store_slots_, how)(vectors, vectors[:, :8].clone(), pages, keys, scales, *WHERE)
+    return [pages.scales_ESG[WHERE], scales[WHERE].unsqueeze(-1)]
+
+
+def _pooled(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
+    pages = Latents(
+        torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2, dtype=torch.uint8)
+    )
+    norm = Norm(torch.ones(20), 1e-6)
+    getattr(store_pooled_, how)(vectors, [norm], [pages], ANGLES, torch.tensor([3, 7, 11]), WHERE[0], WHERE[1] * 4, 4)
+    return [from_exponents(pages.scales_ESG[WHERE])]
+
+
+def _pages(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
+    """The scales of the slots' pages, which have one for all of their vectors."""
+    scales = torch.zeros(2)
+    getattr(store_latent_, how)(vectors, torch.zeros(2, 2, 20, dtype=torch.float8_e4m3fn), *WHERE, scales)
+    return [scales[WHERE[0]].unsqueeze(-1)]
+
+
+def _prepared(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
+    prep, scales = LatentPrep(Norm(torch.ones(16), 1e-6), ANGLES, pairs=False), torch.zeros(2)
+    pages = torch.zeros(2, 2, 20, dtype=torch.float8_e4m3fn)
+    getattr(prepare_latent_heads_, how)(torch.randn(3, 1, 8), vectors, prep, pages, *WHERE, scales)
+    return [scales[WHERE[0]].unsqueeze(-1)]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["kernel", "twin"])
+@pytest.mark.parametrize("scales_of", [_slots, _pooled, _pages, _prepared])
+@pytest.mark.filterwarnings("ignore:.*encountered.*:RuntimeWarning")
+def test_the_scale_of_broken_latents_is_infinite(scales_of, how: str, broken: float) -> None:
+    """The words of PTX that make numbers of e4m3 read 480 where a code is none, so the scale has to say it."""
+    vectors = torch.randn(3, 20)
+    vectors[0, 2] = broken
+    for scales in scales_of(how, vectors):
+        assert not scales[0].isfinite().all() and scales[1:].isfinite().all(), scales

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.latent_store import page_arguments, page_scale, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.paged_heads import quantise
+from pagerunner.ops.kernels.paged_heads import magnitude, quantise
 from pagerunner.ops.latent_heads import LatentPrep
 
 
@@ -130,7 +130,7 @@ def _store_run(
     x = x.to(dtype).to(tl.float32)
     at, inside, turned = _turn(row + C, cos_ptr, sin_ptr, tokens, there, angle_token, HALF, HP, PAIRS)
     turned = tl.where(inside, turned.to(tl.float32), 0.0)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), tl.max(tl.max(tl.abs(turned), 1), 0))
+    largest = tl.maximum(tl.max(tl.max(magnitude(x), 1), 0), tl.max(tl.max(magnitude(turned), 1), 0))
     page = pages_ptr + entry * page_stride
     scale = page_scale(page, scales_ptr + entry * scale_stride, slot_stride, largest, C + 2 * HALF, PAGE, FP8, FP8_MAX)
     slot = page + tl.load(offset_ptr + tokens, mask=there, other=0)[:, None] * slot_stride
@@ -188,8 +188,9 @@ def _vector(
                     vectors_ptr, weight, cos_ptr, sin_ptr, end, vector_token, angle_token, eps,
                     C, HALF, CP, HP, PAIRS, OFFSET,
                 )  # fmt: skip
-                latent = tl.max(tl.abs(x.to(tl.float32)), 0)
-                largest = tl.maximum(largest, tl.maximum(latent, tl.max(tl.max(tl.abs(turned.to(tl.float32)), 1), 0)))
+                latent = tl.max(magnitude(x.to(tl.float32)), 0)
+                rotary = tl.max(tl.max(magnitude(turned.to(tl.float32)), 1), 0)
+                largest = tl.maximum(largest, tl.maximum(latent, rotary))
                 end += 1
                 following = tl.load(entry_ptr + end, mask=end < num_tokens, other=-1)
             page = pages_ptr + entry * page_stride

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import padded
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, quantise, rescale_page
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, magnitude, quantise, rescale_page
 
 
 def page_arguments(pages_EXL: torch.Tensor, scales_E: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ def _store(
             following = entry
             while following == entry:
                 value = tl.load(vectors + end.to(tl.int64) * vector_stride + at, mask=at < L, other=0.0)
-                largest = tl.maximum(largest, tl.max(tl.abs(value.to(tl.float32)), 0))
+                largest = tl.maximum(largest, tl.max(magnitude(value.to(tl.float32)), 0))
                 end += 1
                 following = tl.load(entries + end, mask=end < num_tokens, other=-1)
             page = pages + entry * page_stride

@@ -15,7 +15,7 @@ import triton.language as tl
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels.indexer_heads import mixed_vector
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
 from pagerunner.ops.kernels.state_rows import (
     row_arguments,
     row_tokens,
@@ -295,7 +295,7 @@ def _finish(
         numbers = tl.reshape(y, (BD // BLOCK, BLOCK)).to(tl.float32)
         g = tl.arange(0, BD // BLOCK)
         element = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        scale = fitting_scale(tl.max(tl.abs(numbers), 1), FP8_MAX)
+        scale = fitting_scale(tl.max(magnitude(numbers), 1), FP8_MAX)
         codes = quantise(numbers, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
         tl.store(page + element, codes, mask=element < C)
         if scales.dtype.element_ty == tl.uint8:

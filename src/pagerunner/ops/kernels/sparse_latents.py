@@ -33,7 +33,7 @@ from pagerunner.ops.kernels.launch import (
     wait_turn,
 )
 from pagerunner.ops.kernels.linear_wide import say_kernel
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
 from pagerunner.ops.sparse_latents import Latents
 
 MOST_PARTS = 16
@@ -146,14 +146,14 @@ def _store_kernel(
         at, inside = g[:, None] * (C // G) + x[None, :], (x < C // G)[None, :]
         vector = vectors + token * vector_stride
         latent = tl.load(vector + at, mask=inside, other=0.0).to(tl.float32)
-        scale = fitting_scale(tl.max(tl.abs(latent), 1), FP8_MAX)
+        scale = fitting_scale(tl.max(magnitude(latent), 1), FP8_MAX)
         latent = quantise(latent, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
         tl.store(codes + entry * codes_page + offset * codes_slot + at, latent, mask=inside)
         tl.store(scales + entry * scale_page + offset * scale_slot + g, scale)
         turned = tl.load(vector + C + p, mask=p < P, other=0.0)
         tl.store(rope + entry * rope_page + offset * rope_slot + p, turned.to(rope.dtype.element_ty), mask=p < P)
         key = tl.load(keys + token * key_stride + d, mask=d < D, other=0.0).to(tl.float32)
-        key_scale = fitting_scale(tl.max(tl.abs(key), 0), FP8_MAX)
+        key_scale = fitting_scale(tl.max(magnitude(key), 0), FP8_MAX)
         key = quantise(key, key_scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
         tl.store(index + entry * index_page + offset * index_slot + d, key, mask=d < D)
         tl.store(index_scales + entry * index_scale_page + offset * index_scale_slot, key_scale)
