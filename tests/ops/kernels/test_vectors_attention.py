@@ -31,6 +31,19 @@ def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(vectors_attention.kernel(*arguments), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("programs", [1, 300], ids=["whole", "parts"])
+def test_no_number_stays_none(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a query, and of one key among many. The engine's check of logits finds a broken request by it."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: programs)
+    arguments, _ = inputs(CASES["decode"])
+    q_THD, window, _, rows, *_ = arguments
+    q_THD[1] = float("nan")
+    held = window.table_SW[rows.slots_R[3].long(), 200 // window.pages_EXD.shape[1] % window.table_SW.shape[1]]
+    window.pages_EXD[held, 200 % window.pages_EXD.shape[1]] = float("nan")
+    got = vectors_attention.kernel(*arguments)
+    assert got[[1, 3]].isnan().all() and got[[0, 2, 4]].isfinite().all()
+
+
 @pytest.mark.parametrize("pages", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("heads", "size", "rotary"), [(3, 24, 8), (9, 16, 16), (1, 12, 2)])
 def test_preparing(heads: int, size: int, rotary: int, pages: torch.dtype) -> None:

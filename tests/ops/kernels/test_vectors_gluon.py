@@ -49,6 +49,18 @@ def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: in
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a query whose keys are divided among programs."""
+    (q, window, *others), _ = inputs(replace(FULL, rows=((63, 1), (9, 1)), ratio=0))
+    q[0] = float("nan")
+    launched = Launched(vectors_gluon, "vectors_kernel", _back=turned)
+    monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
+    monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
+    monkeypatch.setattr(kernels, "_parts", lambda *_: 2)
+    got = kernels.vectors_attention(q, window._replace(pages_EXD=window.pages_EXD.contiguous()), *others)
+    assert launched.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
+
+
 def test_what_does_not_fit_goes_by_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that begin 8 bytes into a line, heads or elements of other numbers, float32, and slots in fp8."""
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)

@@ -219,7 +219,7 @@ def _finish(
 def _leave(parts, found, head, in_h, some, most, total, low, high, D: tl.constexpr, HC: tl.constexpr):
     """Leave a part's result, normalised, and the log-sum-exp of its scores. Without `some` keys there is only the latter."""
     c = tl.arange(0, HC)[None, :]
-    there = total > 0
+    there = total != 0  # what is no number is left as it is
     total = tl.where(there, total, 1.0)
     tl.store(found + head, tl.where(there, most + tl.log2(total), LOWEST), mask=in_h)
     if some:

@@ -100,7 +100,7 @@ def _finish(out, sinks, cos, sin, head, most, total, acc, D: gl.constexpr, P: gl
 @gluon.jit
 def _leave(parts, found, head, most, total, acc, some, D: gl.constexpr):
     """Leave a part's result, normalised, and the log-sum-exp of its scores."""
-    there = total > 0
+    there = total != 0  # what is no number is left as it is
     total = gl.where(there, total, 1.0)
     gl.store(found + head, gl.where(there, most + gl.log2(total), LOWEST))
     if some:
