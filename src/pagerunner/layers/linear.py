@@ -264,7 +264,6 @@ class FusedLinear(Linear):
 
     def cut_of(self, part: str) -> Cut | None:
         """See Linear."""
-        """See Linear."""
         return self._part_cuts.get(part)
 
 

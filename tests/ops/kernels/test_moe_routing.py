@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from pagerunner.ops.kernels import moe_routing
+from helpers.borders import set_borders
+from pagerunner.ops.kernels import moe_logits, moe_routing
 from pagerunner.ops.kernels.moe_logits import LogitsConfig, logits_config, run_logits
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
@@ -115,6 +116,22 @@ def test_logits(tokens):
             )
             for one, wanted in zip(got, want, strict=True):
                 close(one, wanted)
+
+
+def test_fixed_logits_have_no_bias_in_their_product(monkeypatch):
+    """In float32 torch gives a product with a bias to another library, whose sums depend on the number of tokens."""
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    want, product = expert_logits.twin(x, weight, bias), moe_logits.F.linear
+    monkeypatch.setattr(moe_logits.F, "linear", lambda x, weight: product(x, weight))
+    torch.testing.assert_close(expert_logits.kernel(x, weight, bias, fixed=True), want)
+
+
+def test_borders_of_a_test_are_no_later_tests_borders(monkeypatch):
+    usual = logits_config(9, 64, 8, torch.float32)
+    with monkeypatch.context() as other:
+        set_borders(other, "router", few_tokens=4, few_logits=16)
+        assert logits_config(9, 64, 8, torch.float32) is None
+    assert usual == logits_config(9, 64, 8, torch.float32) is not None
 
 
 PROGRAMS = [LogitsConfig(1, 4, 4), LogitsConfig(4, 2, 8), LogitsConfig(16, 16, 2, True), LogitsConfig(8, 32, 4, True)]

@@ -74,11 +74,11 @@ def test_wanted_tokens_alone() -> None:
 
 
 def _attend(
-    order: list[tuple[int, int, int]], one_token: bool, splits: int, reach: int, dtype: torch.dtype
+    order: list[tuple[int, int, int]], one_token: bool, splits: int, reach: int, dtype: torch.dtype, dim: int = 16
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Attention of rows (sequence, first token, tokens) in one step, by sequence and token. All keys of both sequences are in pages."""
     generator = torch.Generator().manual_seed(7)
-    length, heads, kv_heads, dim, page = 100, 4, 2, 16, 4
+    length, heads, kv_heads, page = 100, 4, 2, 4
     q, k, v = (torch.randn(2, length, n, dim, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads))
     pages = KVPages(0, *(x.flatten(0, 1).unflatten(0, (-1, page)) for x in (k, v)))
     table = torch.arange(2 * length // page).view(2, -1)
@@ -117,3 +117,17 @@ def test_a_step_changes_no_bit(reach: int, dtype: torch.dtype) -> None:
                 assert torch.equal(out, whole[place]), place
                 seen += 1
     assert seen == 100 + 12 + 63 + 2 + 2
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_program_has_as_many_warps_as_its_tiles_say(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4 warps, prompts of heads of 256 have no room for both results in registers."""
+    kernel, noted = paged_fixed.fixed_kernel, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *given, num_warps, **how: noted.append(num_warps) or kernel[grid](*given, **how)
+
+    monkeypatch.setattr(paged_fixed, "fixed_kernel", Noted())
+    _attend([(0, 0, 3)], False, 1, 0, torch.float16, dim)
+    assert noted == [paged_fixed.fixed_tiles(2, 2 * dim, exact=False).warps]

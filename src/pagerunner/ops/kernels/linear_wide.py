@@ -28,8 +28,8 @@ from pagerunner.ops.kernels.linear_parts import Product, halves
 from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.stored import Stored, Stored4
 
-VERSIONS = ("3.6.",)
 logger = logging.getLogger(__name__)
+VERSIONS = ("3.6.",)
 """How versions of Triton begin whose Gluon was measured here."""
 MAX_TOKENS = 256
 STEP = 128

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -113,7 +112,6 @@ class LogitsConfig(NamedTuple):
     tile: bool = False
 
 
-@functools.cache
 def logits_config(tokens: int, features: int, experts: int, dtype: torch.dtype) -> LogitsConfig | None:
     """The program of the logits' kernel, by measurement (docs/performance.md). None: a norm and cuBLAS are faster."""
     borders = numerics.FAST.router
@@ -180,6 +178,9 @@ def expert_logits(
     if program is not None:
         return run_logits(x_TD, None, weight_ED, bias_E, program=program)[2]
     if x_TD.dtype == torch.float32:
-        return F.linear(x_TD, weight_ED, bias_E)
-    logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+        logits_TE = F.linear(
+            x_TD, weight_ED
+        )  # with a bias torch would call another library, which divides sums by the number of tokens
+    else:
+        logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
     return logits_TE if bias_E is None else logits_TE.add_(bias_E)

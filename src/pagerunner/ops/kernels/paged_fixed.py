@@ -224,20 +224,16 @@ def attend(
         "PIECE": FIXED.piece,
         "SINKS": scores.sinks_H is not None,
     }
-    alike |= {
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-        **dependent(device),
-    }  # what is fused would differ between the two kernels
+    alike |= {"enable_fp_fusion": False, **dependent(device)}  # what is fused would differ between the two kernels
     fixed_kernel[(tiles * kv_heads, splits)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, *out.stride()[:2], pages.k, *pages.k.stride()[:3], pages.v, *pages.v.stride()[:3],
         table, table.stride(0), table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, starts, num_rows,
         values, sums, sinks, scores.scale, scores.softcap, plan.window, plan.chunk, splits, pieces,
         BM=shape.rows, D=dim, DP=dims[0], PAGE=page, BN=shape.keys, ONE=plan.one_token, REACH=reach, SOFTCAP=bool(scores.softcap), SPLIT=splits > 1,
-        TO=dot, num_stages=shape.stages, maxnreg=shape.registers, **alike,
+        TO=dot, num_warps=shape.warps, num_stages=shape.stages, maxnreg=shape.registers, **alike,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * kv_heads,)](
-            out, *out.stride()[:2], rows.row_T, rows.positions_T, values, sums, sinks, pieces, **alike
+            out, *out.stride()[:2], rows.row_T, rows.positions_T, values, sums, sinks, pieces, num_warps=4, **alike
         )
     return out
