@@ -149,6 +149,29 @@ def test_pages_are_read_while_the_store_goes_on_with_their_segment(
     again.close()
 
 
+def test_pages_that_are_written_during_a_look_at_the_directory_are_found(
+    root: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look at a large directory takes seconds. It has listed the files before these pages' one was begun."""
+    write(store, range(60))  # no file is left to go on with
+    store.close()
+    usual, listed, go_on = Directory.adopt, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> tuple[list[Record], bool]:
+        listed.set()
+        assert go_on.wait(60)
+        return usual(*given)
+
+    monkeypatch.setattr(Directory, "adopt", slow)
+    again = DiskStore(root, OF, max_bytes=4 << 20, largest_page=max(SIZES), rate=1e9)
+    assert listed.wait(60)
+    assert write(again, [60, 61, 62]) == [True] * 3
+    go_on.set()
+    until(again.ready.is_set)
+    assert found(again, range(60, 63)) == [60, 61, 62] and read(again, range(63)) == [True] * 63
+    again.close()
+
+
 def test_a_segment_that_is_renamed_by_another_store_is_read_and_one_that_is_gone_is_a_miss(
     root: Path, store: DiskStore
 ) -> None:

@@ -541,7 +541,7 @@ class DiskStore:
 
     def _scan(self) -> None:
         """Read the indices of segments that aren't known whole, and forget those that are gone."""
-        clears = self._clears
+        clears, before = self._clears, set(self._known)  # a segment that is begun from now on may not be listed
         # a list of all, none just renamed
         with self.directory.locked() if clears != self._hidden else contextlib.nullcontext():
             there = {segment.identity: segment for segment, _ in self.directory.segments()}
@@ -561,8 +561,11 @@ class DiskStore:
                 with contextlib.suppress(OSError):
                     records, whole = self.directory.adopt(segment)
                     self._found(segment, records, clears, whole=whole)
+        if lost := before - there.keys():
+            with self.directory.locked():  # one that was just renamed may have been listed under neither name
+                lost -= {segment.identity for segment, _ in self.directory.segments()}
         with self._lock:
-            for identity in self._known.keys() - there.keys():
+            for identity in lost & self._known.keys():
                 self._lose(self._known.pop(identity)[0])
 
     def _found(self, segment: Segment, records: Sequence[Record], clears: int, *, whole: bool) -> Segment:
