@@ -102,6 +102,21 @@ def test_the_directory_is_closed_to_others_and_bounded(root: Path) -> None:
     assert found(opened(root, max_bytes=SMALL), range(60)) == there
 
 
+def test_a_clock_that_was_ahead_keeps_no_old_pages(root: Path) -> None:
+    """What was written by a clock of the year 2100 is given up first all the same, as it was there before."""
+    store = opened(root, max_bytes=SMALL)
+    write(store, range(100, 112))
+    store.close()
+    for path in [*files(root), *files(root, ".index")]:
+        path.rename(path.with_name(f"{4_102_444_800 * 10**9 + int(path.name[10:20]):020d}{path.name[20:]}"))
+    again = opened(root, max_bytes=SMALL)
+    assert found(again, range(100, 112))
+    for number in range(60):
+        assert write(again, [number]) == [True]
+    assert len(found(again, range(48, 60))) >= 8 and not found(again, range(100, 112))
+    again.close()
+
+
 def test_a_page_that_is_read_outlives_those_that_are_not(root: Path) -> None:
     store = opened(root, max_bytes=SMALL)
     write(store, [0, 1])

@@ -165,5 +165,12 @@ def test_what_the_page_cache_lacks_is_read_past_it(tmp_path: Path, nbytes: int, 
 
 
 def test_files_of_others_have_no_segment(tmp_path: Path) -> None:
-    for name in ("lock", "x.pages", "1-2-3.pages", f"{0:020d}-{'f' * 16}-{'z' * 32}.pages", "probe-1"):
+    for name in (
+        "lock",
+        "x.pages",
+        "1-2-3.pages",
+        f"{'x' * 20}-{'f' * 16}-{'0' * 32}.pages",
+        f"{0:020d}-{'f' * 16}-{'z' * 32}.pages",
+        "probe-1",
+    ):
         assert Segment.named(tmp_path / name) is None

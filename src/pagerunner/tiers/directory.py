@@ -32,7 +32,7 @@ class NoRoomError(OSError):
 
 
 class Directory:
-    """`segment_bytes` is how large a segment becomes, `bytes` how many all segments had at the last look.
+    """`segment_bytes` is how large a segment becomes, `bytes` how many all segments had at the last look, `newest` the age of the youngest at the start.
 
     Raises:
         ConfigError: the directory can't be used, is open to other users, or max_bytes is too small for pages of `largest_page` bytes.
@@ -59,7 +59,7 @@ class Directory:
                     f"(chmod 700); its owner is {status.st_uid} and its mode {status.st_mode:o}."
                 )
             with self.locked():
-                pass
+                self.newest = max((segment.age for segment, _ in self.segments()), default=0)
         except OSError as error:
             raise ConfigError(f"root_dir={str(root)!r} of the disk tier can't be used: {error}.") from None
 

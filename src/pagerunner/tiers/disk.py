@@ -64,7 +64,7 @@ class _Begun:
         self.number, self.left, self.outcomes, self.reads = number, len(pages), [False] * len(pages), reads
         self.nbytes = sum(len(place) for *_, place in pages)
         self.started = time.monotonic()
-        self.deadline, self.clears, self.age = self.started + seconds, 0, time.time_ns()
+        self.deadline, self.clears, self.age = self.started + seconds, 0, 0
 
 
 def _opened(segment: Segment, direct: Direct | None) -> int:
@@ -106,6 +106,8 @@ class DiskStore:
         self.directory = Directory(root, fingerprint, max_bytes, largest_page)
         self.ready = threading.Event()
         self._on_end, self._seconds, self._direct = on_end, seconds, direct
+        # of what is written now, in nanoseconds since 1970; the youngest of all, though a clock may have been ahead
+        self._ages = max(time.time_ns(), self.directory.newest + 1) - time.monotonic_ns()
         self._lock = threading.Lock()
         self._index = Index()
         self._cleared = Index()
@@ -176,7 +178,7 @@ class DiskStore:
     def write(self, number: int, pages: Sequence[Page]) -> None:
         """See PageStore. A page that is there already isn't written again."""
         begun = _Begun(number, pages, _WRITE_SECONDS, reads=False)
-        begun.clears = self._clears
+        begun.clears, begun.age = self._clears, self._ages + time.monotonic_ns()
         closed = self._closing.is_set()
         for at, page in enumerate(pages if not closed else ()):
             self._to_write[crc32(page[1]) % len(self._to_write)].put((begun, [(at, page, None, 0)]))

@@ -74,7 +74,7 @@ class Segment:
         if not path.name.endswith(".pages") or [len(part) for part in parts] != [20, 16, 32]:
             return None
         with contextlib.suppress(ValueError):
-            return cls(path, bytes.fromhex(parts[2]))
+            return cls(path, bytes.fromhex(parts[2])) if parts[0].isdecimal() else None
         return None
 
     @classmethod
@@ -83,6 +83,11 @@ class Segment:
         identity = identity or os.urandom(16)
         name = f"{time.time_ns() if age is None else age:020d}-{fingerprint[:8].hex()}-{identity.hex()}.pages"
         return cls(directory / name, identity)
+
+    @property
+    def age(self) -> int:
+        """When it was begun, in nanoseconds since 1970."""
+        return min(int(self.path.name[:20]), 2**63)
 
     @property
     def index(self) -> Path:
