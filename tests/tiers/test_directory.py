@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.disk_pages import files, opened, read, write
+from helpers.disk_pages import OF, files, opened, read, write
 from helpers.patience import patient
+from pagerunner.tiers.directory import Directory
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB
 
@@ -50,3 +51,20 @@ def test_a_pipe_in_the_place_of_a_segment_holds_up_no_reader(root: Path) -> None
     assert read(store, range(4)) == [False] * 4
     assert time.monotonic() - started < patient(10), "a look at the directory would wake it after 30 s"
     store.close()
+
+
+def test_what_a_crash_has_left_of_a_segment_that_is_gone_is_removed(root: Path) -> None:
+    """Between a segment's new name, or its end, and that of its index."""
+    there = Directory(root, OF, 4 << 20, 6000)
+    with there.locked():
+        segments = [there.create(number) for number in range(3)]
+    for segment, fd in segments:
+        segment.seal(OF, [])
+        os.close(fd)
+    first, second, third = (segment for segment, _ in segments)
+    first.path.unlink()
+    second.index.rename(second.index.with_suffix(".writing"))
+    second.path.unlink()
+    (there.path / "notes.index").touch()  # somebody's own
+    Directory(root, OF, 4 << 20, 6000)
+    assert {path.name for path in there.path.iterdir()} == {"lock", "notes.index", third.path.name, third.index.name}

@@ -59,6 +59,7 @@ class Directory:
                     f"(chmod 700); its owner is {status.st_uid} and its mode {status.st_mode:o}."
                 )
             with self.locked():
+                self._sweep()
                 self.newest = max((segment.age for segment, _ in self.segments()), default=0)
         except OSError as error:
             raise ConfigError(f"root_dir={str(root)!r} of the disk tier can't be used: {error}.") from None
@@ -81,6 +82,13 @@ class Directory:
             yield
         finally:
             os.close(fd)
+
+    def _sweep(self) -> None:
+        """Remove index files whose segments are gone: their engine was killed between the two. To be called with the lock."""
+        for path in list(self.path.iterdir()):
+            segment = Segment.named(path.with_suffix(".pages"))
+            if segment is not None and path.suffix in (".index", ".writing") and not segment.path.exists():
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def found_again(self, identity: bytes) -> Iterator[Segment | None]:

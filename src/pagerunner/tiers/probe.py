@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -33,16 +34,11 @@ def read_rate(directory: Path, nbytes: int, threads: int, there: Sequence[Path])
 
 
 def _made(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> tuple[int, int]:
-    path = directory / f"probe-{os.getpid()}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with contextlib.ExitStack() as failed:
-        failed.callback(os.close, fd)
-        path.unlink()
-        data = os.urandom(_EACH)
-        for offset in range(0, nbytes, _EACH):
-            os.pwrite(fd, data, offset)
-        os.fdatasync(fd)
-        stack.push(failed.pop_all())
+    fd = stack.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0)).fileno()
+    data = os.urandom(_EACH)
+    for offset in range(0, nbytes, _EACH):
+        os.pwrite(fd, data, offset)
+    os.fdatasync(fd)
     return fd, nbytes
 
 
