@@ -1,17 +1,21 @@
-"""What others put into the disk tier's directory: it is passed over, and costs pages alone."""
+"""The disk tier's directory: what others put into it is passed over and costs pages alone, and what is written into it is found."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.disk_pages import OF, files, opened, read, write
-from helpers.patience import patient
+from helpers.disk_pages import OF, SIZES, files, found, opened, read, write
+from helpers.patience import patient, until
 from pagerunner.tiers.directory import Directory
+from pagerunner.tiers.disk import DiskStore
+from pagerunner.tiers.segments import Record
 
 SMALL = 8 * 32 * 1024  # segments of 32 KiB
 
@@ -68,3 +72,57 @@ def test_what_a_crash_has_left_of_a_segment_that_is_gone_is_removed(root: Path) 
     (there.path / "notes.index").touch()  # somebody's own
     Directory(root, OF, 4 << 20, 6000)
     assert {path.name for path in there.path.iterdir()} == {"lock", "notes.index", third.path.name, third.index.name}
+
+
+def test_a_clock_that_was_ahead_keeps_no_old_pages(root: Path) -> None:
+    """What was written by a clock of the year 2100 is given up first all the same, as it was there before."""
+    store = opened(root, max_bytes=SMALL)
+    write(store, range(100, 112))
+    store.close()
+    for path in [*files(root), *files(root, ".index")]:
+        path.rename(path.with_name(f"{4_102_444_800 * 10**9 + int(path.name[10:20]):020d}{path.name[20:]}"))
+    again = opened(root, max_bytes=SMALL)
+    assert found(again, range(100, 112))
+    for number in range(60):
+        assert write(again, [number]) == [True]
+    assert len(found(again, range(48, 60))) >= 8 and not found(again, range(100, 112))
+    again.close()
+
+
+def test_pages_that_are_written_during_a_look_at_the_directory_are_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look at a large directory takes seconds. It has listed the files before these pages' one was begun."""
+    store = opened(root)
+    write(store, range(60))  # no file is left to go on with
+    store.close()
+    usual, listed, go_on = Directory.adopt, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> tuple[list[Record], bool]:
+        listed.set()
+        assert go_on.wait(60)
+        return usual(*given)
+
+    monkeypatch.setattr(Directory, "adopt", slow)
+    again = DiskStore(root, OF, max_bytes=4 << 20, largest_page=max(SIZES), rate=1e9)
+    assert listed.wait(60)
+    assert write(again, [60, 61, 62]) == [True] * 3
+    go_on.set()
+    until(again.ready.is_set)
+    assert found(again, range(60, 63)) == [60, 61, 62] and read(again, range(63)) == [True] * 63
+    again.close()
+
+
+def test_the_directory_is_closed_to_others_and_bounded(root: Path) -> None:
+    store = opened(root, max_bytes=SMALL)
+    for number in range(60):
+        assert write(store, [number]) == [True]
+        assert sum(path.stat().st_size for path in files(root)) <= SMALL
+    there = found(store, range(60))
+    assert 8 <= len(there) < 60 and there[-1] == 59
+    assert read(store, there) == [True] * len(there)
+    assert (root / "pagerunner-pages").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in files(root)} == {0o600}
+    assert store.stats().segments_dropped > 0
+    store.close()
+    assert found(opened(root, max_bytes=SMALL), range(60)) == there

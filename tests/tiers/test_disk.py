@@ -87,36 +87,6 @@ def test_stores_that_are_given_the_same_pages_have_the_same_segments_of_the_same
     assert kept[0] == kept[1] and len(kept[0]) > 3
 
 
-def test_the_directory_is_closed_to_others_and_bounded(root: Path) -> None:
-    store = opened(root, max_bytes=SMALL)
-    for number in range(60):
-        assert write(store, [number]) == [True]
-        assert sum(path.stat().st_size for path in files(root)) <= SMALL
-    there = found(store, range(60))
-    assert 8 <= len(there) < 60 and there[-1] == 59
-    assert read(store, there) == [True] * len(there)
-    assert (root / "pagerunner-pages").stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in files(root)} == {0o600}
-    assert store.stats().segments_dropped > 0
-    store.close()
-    assert found(opened(root, max_bytes=SMALL), range(60)) == there
-
-
-def test_a_clock_that_was_ahead_keeps_no_old_pages(root: Path) -> None:
-    """What was written by a clock of the year 2100 is given up first all the same, as it was there before."""
-    store = opened(root, max_bytes=SMALL)
-    write(store, range(100, 112))
-    store.close()
-    for path in [*files(root), *files(root, ".index")]:
-        path.rename(path.with_name(f"{4_102_444_800 * 10**9 + int(path.name[10:20]):020d}{path.name[20:]}"))
-    again = opened(root, max_bytes=SMALL)
-    assert found(again, range(100, 112))
-    for number in range(60):
-        assert write(again, [number]) == [True]
-    assert len(found(again, range(48, 60))) >= 8 and not found(again, range(100, 112))
-    again.close()
-
-
 def test_a_page_that_is_read_outlives_those_that_are_not(root: Path) -> None:
     store = opened(root, max_bytes=SMALL)
     write(store, [0, 1])
@@ -161,29 +131,6 @@ def test_pages_are_read_while_the_store_goes_on_with_their_segment(
     finally:
         go_on.set()
     assert outcomes(again) == [True]
-    again.close()
-
-
-def test_pages_that_are_written_during_a_look_at_the_directory_are_found(
-    root: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first look at a large directory takes seconds. It has listed the files before these pages' one was begun."""
-    write(store, range(60))  # no file is left to go on with
-    store.close()
-    usual, listed, go_on = Directory.adopt, threading.Event(), threading.Event()
-
-    def slow(*given: Any) -> tuple[list[Record], bool]:
-        listed.set()
-        assert go_on.wait(60)
-        return usual(*given)
-
-    monkeypatch.setattr(Directory, "adopt", slow)
-    again = DiskStore(root, OF, max_bytes=4 << 20, largest_page=max(SIZES), rate=1e9)
-    assert listed.wait(60)
-    assert write(again, [60, 61, 62]) == [True] * 3
-    go_on.set()
-    until(again.ready.is_set)
-    assert found(again, range(60, 63)) == [60, 61, 62] and read(again, range(63)) == [True] * 63
     again.close()
 
 
