@@ -20,8 +20,10 @@ import torch
 from helpers import faulty_ranks
 from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import ON_CUDA
+from helpers.families import MAKERS
 from helpers.patience import patient, until
 from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.config import EngineArgs
@@ -71,6 +73,19 @@ def tokens(llm: LLM) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+def same(alone: list[Any], found: list[Any], near: float) -> int:
+    """How many tokens are the same, up to each text's first place where the best two are so near that another order of sums decides."""
+    count = 0
+    for left, right in zip(alone, found, strict=True):
+        for step, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
+            if a != b:
+                likely = left.logprobs[step]
+                assert b in likely and likely[a].logprob - likely[b].logprob < near, (step, a, b)
+                break
+            count += 1
+    return count
+
+
 @pytest.mark.parametrize(
     ("way", "ranks", "eager", "sums"),
     [
@@ -89,16 +104,8 @@ def test_tokens_are_those_of_one_device(way: str, ranks: int, eager: bool, sums:
     check_devices(ranks, sums)
     path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=4, **WIDE)
     one, two = (engine(path, number, way, sums, enforce_eager=eager) for number in (1, ranks))
-    alone, found = tokens(one), tokens(two)
-    same = 0
-    for left, right in zip(alone, found, strict=True):
-        for step, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
-            if a != b:
-                likely = left.logprobs[step]
-                assert b in likely and likely[a].logprob - likely[b].logprob < NEAR, (step, a, b)
-                break
-            same += 1
-    assert same > 0.5 * len(PROMPTS) * 24
+    found = tokens(two)
+    assert same(tokens(one), found, NEAR) > 0.5 * len(PROMPTS) * 24
     assert [one.token_ids for one in tokens(two)] == [one.token_ids for one in found]
     plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)  # from keys alone, without gathered logits
     assert [x.outputs[0].token_ids for x in two.generate(PROMPTS, plain, use_tqdm=False)] == [
@@ -156,6 +163,29 @@ def test_teams_have_the_tokens_of_one_device(ranks: int, eager: bool, sums: str,
     teams._core._executor._compare()  # type: ignore[attr-defined]
 
 
+OTHERS = (
+    "gemma3_text", "gpt_oss", "qwen3_moe", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "qwen3_next", "qwen3_5_moe_text", "bamba",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "pages"), [*((family, "auto") for family in OTHERS), ("qwen3", "fp8"), ("gemma3_text", "fp8")]
+)
+def test_other_families_and_pages_have_the_tokens_of_one_device(family: str, pages: str, tmp_path: Path) -> None:
+    """In float32, in graphs. A code of fp8 may be the next one, as what is rounded is a sum in another order."""
+    check_devices(2, "ours")
+    if family == "bamba":  # two ranks have the same group
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_groups": 1}
+        path = make_hybrid_checkpoint(tmp_path, family, **sizes)[0]
+    else:
+        path = MAKERS[family](tmp_path)
+    one, two = (engine(path, ranks, dtype="float32", kv_cache_dtype=pages) for ranks in (1, 2))
+    found = tokens(two)
+    assert same(tokens(one), found, 1e-3 if pages == "auto" else NEAR) > 0.9 * len(PROMPTS) * 24
+    assert [x.token_ids for x in tokens(two)] == [x.token_ids for x in found]
+    two._core._executor._compare()  # type: ignore[attr-defined]
+
+
 CORE = """
 import sys
 from cuda.bindings import driver
@@ -190,14 +220,7 @@ def test_adapters_have_the_tokens_of_one_device(family: str, ways: dict[str, Any
         alone = llm.generate(PROMPTS[5], GREEDY, use_tqdm=False, lora_request=own[1])
         return [output.outputs[0] for output in (*many, *alone)]
 
-    for left, right in zip(
-        answers(engine(path, 1, **options)), answers(engine(path, 1, **options, **ways)), strict=True
-    ):
-        for step, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
-            if a != b:
-                likely = left.logprobs[step]
-                assert b in likely and likely[a].logprob - likely[b].logprob < 1e-3, (step, a, b)
-                break
+    same(answers(engine(path, 1, **options)), answers(engine(path, 1, **options, **ways)), 1e-3)
 
 
 def test_a_core_takes_no_memory_of_its_ranks_devices(tmp_path: Path) -> None:
