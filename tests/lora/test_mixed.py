@@ -17,7 +17,7 @@ from pagerunner.dist.null import NullComm
 from pagerunner.errors import ConfigError
 from pagerunner.layers import linear
 from pagerunner.layers.linear import Linear
-from pagerunner.lora.adapter import Adapter, LowRank, Targets, read_adapter
+from pagerunner.lora.adapter import Adapter, Stack, Targets, read_adapter
 from pagerunner.lora.region import Products, Region
 from pagerunner.ops.lora import Adapters
 from pagerunner.quant.ranked import Summed
@@ -118,6 +118,6 @@ def test_adapters_are_what_merged_weights_are(
 def test_products_that_no_layer_computes_are_refused(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path, "llama", tokenizer=False)
     region = harness(base, tmp_path / "a", {}).region
-    one = LowRank(torch.zeros(4, 64), torch.zeros(64, 4))
+    one = Stack(["model.layers.0.mlp.experts.3.gate_proj"], torch.zeros(1, 4, 64), torch.zeros(1, 64, 4))
     with pytest.raises(ConfigError, match=r"experts\.3\.gate_proj can't have an adapter"):
-        region.put(0, Adapter("", "", {"model.layers.0.mlp.experts.3.gate_proj": one}))
+        region.put(0, Adapter("", "", [one]))

@@ -13,7 +13,7 @@ Of the second form the reader makes the first one. Shape letters: I input featur
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.layers.shares import Parts
 from pagerunner.lora.config import AdapterConfig, read_config
-from pagerunner.lora.tensors import StoredTensor, stored_tensors
+from pagerunner.lora.tensors import StoredTensor, read_all, stored_tensors
 from pagerunner.models.checkpoint.loader import own_name
 from pagerunner.quant.sinks import name_of
 
@@ -106,27 +106,43 @@ class LowRank(NamedTuple):
     a_RI: torch.Tensor
     b_OR: torch.Tensor
 
-    @property
-    def rank(self) -> int:
-        """R."""
-        return int(self.a_RI.shape[0])
+
+class Stack(NamedTuple):
+    """Products of equal sizes and ranks, one behind the other: those of one matrix of a layer's experts, or a single one.
+
+    A mixture has them by the ten thousand, and Python's work on each takes the interpreter's lock from the steps.
+    """
+
+    names: Sequence[str]
+    a_PRI: torch.Tensor
+    b_POR: torch.Tensor
 
 
 class Adapter(NamedTuple):
-    """An adapter's products by the names of the model's matrices. `digest`: equal for equal products, whatever files they come from.
+    """An adapter's products, each of another one of the model's matrices. `digest`: equal for equal products, whatever files they come from.
 
     `separate`: the file has tensors of single experts.
     """
 
     digest: str
     base: str
-    products: dict[str, LowRank]
+    stacks: Sequence[Stack]
     separate: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Those of the matrices."""
+        return {name for stack in self.stacks for name in stack.names}
+
+    @property
+    def products(self) -> dict[str, LowRank]:
+        """Each by the name of its matrix."""
+        return {name: LowRank(a, b) for names, *both in self.stacks for name, a, b in zip(names, *both, strict=True)}
 
     @property
     def rank(self) -> int:
         """The largest rank of its products."""
-        return max(product.rank for product in self.products.values())
+        return max(int(stack.a_PRI.shape[1]) for stack in self.stacks)
 
 
 def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> Adapter:
@@ -145,7 +161,7 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank
     with stored_tensors(_file(directory)) as tensors:
         reading.take(tensors)
     reading.check_all_there()
-    return Adapter(reading.digest(), config.base, dict(sorted(reading.products.items())), reading.separate)
+    return Adapter(reading.digest(), config.base, reading.stacks, reading.separate)
 
 
 def _file(directory: Path) -> Path:
@@ -157,17 +173,29 @@ def _file(directory: Path) -> Path:
     return file
 
 
+class _Pair(NamedTuple):
+    """Tensors of one matrix of the model, and what B is multiplied by."""
+
+    name: str
+    scale: float
+    a: StoredTensor
+    b: StoredTensor
+
+
 class _Reading:
     """Lays one file's tensors onto the model's matrices."""
 
     def __init__(self, directory: Path, config: AdapterConfig, targets: Targets, dtype: torch.dtype) -> None:
         self.file, self.config, self.targets, self.dtype = directory / TENSORS, config, targets, dtype
-        self.products: dict[str, LowRank] = {}
+        self.stacks: list[Stack] = []
+        self._landed: set[str] = set()
+        self._alike: dict[Hashable, list[_Pair]] = {}
+        """Pairs of which a stack is made."""
         self._asked: dict[str, str] = {}
         """Modules and parameters of the model that the file has tensors for, and what the file calls them, which patterns are for."""
 
     def take(self, tensors: Sequence[StoredTensor]) -> None:
-        """All tensors, in pairs. Each is read when its name and shape are known to be right, so a file takes no more memory than the model's adapter may."""
+        """All tensors, in pairs. Each is read when all names and shapes are known to be right, so a file takes no more memory than the model's adapter may."""
         pairs: dict[str, dict[str, StoredTensor]] = {}
         for tensor in tensors:
             pairs.setdefault(self._module_of(tensor), {})[tensor.name[-len(_A) :]] = tensor
@@ -178,7 +206,10 @@ class _Reading:
                         f"{self.file} lacks the tensor {_PREFIX}{theirs}{end}, whose other half it has."
                     )
             self._take_pair(theirs, pair[_A], pair[_B])
-        if not self.products:
+        for alike in self._alike.values():
+            names, scales, some_a, some_b = zip(*alike, strict=True)
+            self._land(names, self._computed(some_a), self._computed(some_b, scales))
+        if not self.stacks:
             raise CheckpointError(f"{self.file} has no tensors, so the adapter would do nothing.")
 
     @property
@@ -207,11 +238,18 @@ class _Reading:
 
     def digest(self) -> str:
         """32 hexadecimal digits of what has landed. So whatever decides how a file is read, as its version of PEFT, is in them."""
+        products = []
+        for names, *both in self.stacks:
+            sides = [
+                (f" {all.dtype} {tuple(all.shape[1:])};", all.view(-1).view(torch.uint8).numpy(), all[0].nbytes)
+                for all in both
+            ]
+            products += [(name, number, sides) for number, name in enumerate(names)]
         content = hashlib.blake2b(digest_size=16)
-        for name, product in sorted(self.products.items()):
-            for tensor in product:
-                content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-                content.update(tensor.view(-1).view(torch.uint8).numpy())
+        for name, number, sides in sorted(products):
+            for said, values, size in sides:
+                content.update(f"{name}{said}".encode())
+                content.update(values[number * size : (number + 1) * size])
         return content.hexdigest()
 
     def _module_of(self, tensor: StoredTensor) -> str:
@@ -236,8 +274,8 @@ class _Reading:
                 raise CheckpointError(f"{self.file}: {_PREFIX}{theirs}{_A} isn't among target_modules.")
             rank = self._rank(theirs, theirs, a.shape[0])
             self._check_shapes(theirs, a, b, (rank, target.in_features), (target.out_features, rank))
-            scale = self.config.scale_of(theirs)
-            self._land(name, self._computed(a), self._computed(b, scale))
+            alike = target.owner, target.part.rpartition(".")[2], a.shape, a.dtype, b.dtype
+            self._alike.setdefault(alike, []).append(_Pair(name, self.config.scale_of(theirs), a, b))
             self._asked[name] = theirs
             return
         inner = theirs.endswith(".base_layer")
@@ -269,20 +307,19 @@ class _Reading:
         swapped = (tuple(a.shape), tuple(b.shape)) == ((experts * rank, outputs), (inputs, rank * experts))
         scale = self.config.scale_of(asked)
         if swapped and (outputs != inputs or self._is_swapped(theirs, owner, inputs)):
-            a_ERI = self._computed(b).view(inputs, rank, experts).permute(2, 1, 0)
-            b_EOR = self._computed(a, scale).view(experts, rank, outputs).transpose(1, 2)
+            a_ERI = self._computed([b]).view(inputs, rank, experts).permute(2, 1, 0)
+            b_EOR = self._computed([a], [scale]).view(experts, rank, outputs).transpose(1, 2)
         else:
             self._check_shapes(theirs, a, b, (experts * rank, inputs), (outputs, rank * experts))
-            a_ERI = self._computed(a).view(experts, rank, inputs)
-            b_EOR = self._computed(b, scale).view(outputs, rank, experts).permute(2, 0, 1)
+            a_ERI = self._computed([a]).view(experts, rank, inputs)
+            b_EOR = self._computed([b], [scale]).view(outputs, rank, experts).permute(2, 0, 1)
         gate, up = slice(0, inner), slice(inner, 2 * inner)
         if owner.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
         names = owner.checkpoint_names
         parts = {names.down: slice(None)} if down else {names.gate: gate, names.up: up}
-        for expert in range(experts):
-            for part, rows in parts.items():
-                self._land(f"{name}.{expert}.{part}", a_ERI[expert], b_EOR[expert, rows])
+        for part, rows in parts.items():
+            self._land([f"{name}.{expert}.{part}" for expert in range(experts)], a_ERI, b_EOR[:, rows])
         self._asked[f"{name}.{matrix}"] = asked
 
     def _is_swapped(self, theirs: str, owner: Experts, inputs: int) -> bool:
@@ -314,19 +351,22 @@ class _Reading:
                     f"{self.file}: {_PREFIX}{theirs}{end} has shape {list(tensor.shape)}; the model asks for {list(shape)}."
                 )
 
-    def _computed(self, stored: StoredTensor, scale: float = 1.0) -> torch.Tensor:
-        """A tensor times the scale, in the dtype that products compute in, which has to have such numbers."""
-        tensor = stored.read()
-        taken = (tensor.float() * scale).to(self.dtype) if scale != 1 else tensor.to(self.dtype)
+    def _computed(self, stored: Sequence[StoredTensor], scales: Sequence[float] = (1.0,)) -> torch.Tensor:
+        """Tensors times their scales, in the dtype that products compute in, which has to have such numbers."""
+        read = read_all(stored)
+        scaled = read if set(scales) == {1} else read.float() * torch.tensor(scales).view(-1, 1, 1)
+        taken = scaled.to(self.dtype)
         if not taken.sum(dtype=torch.float32).isfinite() and not taken.isfinite().all():  # the sum alone is quick
-            why = "holds values that are infinite or no numbers"
+            number = next(number for number, one in enumerate(taken) if not one.isfinite().all())
+            tensor, why = read[number], "holds values that are infinite or no numbers"
             if tensor.isfinite().all():
-                most, dtype = tensor.abs().max().item(), name_of(self.dtype)
+                most, scale, dtype = tensor.abs().max().item(), scales[number % len(scales)], name_of(self.dtype)
                 why = f"holds {most:.3g}, which times the scale {scale:.3g} (lora_alpha) is beyond {dtype}, the dtype that the engine computes in"
-            raise CheckpointError(f"{self.file}: {stored.name} {why}.")
+            raise CheckpointError(f"{self.file}: {stored[number].name} {why}.")
         return taken
 
-    def _land(self, name: str, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
-        if name in self.products:
-            raise CheckpointError(f"{self.file} has tensors of {name} twice, alone and with all experts.")
-        self.products[name] = LowRank(a_RI.contiguous(), b_OR.contiguous())
+    def _land(self, names: Sequence[str], a_PRI: torch.Tensor, b_POR: torch.Tensor) -> None:
+        if twice := self._landed.intersection(names):
+            raise CheckpointError(f"{self.file} has tensors of {min(twice)} twice, alone and with all experts.")
+        self._landed.update(names)
+        self.stacks.append(Stack(names, a_PRI.contiguous(), b_POR.contiguous()))

@@ -18,7 +18,7 @@ from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Parts
-from pagerunner.lora.adapter import Adapter, LowRank, Targets
+from pagerunner.lora.adapter import Adapter, Stack, Targets
 from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
 from pagerunner.types.checks import show
 
@@ -111,11 +111,12 @@ class Products:
 
     def check(self, adapter: Adapter) -> None:
         """Raise ConfigError for an adapter of a matrix whose adapters no layer computes, or that isn't asked for."""
-        if others := adapter.products.keys() - self.every:
+        names = adapter.names
+        if others := names - self.every:
             raise ConfigError(
                 f"{min(others)} can't have an adapter: {'no layer computes it' if self.only is None else self._left_out()}."
             )
-        if self.only is not None and (others := {name for name in adapter.products if not _ends(name, self.only)}):
+        if self.only is not None and (others := {name for name in names if not _ends(name, self.only)}):
             raise ConfigError(f"{min(others)} can't have an adapter: {self._left_out()}.")
 
     def _left_out(self) -> str:
@@ -126,34 +127,51 @@ class Products:
     ) -> Packed:
         """The adapter, or a rank's part of it, in the order of a slot. Raises what `check` raises."""
         self.check(adapter)
-        used = {name: -(-product.rank // TILE) for name, product in adapter.products.items() if name in self.sizes}
-        count = sum(TILE * blocks * sum(self.sizes[name]) for name, blocks in used.items())
+        numbers = {name: number for number, name in enumerate(self.sizes)}
+        here = [stack for stack in map(self._part_of, adapter.stacks) if stack.names]
+        count = sum(
+            _blocks(stack) * TILE * (stack.b_POR.shape[1] + stack.a_PRI.shape[2]) * len(stack.names) for stack in here
+        )
         elements, holder = make_buffer(max(count, 1), dtype)  # a stage may have none of an adapter's layers
         elements.zero_()
         places = torch.full((len(self.sizes), -(-max_rank // TILE), 2), -1, dtype=torch.int64)
         at = 0
-        for number, (name, sizes) in enumerate(self.sizes.items()):
-            product = adapter.products.get(name)
-            if product is None:
-                continue
-            product = self._part_of(name, product)
-            for block, first in enumerate(range(0, product.rank, TILE)):
-                for side, whole in enumerate((product.b_OR.T, product.a_RI)):
-                    own = whole[first : first + TILE]
-                    elements[at : at + own.numel()].view(own.shape).copy_(own)
-                    places[number, block, 1 - side] = at
-                    at += TILE * sizes[side]
+        for stack in here:
+            names, a_PRI, b_POR = stack
+            blocks, (_, rank, inputs), outputs = _blocks(stack), a_PRI.shape, b_POR.shape[1]
+            shape, size = (len(names), blocks), TILE * (outputs + inputs)
+            own = elements[at : at + len(names) * blocks * size].view(*shape, size)
+            begins = at + torch.arange(len(names) * blocks).view(shape) * size
+            places[[numbers[name] for name in names], :blocks] = torch.stack([begins + TILE * outputs, begins], 2)
+            for to, whole_PRX in zip(own.split([TILE * outputs, TILE * inputs], 2), (b_POR.mT, a_PRI), strict=True):
+                for block, first in enumerate(range(0, rank, TILE)):
+                    some = whole_PRX[:, first : first + TILE]
+                    to[:, block].unflatten(1, (TILE, -1))[:, : some.shape[1]].copy_(some)
+            at += own.numel()
         return Packed(elements, places, holder)
 
-    def _part_of(self, name: str, product: LowRank) -> LowRank:
-        """What a rank has of a product."""
-        a_RI, b_OR = product
-        if name in self.divided and len(b_OR) != self.sizes[name][0]:
-            b_OR = torch.cat([b_OR[some] for some in self.divided[name]])
-        elif name in self.divided:
-            a_RI = torch.cat([a_RI[:, some] for some in self.divided[name]], 1)
-        assert (len(b_OR), a_RI.shape[1]) == self.sizes[name], f"{name}: other parts than those of the rank's model"
-        return LowRank(a_RI, b_OR)
+    def _part_of(self, stack: Stack) -> Stack:
+        """What a rank has of some products, which may be none."""
+        names, a_PRI, b_POR = stack
+        here = [number for number, name in enumerate(names) if name in self.sizes]
+        if len(here) < len(names):
+            names, a_PRI, b_POR = [names[number] for number in here], a_PRI[here], b_POR[here]
+        if here and names[0] in self.divided:
+            outputs, slices = self.sizes[names[0]][0], self.divided[names[0]]
+            if b_POR.shape[1] != outputs:
+                b_POR = torch.cat([b_POR[:, some] for some in slices], 1)
+            else:
+                a_PRI = torch.cat([a_PRI[..., some] for some in slices], 2)
+        sizes = b_POR.shape[1], a_PRI.shape[2]
+        assert all(self.sizes[name] == sizes for name in names), (
+            f"{names[0]}: other parts than those of the rank's model"
+        )
+        return Stack(names, a_PRI, b_POR)
+
+
+def _blocks(stack: Stack) -> int:
+    """How many blocks a product has."""
+    return -(-int(stack.a_PRI.shape[1]) // TILE)
 
 
 def _ends(name: str, ends: tuple[str, ...]) -> bool:

@@ -7,11 +7,12 @@ behind the end of a mapped file is ended by the system (SIGBUS), the engine with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import torch
@@ -19,8 +20,20 @@ import torch
 from pagerunner.errors import CheckpointError
 
 MOST_HEADER_BYTES = 2**24
-"""Names and shapes of a file, which are parsed with the interpreter's lock. Those of 48 layers with 128 experts, each with tensors of its own, have 6 MB."""
+"""Names and shapes of a file, which are told apart with the interpreter's lock. Those of 48 layers with 128 experts, each with tensors of its own, have 6 MB."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_Whole = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[_Whole, ...]
+    data_offsets: tuple[_Whole, _Whole]
+
+
+_ENTRIES = msgspec.json.Decoder(_Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +47,26 @@ class StoredTensor:
     file: Path
     stream: BinaryIO
 
-    def read(self) -> torch.Tensor:
-        """It, whole. Raises CheckpointError if it has no floats, or the file has become shorter."""
-        dtype = _DTYPES.get(self.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{self.file}: {self.name} has dtype {self.dtype}, and floats are needed.")
-        tensor = torch.empty(self.shape, dtype=dtype)
-        rest = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-        self.stream.seek(self.at)
-        while len(rest):
-            count = self.stream.readinto(rest)  # type: ignore[attr-defined]
+
+def read_all(tensors: Sequence[StoredTensor]) -> torch.Tensor:
+    """Tensors of a file, with one dtype and shape, one behind the other. Raises CheckpointError for no floats, or if the file has become shorter."""
+    first = tensors[0]
+    dtype = _DTYPES.get(first.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{first.file}: {first.name} has dtype {first.dtype}, and floats are needed.")
+    found = torch.empty((len(tensors), *first.shape), dtype=dtype)
+    rest, file = memoryview(found.view(-1).view(torch.uint8).numpy()), first.stream.fileno()
+    size = len(rest) // len(tensors)
+    for tensor in tensors:
+        left = size
+        while left:
+            count = os.preadv(file, [rest[:left]], tensor.at + size - left)
             if not count:
-                raise CheckpointError(f"{self.file} ends within {self.name}: it is not complete, or is being written.")
-            rest = rest[count:]
-        return tensor
+                raise CheckpointError(
+                    f"{first.file} ends within {tensor.name}: it is not complete, or is being written."
+                )
+            rest, left = rest[count:], left - count
+    return found
 
 
 @contextmanager
@@ -65,17 +84,17 @@ def _tensors(file: Path, stream: BinaryIO) -> list[StoredTensor]:
     if size > MOST_HEADER_BYTES:
         raise CheckpointError(f"{file} has a header of {size:,} bytes, and at most {MOST_HEADER_BYTES:,} are read.")
     try:
-        header = msgspec.json.decode(stream.read(size), type=dict[str, dict[str, Any]])
+        header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])  # 9 ms of 36,864 names
         header.pop("__metadata__", None)
         return [_tensor(file, stream, 8 + size, name, header[name]) for name in sorted(header)]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error!s:.200}.") from None
 
 
-def _tensor(file: Path, stream: BinaryIO, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    shape, dtype, (first, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
-    whole = all(isinstance(one, int) and one >= 0 for one in (first, end, *shape))
+def _tensor(file: Path, stream: BinaryIO, start: int, name: str, words: msgspec.Raw) -> StoredTensor:
+    entry = _ENTRIES.decode(words)
+    shape, dtype, (first, end) = entry.shape, entry.dtype, entry.data_offsets
     itemsize = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
-    if not whole or (itemsize and end - first != itemsize * math.prod(shape)):
+    if itemsize and end - first != itemsize * math.prod(shape):
         raise ValueError(f"{name} of shape {shape!s:.80} has bytes {first} to {end}")
-    return StoredTensor(name, tuple(shape), str(dtype), start + first, file, stream)
+    return StoredTensor(name, shape, dtype, start + first, file, stream)
