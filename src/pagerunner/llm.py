@@ -207,6 +207,9 @@ class LLM:
     def _load_adapters(self, requests: Sequence[LoRARequest | None]) -> list[str]:
         """The names of these adapters, "" for none, which are loaded unless their names are known."""
         wanted: dict[str, LoRARequest] = {}
+        if any(requests):
+            with self._whole():
+                self._core.poll_adapters()  # a load whose wait was interrupted may have ended
         for one in requests:
             if one is None:
                 continue

@@ -187,16 +187,20 @@ def test_loads_of_which_one_cannot_begin_are_not_begun(base: Path, tmp_path: Pat
     engine.close()
 
 
+@pytest.mark.parametrize("answers", ["before", "later"])
 def test_an_interrupt_ends_the_wait_for_a_directory(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str
 ) -> None:
-    """The directory answers when the interrupt has come, and its adapter has the name then."""
+    """The directory answers before the adapter is asked for again, or while that is waited for. It is read once."""
     llm = LLM(
         str(base), enable_lora=True, max_lora_rank=8, use_tqdm=False, max_model_len=64, num_gpu_blocks_override=16
     )
     [path], gate, read = versions(base, tmp_path, 1), threading.Event(), loader_module.read_adapter
 
+    reads: list[Path] = []
+
     def gated(*given: Any) -> Any:
+        reads.append(given[0])
         os.kill(os.getpid(), signal.SIGINT)
         assert gate.wait(60)
         return read(*given)
@@ -206,9 +210,12 @@ def test_an_interrupt_ends_the_wait_for_a_directory(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[:1], greedy, lora_request=lora)
     assert not gate.is_set() and llm.generate(PROMPTS[:1], greedy)
-    gate.set()
-    until(lambda: llm._core.poll_adapters(0.01))
-    assert llm.generate(PROMPTS[:1], greedy, lora_request=lora)
+    if answers == "later":
+        threading.Timer(0.05, gate.set).start()
+    else:
+        gate.set()
+        until(lambda: loader_of(llm._core).idle)
+    assert llm.generate(PROMPTS[:1], greedy, lora_request=lora) and len(reads) == 1
 
 
 def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

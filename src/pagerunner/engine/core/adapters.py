@@ -77,6 +77,11 @@ class AdapterWork:
         if name in self._read or any(one.lora_name == name for one in (*self._loads.values(), *before)):
             raise InvalidRequestError(f"The adapter {show(name)} is being loaded.", "lora_name")
 
+    def under_way(self, request: LoRARequest) -> int | None:
+        """The number of a load of the same directory by the same name that hasn't ended, unless the directory is to be read again."""
+        same = (n for n, one in self._loads.items() if one == request and one.lora_path == request.lora_path)
+        return None if request.load_inplace else next(same, None)
+
     def name(self, name: str) -> None:
         """Give a name to what was read for it. Raises InvalidRequestError if nothing was."""
         if (info := self._read.pop(name, None)) is None:

@@ -285,12 +285,17 @@ class EngineCore:
         return infos
 
     def begin_adapters(self, requests: Iterable[LoRARequest]) -> list[int]:
-        """Begin to load adapters, of which `loaded_adapters` tells. Nobody waits for earlier ones any more. Raises InvalidRequestError; then none is begun."""
+        """Begin to load adapters, of which `loaded_adapters` tells. Nobody waits for earlier ones any more. Raises InvalidRequestError; then none is begun.
+
+        One that was begun for a wait that was interrupted isn't begun again.
+        """
         work, requests = self.adapters, list(requests)
-        work.loaded.clear()  # of a wait that was interrupted
+        work.loaded.clear()
+        begun = list(map(work.under_way, requests))
         for place, request in enumerate(requests):
-            work.check(request, requests[:place])
-        return [work.begin(request) for request in requests]
+            if begun[place] is None:
+                work.check(request, requests[:place])
+        return [work.begin(one) if number is None else number for one, number in zip(requests, begun, strict=True)]
 
     def loaded_adapters(self, numbers: Sequence[int]) -> list[AdapterInfo] | None:
         """What was loaded, None if that takes longer than a moment. Raises what is wrong with the first that can't be loaded."""
