@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,9 +11,12 @@ import zmq
 
 from helpers.fake_core import FakeCore, FakeOptions
 from pagerunner.engine.core import messages as wire
+from pagerunner.engine.core.adapters import AdapterWork, Loader
 from pagerunner.engine.core.process import CoreLoop
 from pagerunner.errors import InvalidRequestError
+from pagerunner.sched.adapters import Adapters
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
+from pagerunner.types.lora import AdapterEnd, LoRARequest
 
 Peers = list[zmq.Socket[bytes]]
 
@@ -23,12 +27,35 @@ def add(name: str, max_tokens: int) -> bytes:
     return msgspec.msgpack.encode(wire.Add.of([one]))
 
 
+class Reads:
+    """A loader that reads what it is told to when it is `open`."""
+
+    def __init__(self) -> None:
+        self.open, self._numbers = False, list[int]()
+
+    def read(self, number: int, path: str) -> None:
+        self._numbers.append(number)
+
+    def ended(self, seconds: float) -> list[AdapterEnd]:
+        found, self._numbers = (self._numbers, []) if self.open else ([], self._numbers)
+        return [AdapterEnd(number, "digest", 8) for number in found]
+
+
 class Scripted(FakeCore):
     """Each of its steps does the next part of a script. It refuses what it has, as the real one."""
 
-    def __init__(self, script: Iterator[None]) -> None:
+    def __init__(self, script: Iterator[None], reads: Reads | None = None) -> None:
         super().__init__(FakeOptions(), 8)
         self.script, self.known = script, list[str]()
+        self._work = AdapterWork(Adapters(1), cast(Loader, reads), 1)
+
+    @property
+    def adapters(self) -> AdapterWork:  # type: ignore[override]
+        return self._work
+
+    def poll_adapters(self) -> bool:
+        self._work.poll(0.0)
+        return bool(self._work.loaded)
 
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self.known:
@@ -41,14 +68,16 @@ class Scripted(FakeCore):
         return super().step()
 
 
-def heard(script: Callable[[Peers], Iterator[None]], frontends: int = 1) -> tuple[list[str], list[list[wire.FromCore]]]:
+def heard(
+    script: Callable[[Peers], Iterator[None]], frontends: int = 1, reads: Reads | None = None
+) -> tuple[list[str], list[list[wire.FromCore]]]:
     """Run a core for the supervisor and frontends, of which the first sends one at once: the requests that it was given, and what each has heard."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     own, peers = [[context.socket(zmq.PAIR) for _ in range(1 + frontends)] for _ in range(2)]
     for number, (one, other) in enumerate(zip(own, peers, strict=True)):
         one.bind(f"inproc://{number}")
         other.connect(f"inproc://{number}")
-    core = Scripted(script(peers))
+    core = Scripted(script(peers), reads)
     for peer in peers[1:]:
         peer.send(msgspec.msgpack.encode(wire.Hello(1)))
     peers[1].send(add("first", 1000))
@@ -142,3 +171,34 @@ def test_an_id_that_waits_for_the_end_of_a_pause_is_used_too_and_is_free_afterwa
     assert [one.request_ids for one in second if isinstance(one, wire.Refused)] == [["put off"]]
     updates = [one for message in first for one in getattr(message, "updates", ())]
     assert len([one for one in updates if one.request_id == "put off"]) > 10
+
+
+@pytest.mark.parametrize("known", ["by its end", "by the next one"])
+def test_an_adapter_that_is_read_for_a_process_that_has_ended_leaves_its_name_free(known: str) -> None:
+    """The next process of that number is there when it has been read. Whoever loads it afterwards gets it."""
+    reads, load = Reads(), LoRARequest("sql", 1, "/sql")
+
+    def script(peers: Peers) -> Iterator[None]:
+        tell(peers[1], wire.LoadAdapter(1, load))
+        yield
+        if known == "by its end":
+            tell(peers[0], wire.Gone(1, 1))
+        tell(peers[1], wire.Hello(2))
+        tell(peers[0], add("another one's", 100))
+        yield
+        yield
+        reads.open = True
+        yield
+        yield
+        tell(peers[1], wire.LoadAdapter(2, load))
+        yield
+        yield
+        tell(peers[1], wire.NameAdapter(3, "sql"))
+        yield
+        yield
+        tell(peers[0], wire.Shutdown())
+
+    _, (_, frontend) = heard(script, reads=reads)
+    replies = [one for one in frontend if isinstance(one, wire.Reply)]
+    assert [(one.call_id, one.value, one.error) for one in replies] == [(2, "digest", None), (3, None, None)]
+    assert [info.name for one in frontend if isinstance(one, wire.Adapters) for info in one.infos] == ["sql"]

@@ -66,10 +66,9 @@ class CoreLoop:
         self._decoder = msgspec.msgpack.Decoder(wire.ToCore)
         self._requests = msgspec.msgpack.Decoder(list[EngineRequest])
         self._running = True
-        self._loads: dict[int, tuple[int, int]] = {}  # by number: the frontend, and its call
-        self._read: dict[
-            str, int
-        ] = {}  # adapters that have been read and aren't named yet, and the frontends that will say
+        # by number: the frontend, and its call; None if its process has ended
+        self._loads: dict[int, tuple[int, int] | None] = {}
+        self._read: dict[str, int] = {}  # adapters without a name so far, and the frontends that will give it
         self._adapters: list[AdapterInfo] = []
         self._stats_at = 0.0
         # A sleep that waits for the running requests, and the messages that came after it.
@@ -145,16 +144,17 @@ class CoreLoop:
             return
         work = self._core.adapters
         for number, found in [(number, work.loaded.pop(number)) for number in list(work.loaded)]:
-            client, call_id = self._loads.pop(number)
-            there = self._is_there(client)
-            if isinstance(found, ConfigError):
-                reply = wire.Reply(call_id, error=wire.WireError.of(found))
-            elif there:
+            asked = self._loads.pop(number)
+            if asked is None:
+                if isinstance(found, AdapterInfo):
+                    work.drop(found.name)
+                continue
+            client, call_id = asked
+            if isinstance(found, AdapterInfo):
                 self._read[found.name], reply = client, wire.Reply(call_id, found.digest)
             else:
-                work.drop(found.name)
-            if there:
-                self._sockets[client].send(self._encoder.encode(reply))
+                reply = wire.Reply(call_id, error=wire.WireError.of(found))
+            self._sockets[client].send(self._encoder.encode(reply))
 
     def _tell_adapters(self) -> None:
         self._adapters = list(self._core.adapters.infos())
@@ -170,6 +170,9 @@ class CoreLoop:
         """A frontend's process has ended, or another one has begun: end the sequences that it leaves."""
         self._ended[client] = max(self._ended[client], life)
         if not self._is_there(client):
+            self._loads = {
+                number: asked if asked and asked[0] != client else None for number, asked in self._loads.items()
+            }
             for name in [name for name, of in self._read.items() if of == client]:
                 del self._read[name]
                 self._core.adapters.drop(name)
