@@ -41,6 +41,7 @@ from pagerunner.models.checkpoint.ranks import build_share, configs_of_ranks, jo
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.models.drafting import Takes
+from pagerunner.ops.native import small
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 
 LENGTHS = (37, 5, 20)
@@ -146,7 +147,7 @@ def test_mtp_of_deepseek(tmp_path: Path, family: str) -> None:
     check(load_drafting(config), config, DeepseekMTP(weights, fields, embed, head), 48)
 
 
-def test_mtp_of_deepseek_v4(tmp_path: Path) -> None:
+def test_mtp_of_deepseek_v4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = make_compressed_checkpoint(tmp_path)
     fields = json.loads((path / "config.json").read_text())
     rope = (
@@ -161,7 +162,18 @@ def test_mtp_of_deepseek_v4(tmp_path: Path) -> None:
     head = own.get("lm_head.weight", own.get("head.weight"))
     embed = own.get("model.embed_tokens.weight", own.get("embed.weight"))
     reference = DeepseekV4MTP(weights, fields | {"rope_parameters": rope, "qk_rope_head_dim": 8}, embed, head)
-    check(load_drafting(config), config, reference, 3 * 48)
+    model = load_drafting(config)
+    check(model, config, reference, 3 * 48)
+    # a graph's padding goes to no expert
+    monkeypatch.setattr(small, "serves", lambda *tensors: False)  # CPU kernels, which know no padding
+    batch, routed = DraftHarness(model, config, 1).batch([(0, range(4))]), []
+    batch.rows.row_T[2:] = -1
+    experts = model.drafter.layer.ffn.experts.method
+    own = experts.apply
+    monkeypatch.setattr(experts, "apply", lambda x, routes, *more: routed.append(routes) or own(x, routes, *more))
+    with torch.inference_mode():
+        model.drafter.first(torch.randn(4, 3 * 48), torch.arange(4), batch)
+    assert [(row < 0).all().item() for row in routed[0].experts_TA] == [False, False, True, True]
 
 
 def _taken(

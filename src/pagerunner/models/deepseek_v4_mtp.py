@@ -50,7 +50,7 @@ class DeepseekV4MTP(DraftModel):
         """See DraftModel."""
         embedded_TD = self.e_proj(self.enorm(self.embedded(token_ids_T, batch)))
         streams = self.h_proj(self.hnorm(hidden_TX.reshape(-1, embedded_TD.shape[1]))).unflatten(0, (-1, self.streams))
-        stream = Streams(streams + embedded_TD.unsqueeze(1))
+        stream = Streams(streams + embedded_TD.unsqueeze(1), batch.rows.row_T)
         self.layer(stream, StepContext(Angles(self.rotary, self.rotary, batch), batch, wanted_S))
         if not stream.x_TD.shape[0]:
             return Drafted(stream.x_TD[:, 0], stream.x_TD.flatten(1))
