@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.patience import patient
 from pagerunner.runner.host_buffers import MOST_SPARE, HostBuffers
 
 MIB = 2**20
@@ -43,6 +44,23 @@ class Locks:
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_buffer_comes_back_while_its_thread_has_the_lock() -> None:
+    """The collector may drop an adapter wherever something is made, in `take` too."""
+    buffers = HostBuffers()
+    cycle = [buffers.take(1000, torch.float32)[1]]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del cycle
+
+    def collect() -> None:
+        with buffers._lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(patient(20))
+    assert not thread.is_alive() and len(buffers._spare) == 1
 
 
 def test_a_buffer_is_used_again_and_locked_once() -> None:

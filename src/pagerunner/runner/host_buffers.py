@@ -32,7 +32,7 @@ class HostBuffers:
     def __init__(self, memory: HostMemory | None = None) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        self._spare: list[torch.Tensor] = []  # the one used last stands last
+        self._spare: list[torch.Tensor] = []  # the one used last stands last; whoever takes one off holds the lock
         self._pinned: set[int] = set()  # addresses
         self.made = 0
         """Buffers that were asked of the system so far."""
@@ -53,13 +53,12 @@ class HostBuffers:
     def _found(self, size: int) -> torch.Tensor | None:
         """The smallest spare buffer that is large enough, and isn't larger by a quarter. Where there are too many others, the oldest go."""
         with self._lock:
-            fitting = [one for one in self._spare if size <= one.numel() <= size + size // 4]
-            found = min(fitting, key=torch.Tensor.numel, default=None)
-            if found is not None:
-                self._spare[:] = [one for one in self._spare if one is not found]
-                return found
+            sizes = enumerate(map(torch.Tensor.numel, tuple(self._spare)))
+            fitting = [(one, at) for at, one in sizes if size <= one <= size + size // 4]
+            if fitting:
+                return self._spare.pop(min(fitting)[1])
             old = self._spare[:-MOST_SPARE]
-            del self._spare[:-MOST_SPARE]
+            del self._spare[: len(old)]
         _unlock(self._memory, self._pinned, old)
         return None
 
@@ -75,8 +74,8 @@ class HostBuffers:
         return buffer
 
     def _give_back(self, buffer: torch.Tensor) -> None:
-        with self._lock:
-            self._spare.append(buffer)
+        """Without the lock, as the collector may call this in a thread that has it."""
+        self._spare.append(buffer)
 
 
 def _unlock(memory: HostMemory | None, pinned: set[int], buffers: list[torch.Tensor]) -> None:
