@@ -10,6 +10,7 @@ import torch
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.runner.sampling import Sampler
+from pagerunner.runner.sampling.logprobs import gather_logprobs
 from pagerunner.runner.sampling.slots import AllowedIds
 from pagerunner.types import SamplingParams
 from runner.sampling.support import fill, one_sampler, sample
@@ -93,6 +94,18 @@ def test_a_slot_forgets_its_former_request() -> None:
             used = sample(sampler, logits(1, step), [0], [1 + step]).read()
             assert used == sample(fresh, logits(1, step), [0], [1 + step]).read()
             assert used[1] == [None]
+
+
+def test_alternatives_of_equal_logits_do_not_depend_on_what_others_ask_for() -> None:
+    """In bfloat16 many logits are equal."""
+    for seed in range(20):
+        batch = logits(4, seed, 5000).bfloat16().float()
+        alone = gather_logprobs(batch, batch.argmax(1), 3)
+        assert alone[2].shape == (4, 3)
+        for others in (4, 8, 20):
+            beside = gather_logprobs(batch, batch.argmax(1), others)
+            assert beside[2].shape == (4, others) and torch.equal(beside[2][:, :3], alone[2])
+    assert gather_logprobs(batch, batch.argmax(1), 0)[2].shape == (4, 0)
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

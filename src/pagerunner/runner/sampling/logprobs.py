@@ -14,6 +14,8 @@ from pagerunner.ops.logsumexp import row_logsumexp
 from pagerunner.types import TokenLogprobs
 
 NUM_REPORTED = 4  # tensors that `gather_logprobs` returns
+USUAL_TOP = 20
+"""So many alternatives are looked for at least, if any are, and the first of them reported. Of equal logits a search for fewer may find others."""
 
 
 def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
@@ -23,8 +25,11 @@ def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: in
     total_L1 = row_logsumexp(logits_LV).unsqueeze(-1)
     own_L1 = logits_LV.gather(1, chosen_L[:, None])
     rank_L = (logits_LV > own_L1).sum(dim=-1) + 1
-    top = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
-    return (own_L1 - total_L1).squeeze(-1), rank_L, top.indices, top.values - total_L1
+    count = max(num_top, USUAL_TOP) if num_top else 0
+    ids_LK, values_LK = (
+        found[:, :num_top] for found in reversed(logits_LV.topk(min(count, logits_LV.shape[-1]), dim=-1))
+    )
+    return (own_L1 - total_L1).squeeze(-1), rank_L, ids_LK, values_LK - total_L1
 
 
 def to_token_logprobs(tokens: Sequence[int], lists: Sequence[list[Any]], num_top: Sequence[int]) -> list[TokenLogprobs]:
