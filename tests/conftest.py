@@ -6,9 +6,13 @@ import contextlib
 import gc
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
+import zlib
 from collections.abc import Generator, Iterator
 
 if shutil.which("nvidia-smi") is None:  # Triton reads this when it is imported: kernels then run on the CPU
@@ -19,6 +23,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
+# Sockets have addresses of 108 bytes, in which a test's directory has to leave room for names.
+if len(tempfile.gettempdir()) > 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
+
 # A shell's background jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,14 +34,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402 - torch reads the variables above when a test module imports it
+from hypothesis import HealthCheck, core, settings  # noqa: E402 - torch reads the variables above when a test module imports it
 
 from helpers import forks  # noqa: E402
 from helpers.days import HELP, keep_the_days  # noqa: E402
 from helpers.effort import TEST_DAY  # noqa: E402
 from helpers.programs import Popen, begin_with_this_environment  # noqa: E402
 
-settings.register_profile("machine", deadline=None)  # a loaded machine is not a failing test
+# A loaded machine is not a failing test.
+settings.register_profile("machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("machine")
 
 os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, also of a run that goes on past midnight
@@ -46,8 +55,21 @@ LONG_FILES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known, and begin all that is random with the day: whatever machine runs a day's cases finds the same."""
     config.addinivalue_line("markers", HELP)
+    if config.getoption("--hypothesis-seed", None) is None:
+        core.global_force_seed = TEST_DAY
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Else what a test draws would depend on those that its process has run before."""
+    number = TEST_DAY + zlib.crc32(item.nodeid.encode())
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes an eighth of a millisecond
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,7 +34,7 @@ from helpers.programs import end
 
 Part = list[int]
 """Places of tests in `session.items`, which one process runs in this order."""
-_SECONDS_TO_END = 20
+_SECONDS_TO_END = 120
 _SECONDS_TO_DUMP = 5
 
 

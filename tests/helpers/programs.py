@@ -223,7 +223,7 @@ def _next_program(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(order: dict[str, Any], fds: Sequence[int]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while os.getppid() != order["parent"]:
         if time.monotonic() > until:
             os._exit(1)
