@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helpers.patience import patient
+from helpers.patience import LONG
 from pagerunner import children, limits
 from pagerunner.children import (
     command,
@@ -110,7 +110,7 @@ def test_a_child_knows_its_first_line_its_parents_path_and_the_named_variables_a
 
 def test_a_child_that_ends_at_once_is_no_error_of_its_parent() -> None:
     with start("helpers.no_such_module", {}, first_line=b"x" * 2**20 + b"\n", stderr=subprocess.DEVNULL) as process:
-        assert process.wait(patient(20)) == 1
+        assert process.wait(LONG) == 1
 
 
 def test_a_child_of_an_event_loop_has_pipes_and_a_session_of_its_own() -> None:
@@ -143,7 +143,7 @@ def test_a_child_whose_parent_is_killed_ends() -> None:
         child = int(parent.stdout.readline())
         assert Path(f"/proc/{child}").exists()
         parent.kill()
-    deadline = time.monotonic() + patient(3)
+    deadline = time.monotonic() + LONG
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(child)

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from pagerunner.bench import clients, null_server
 from pagerunner.bench.clients import ClientShare, ceiling, measure
 from pagerunner.bench.http_client import HttpClient, HttpFaultError, Timeouts, _Connection
@@ -128,7 +128,7 @@ def posts(answers: Sequence[Sequence[bytes]], count: int) -> tuple[list[int | st
         outcomes: list[int | str] = []
         for _ in range(count):
             try:
-                async with asyncio.timeout(patient(10)):
+                async with asyncio.timeout(LONG):
                     outcomes.append(await client.post(b"{}", lambda status, body, now: None))
             except HttpFaultError as error:
                 outcomes.append(str(error))
@@ -183,7 +183,7 @@ def test_a_server_that_is_silent_or_slow_fails_the_request_and_names_the_limit()
         client = HttpClient(url, {}, Timeouts(first_byte=0.4, whole=0.8))
         errors: list[str] = []
         for body in (b'{"bytes":0}', b'{"bytes":1}'):
-            async with asyncio.timeout(patient(10)):
+            async with asyncio.timeout(LONG):
                 with pytest.raises(HttpFaultError) as caught:
                     await client.post(body, lambda status, body, now: None)
             errors.append(str(caught.value))
@@ -204,7 +204,7 @@ def test_a_server_that_accepts_no_connection() -> None:
         with socket.create_connection(listener.getsockname()):  # which fills the queue
 
             async def main() -> None:
-                async with asyncio.timeout(patient(10)):
+                async with asyncio.timeout(LONG):
                     await HttpClient(url, {}, Timeouts(connect=0.3)).post(b"{}", lambda status, body, now: None)
 
             with pytest.raises(HttpFaultError, match=r"has accepted no connection in 0\.3 seconds"):
@@ -247,7 +247,7 @@ def test_processes_share_the_requests_and_samples_keep_their_order() -> None:
 def test_the_null_server_sends_what_a_real_stream_has() -> None:
     with null() as url:
         for path, limit in (("/v1/completions", "max_tokens"), ("/v1/chat/completions", "max_completion_tokens")):
-            text = httpx.post(url + path, json={limit: 5}, timeout=patient(10)).text
+            text = httpx.post(url + path, json={limit: 5}, timeout=LONG).text
             *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
             chunks = [json.loads(event) for event in events]
             assert done == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] == 5

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import pagerunner
+from helpers.patience import LONG
 from pagerunner.bench.workloads import write_model
 from pagerunner.cli.main import main
 from pagerunner.demo import demo_path
@@ -219,7 +220,7 @@ def test_ctrl_c_ends_a_loaded_engine_with_130():
     process.stdin.flush()
     assert process.stdout.readline() == "12 + 30 = 42\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LONG)
     assert process.returncode == 130
     assert "interrupted" in err and "Traceback" not in err
 

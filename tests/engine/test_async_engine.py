@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
-from helpers.patience import patient
+from helpers.patience import LONG, stretched
 from helpers.serving import write_text_side
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -37,7 +37,7 @@ from pagerunner.text.stop_strings import StopAutomaton
 from pagerunner.types import EngineRequest, RequestOutput, RequestUpdate, SamplingParams, StructuredOutputsParams
 
 ENGINES: dict[str, AsyncEngine] = {}
-STALL = patient(0.2)  # an idle engine that waits for a core of a busy machine does not hang
+STALL = stretched(0.5)  # an idle engine that waits for a core of a busy machine does not hang
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ async def last(engine: AsyncEngine, name: str, prompt: Any, **params: Any) -> Re
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patient(5)):
+    async with asyncio.timeout(LONG):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -390,7 +390,7 @@ def test_long_texts_are_tokenised_off_the_loop(model: Path) -> None:
         process = frontend.inputs.process
 
         def slow_process(*args: Any, **kwargs: Any) -> Any:
-            assert loop_went_on.wait(10)
+            assert loop_went_on.wait(LONG)
             return process(*args, **kwargs)
 
         frontend.inputs.process = slow_process  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers import fake_core
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
@@ -56,7 +56,7 @@ def said_by(call: Callable[[], Any]) -> str:
     async def run() -> None:
         result = call()
         if isinstance(result, Awaitable):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LONG):
                 await result
 
     try:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from helpers import failing_core
+from helpers.patience import LONG
 from helpers.serving import write_text_side
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -94,7 +95,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, wire.WireErr
             for name, (change, _) in BAD.items():
                 client.send(raw(name, change))
             client.send(raw("after", lambda request, params: None))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LONG):
                 while not finished("after"):
                     await asyncio.sleep(0.01)
             assert finished("before") and not deaths

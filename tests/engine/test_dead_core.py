@@ -12,6 +12,7 @@ import pytest
 from helpers import failing_core
 from helpers.effort import share_of_the_day
 from helpers.failing_core import IN_RESULT, IN_RUN, OUT_OF_MEMORY
+from helpers.patience import LONG
 from helpers.serving import write_text_side
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore, SleepMode
@@ -98,7 +99,7 @@ def test_every_waiting_request_hears_the_reason_and_health_fails(args: EngineArg
             streams.append(await engine.add_request("bad", {"prompt_token_ids": [token]}, params))
             for stream in streams:
                 with pytest.raises(EngineDeadError, match=reason):
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(LONG):
                         while not (await stream.get()).finished:
                             pass
             with pytest.raises(EngineDeadError, match=reason):

@@ -14,7 +14,7 @@ from engine.test_host_tier import KINDS, nothing_held, run
 from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import patient, until
+from helpers.patience import until
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.kv_transfer import read_kv_transfer
@@ -199,15 +199,16 @@ def test_hits_are_tokens_that_were_used(checkpoint: Callable[[str], str], tmp_pa
 def test_an_interrupt_does_not_wait_for_writes_that_have_not_begun(
     checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = DiskStore._write_page
+    real, begun = DiskStore._write_page, list[float]()
     llm = engine(checkpoint("qwen3"), tmp_path)
     with monkeypatch.context() as slow:
-        slow.setattr(DiskStore, "_write_page", lambda *given: time.sleep(0.5) or real(*given))
+        slow.setattr(DiskStore, "_write_page", lambda *given: begun.append(time.sleep(0.5)) or real(*given))
         wanted, _ = run(llm, PROMPTS)
         until(lambda: below(llm).settle() or below(llm)._writes)
-        begun = time.monotonic()
+        before = len(begun)
         llm._core.recover([])
-        assert time.monotonic() - begun < patient(1.5), "32 pages would take 8 s"
+        print(f"{len(begun) - before} of 32 pages in the meantime")
+        assert len(begun) - before < 20
     assert run(llm, PROMPTS)[0] == wanted
     written(llm)
     nothing_held(llm)

@@ -120,7 +120,7 @@ def test_they_end_without_a_word_when_their_core_is_killed(tmp_path: Path) -> No
         core.kill()
         core.wait()
         core.stdout.close()
-    until(lambda: not any(rank.exists() for rank in ranks), 20)
+    until(lambda: not any(rank.exists() for rank in ranks))
     assert said.read_text() == ""
 
 
@@ -149,4 +149,4 @@ def test_a_ctrl_c_at_the_exit_of_a_program_prints_nothing_and_leaves_nothing() -
     assert (done.returncode, done.stderr) == (0, "")
     directory, *pids = done.stdout.split()
     assert len(pids) == 2 and not Path(directory).exists()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

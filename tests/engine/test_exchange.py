@@ -18,7 +18,7 @@ import pytest
 from helpers.effort import TEST_DAY, by_days, effort
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
@@ -249,7 +249,7 @@ def test_a_pull_that_takes_too_long_is_given_up(pair, monkeypatch: pytest.Monkey
 def held_pull(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Pulls wait for this before they begin."""
     go, real = threading.Event(), peers._pull
-    monkeypatch.setattr(peers, "_pull", lambda *given: go.wait(patient(20)) and real(*given))
+    monkeypatch.setattr(peers, "_pull", lambda *given: go.wait(LONG) and real(*given))
     return go
 
 
@@ -498,7 +498,7 @@ def test_random_faults_under_load_change_no_token(pair, monkeypatch: pytest.Monk
             asked.append((number, decode.add(prompts[number], lent)))
         return done and all(decode.ended(name) for _, name in asked)
 
-    deadline = time.monotonic() + patient(60)
+    deadline = time.monotonic() + LONG
     while not go():
         assert time.monotonic() < deadline
     assert all(decode.tokens(name) == wanted[number] for number, name in asked)

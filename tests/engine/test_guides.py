@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import LONG
 from pagerunner.engine.structured_output import grammar
 from pagerunner.types import Grammar
 
@@ -50,7 +51,7 @@ class Matcher:
         library, text = self._library, self._text
         library.begun[text].set()
         if text in library.gates:
-            assert library.gates[text].wait(30)
+            assert library.gates[text].wait(LONG)
         library.made.append(text)
         return (0xFFFF & ~(1 << BAD)).to_bytes(2, "little")
 
@@ -80,7 +81,7 @@ def make_guide(library: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
         guide = grammar.GrammarGuide(
             tokenizer, compiled, looks if alone else many, Grammar("g", after=after), lambda: None
         )
-        guide.wait(30)
+        guide.wait(LONG)
         assert guide.error is None
         return guide
 
@@ -91,10 +92,10 @@ def test_the_next_mask_is_known_before_those_behind_drafts(library: Library, mak
     guide = make_guide()
     library.gates[5, 6] = threading.Event()
     guide.advance([5], [6, 7])
-    guide.wait(30)
+    guide.wait(LONG)
     assert guide.ready and guide.looks_ahead and len(guide.masks) == 1
     library.gates[5, 6].set()
-    guide.wait(30, ahead=True)
+    guide.wait(LONG, ahead=True)
     assert len(guide.masks) == 3 and not guide.looks_ahead
 
 
@@ -106,7 +107,7 @@ def test_drafts_count_up_to_the_first_that_may_not_come_or_ends_the_text(
 ) -> None:
     guide = make_guide()
     guide.advance([5], drafts)
-    guide.wait(30, ahead=True)
+    guide.wait(LONG, ahead=True)
     assert (len(guide.masks), guide.error, guide.finished) == (masks, None, False)
 
 
@@ -115,7 +116,7 @@ def test_drafts_may_lead_from_reasoning_into_the_grammar(make_guide: Any) -> Non
     guide = make_guide(after="</t>")
     for text, drafts in ((b"so <", b"/t>"), (b"/", b"t>"), (b"t", b">")):
         guide.advance([*text], [*drafts, 5, BAD])
-        guide.wait(30, ahead=True)
+        guide.wait(LONG, ahead=True)
         assert [mask is None for mask in guide.masks] == [*[True] * len(drafts), False, False]
         assert guide.error is None
 
@@ -127,13 +128,13 @@ def test_a_draft_that_the_library_fails_at_is_none_and_a_token_ends_the_request_
     library.fault = fault
     guide = make_guide()
     guide.advance([5], [6, ODD, 7])
-    guide.wait(30, ahead=True)
+    guide.wait(LONG, ahead=True)
     assert (len(guide.masks), guide.error) == (2, None)
     guide.advance([6, 8])
-    guide.wait(30)
+    guide.wait(LONG)
     assert guide.error is None and library.made[-1] == (5, 6, 8), "what was looked at ahead isn't the text"
     guide.advance([ODD])
-    guide.wait(30)
+    guide.wait(LONG)
     assert guide.error == f"its grammar cannot be followed: {fault}"
 
 
@@ -141,14 +142,14 @@ def test_who_goes_on_meanwhile_gets_the_masks_of_the_new_text(library: Library, 
     guide = make_guide()
     gate = library.gates[5, 6] = threading.Event()
     guide.advance([5], [6, 7, 8])
-    assert library.begun[5, 6].wait(30)
+    assert library.begun[5, 6].wait(LONG)
     guide.advance([9], [10])
-    guide.wait(30, ahead=True)
+    guide.wait(LONG, ahead=True)
     assert len(guide.masks) == 2
     gate.set()
     assert make_guide().error is None
     guide.advance([11])
-    guide.wait(30, ahead=True)
+    guide.wait(LONG, ahead=True)
     assert len(guide.masks) == 1 and (5, 6, 7) not in library.made, "the old drafts are given up"
 
 
@@ -158,11 +159,11 @@ def test_a_next_mask_waits_for_no_other_sequences_drafts(library: Library, make_
     library.made.clear()
     gate = library.gates[5, 6] = threading.Event()
     one.advance([5], [6, 7, 8, 9])
-    assert library.begun[5, 6].wait(30)
+    assert library.begun[5, 6].wait(LONG)
     other.advance([12])
     gate.set()
-    other.wait(30)
-    one.wait(30, ahead=True)
+    other.wait(LONG)
+    one.wait(LONG, ahead=True)
     assert library.made == [(5,), (5, 6), (12,), (5, 6, 7), (5, 6, 7, 8), (5, 6, 7, 8, 9)]
     assert len(one.masks) == 5
 
@@ -171,7 +172,7 @@ def test_an_ended_sequence_looks_at_no_further_draft(library: Library, make_guid
     guide = make_guide(alone=True)
     gate = library.gates[5, 6] = threading.Event()
     guide.advance([5], [6, 7, 8])
-    assert library.begun[5, 6].wait(30)
+    assert library.begun[5, 6].wait(LONG)
     guide.close()
     gate.set()
     make_guide(alone=True)  # behind it on the same thread

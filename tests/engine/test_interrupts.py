@@ -27,6 +27,7 @@ import pagerunner
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.effort import TEST_DAY, by_days, effort, share_of_the_day
+from helpers.patience import LONG
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
@@ -308,14 +309,14 @@ def test_two_threads_at_once_are_refused_and_the_first_goes_on(engines: Callable
 
     def slow_run(plan: Any) -> Any:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(LONG)
         return run(plan)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm._core._executor, "run", slow_run)
         thread = threading.Thread(target=lambda: found.append(generate(llm, "greedy")))
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(LONG)
         with pytest.raises(RuntimeError, match="one thread at a time"):
             generate(llm, "greedy")
         go_on.set()

@@ -17,7 +17,7 @@ import zmq
 
 from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from helpers.plans import mixed, one_group
 from helpers.router import Router
 from pagerunner import LLM, LoRARequest, SamplingParams
@@ -66,7 +66,7 @@ def publisher(**options: Any) -> Publisher:
 
 def connect(one: Publisher, reader: Router) -> None:
     """Publish until the reader hears it: those who connect get what comes later."""
-    deadline = time.monotonic() + patient(20)
+    deadline = time.monotonic() + LONG
     while not reader.read(0.05):
         assert time.monotonic() < deadline
         one.tell(log_of(None))
@@ -160,7 +160,7 @@ def test_a_router_elsewhere_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> 
         reader.subscribe("")
         reader.bind(ANY_PORT)
         one = publisher(endpoint=reader.getsockopt_string(zmq.LAST_ENDPOINT))
-        deadline = time.monotonic() + patient(20)
+        deadline = time.monotonic() + LONG
         while not reader.poll(50):
             assert time.monotonic() < deadline
             one.tell(log_of(None))
@@ -248,7 +248,7 @@ def prompt(number: int, tokens: int = 100) -> dict[str, Any]:
 def up_to_date(llm: LLM, reader: Router) -> None:
     """Read until nothing is left. Readers get every batch, because the first one is asked for again."""
     one = llm._core._publishers[0]
-    deadline = time.monotonic() + patient(20)
+    deadline = time.monotonic() + LONG
     while reader.next < one._next:
         reader.read(0.05)
         if reader.next < one._next:

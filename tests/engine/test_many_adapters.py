@@ -22,7 +22,7 @@ from engine.test_exchange import Engine
 from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
-from helpers.patience import until
+from helpers.patience import LONG, until
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.lora import loader as loader_module
@@ -124,7 +124,7 @@ def test_who_waits_for_a_directory_holds_up_nobody(base: Path, tmp_path: Path, m
     read = loader_module.read_adapter
 
     def slow(path: Path, *rest: Any) -> Any:
-        assert gate.wait(60)
+        assert gate.wait(LONG)
         return read(path, *rest)
 
     monkeypatch.setattr(loader_module, "read_adapter", slow)
@@ -150,7 +150,7 @@ def test_directories_that_do_not_answer(
     loader, read, gates = loader_of(core), loader_module.read_adapter, {str(path): threading.Event() for path in paths}
 
     def gated(path: Path, *rest: Any) -> Any:
-        assert gates[str(path)].wait(60)
+        assert gates[str(path)].wait(LONG)
         return read(path, *rest)
 
     gates[str(paths[6])].set()
@@ -202,7 +202,7 @@ def test_an_interrupt_ends_the_wait_for_a_directory(
     def gated(*given: Any) -> Any:
         reads.append(given[0])
         os.kill(os.getpid(), signal.SIGINT)
-        assert gate.wait(60)
+        assert gate.wait(LONG)
         return read(*given)
 
     monkeypatch.setattr(loader_module, "read_adapter", gated)
@@ -223,7 +223,7 @@ def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(readers, "MOST_SLOW", 3)
     own, gate, ended = Readers(), threading.Event(), list[int]()
     for number in range(3):
-        own.begin(f"/gone/{number}", lambda: ended.append(gate.wait(60)))
+        own.begin(f"/gone/{number}", lambda: ended.append(gate.wait(LONG)))
     until(lambda: sum(one.slow for one in own._running) == 3)
     with pytest.raises(ConfigError, match="3 directories of adapters .* the first of them '/gone/0', and at most 3"):
         own.begin("/gone/3", lambda: None)

@@ -64,7 +64,7 @@ def rank_pids() -> list[int]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    until(lambda: not rank_pids(), 5)
+    until(lambda: not rank_pids())
     assert "pagerunner-ranks" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -438,7 +438,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_at_once() -> None:
     executor = core._executor
     assert isinstance(executor, ProcessExecutor)
     os.kill(pid_of(core, 1), signal.SIGKILL)
-    until(lambda: executor._ranks.watch._error is not None, 2)
+    until(lambda: executor._ranks.watch._error is not None)
     the_end(core, r"Rank 1 of 2 was ended by SIGKILL", lambda core: ask(core, 7))
 
 
@@ -462,7 +462,7 @@ def test_a_rank_that_is_gone_before_anybody_has_said_so_is_named(
     ask(core, 7, 8)
     socket = executor._ranks._sockets._sockets[1]
     os.kill(pid_of(core, 1), signal.SIGKILL)
-    until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT, 5)
+    until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
     assert executor._ranks.watch._error is None
     the_end(core, r"^Rank 1 of 2 was ended by SIGKILL", call)
 
@@ -596,5 +596,5 @@ time.sleep(600)
         assert program_process.stdout is not None
         pid, directory = program_process.stdout.readline().split()
         program_process.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text(), 5)
-    until(lambda: not Path(directory).exists(), 5)
+    until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
+    until(lambda: not Path(directory).exists())

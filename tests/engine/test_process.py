@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import client
@@ -256,7 +256,7 @@ def test_while_a_sleep_waits_for_requests_their_readers_are_served(monkeypatch: 
             awake = asyncio.create_task(client.call(lambda call_id: wire.WakeUp(call_id, None)))
             assert await client.call(wire.ReadSleepLevel) is None and not awake.done()
             client.send(wire.Abort(["endless"]))
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(LONG):
                 await asleep
                 await awake
             assert frontend.finished("endless") and await client.call(wire.ReadSleepLevel) is None
@@ -281,7 +281,7 @@ def test_requests_that_come_while_a_pause_begins_wait_for_its_end(monkeypatch: p
             await frontend.until(lambda: frontend.finished("gone_0") and frontend.finished("gone_1"))
             assert not paused.done() and not frontend.updates("late")
             client.send(wire.Abort(["endless"]))
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(LONG):
                 await paused
             client.send(add(request("later", [5], max_tokens=2)))
             client.send(add(request("left", [5], max_tokens=2)))
@@ -314,7 +314,7 @@ def test_what_comes_after_a_pause_that_waits_is_done_in_its_order(monkeypatch: p
             calls.append(asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait"))))
             await frontend.until(lambda: len(frontend.updates("second")) > 5)
             assert not frontend.finished("second") and not calls[2].done()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LONG):
                 await asyncio.gather(*calls)
             assert frontend.finished("second") and await client.call(wire.ReadSleepLevel) == 1
 
@@ -332,7 +332,7 @@ def test_a_sleep_that_waits_finishes_the_requests_of_a_paused_engine(monkeypatch
             asleep = asyncio.create_task(client.call(lambda call_id: wire.Sleep(call_id, 1, "wait")))
             await frontend.until(lambda: len(frontend.tokens("queued")) > 2)
             assert not asleep.done() and await client.sleep_level() is None
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LONG):
                 await asleep
             assert len(frontend.tokens("queued")) == 30 and frontend.finished("queued")
             assert await client.sleep_level() == 1
@@ -437,7 +437,7 @@ def test_a_killed_core_fails_calls_in_flight(monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.sleep(0.02)
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="SIGKILL"):
-                await asyncio.wait_for(call, patient(1.0))
+                await asyncio.wait_for(call, LONG)
             assert "SIGKILL" in str(frontend.death)
 
     asyncio.run(main())
@@ -529,7 +529,7 @@ def test_a_killed_parent_leaves_no_orphan_and_no_directory(tmp_path: Path) -> No
         child = int(parent.stdout.readline())
         assert alive(child)
         parent.kill()
-    deadline = time.monotonic() + patient(3)
+    deadline = time.monotonic() + LONG
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(child)

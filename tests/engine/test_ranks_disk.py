@@ -22,7 +22,7 @@ from engine.test_disk_tier import PROMPTS, engine
 from engine.test_host_tier import run
 from helpers.families import MAKERS
 from helpers.once import made_once
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from pagerunner import LLM
 from pagerunner.config import DiskTierConfig
 from pagerunner.engine.core.executors import pages
@@ -224,7 +224,7 @@ class Recorder:
 
     def read(self, number: int, pages: object) -> None:
         self.reads.append(number)
-        assert self.busy is None or self.busy.wait(patient(10))
+        assert self.busy is None or self.busy.wait(LONG)
 
     def cancel(self) -> None:
         self.cancelled.append(len(self.reads))

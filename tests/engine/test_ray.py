@@ -73,7 +73,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     name, _, value = MARK.decode().partition("=")
     monkeypatch.setenv(name, value)
     yield
-    until(lambda: not rank_pids(), 10)
+    until(lambda: not rank_pids())
 
 
 def tokens(llm: LLM) -> list[Any]:
@@ -105,9 +105,9 @@ def test_tokens_of_two_machines_are_those_of_one_rank_and_a_killed_actor_ends_th
     with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 (is gone with its Ray actor|has lost)"):
         for _ in range(100):
             tokens(llm)
-    until(lambda: not rank_pids(), 10)
+    until(lambda: not rank_pids())
     del llm, executor
-    until(lambda: not [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"], 10)
+    until(lambda: not [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"])
 
 
 def test_stages_are_placed_and_a_killed_rank_is_named(ray: Any) -> None:
@@ -168,7 +168,7 @@ def test_ranks_on_gpus_are_placed_where_ray_counts_some(ray: Any, caplog: pytest
         assert "No machine of the cluster has 2 GPUs: tensor_parallel_size goes across machines." in caplog.text
         assert [place.gpus for place in held._places] == [["0"], ["0"]]
         assert len({place.node for place in held._places}) == 2
-        until(lambda: not ray.available_resources().get("GPU"), 10)
+        until(lambda: not ray.available_resources().get("GPU"))
         with pytest.raises(CapacityError, match=r"in 0\.5 seconds .*: free are 0 of the cluster's 2 GPUs"):
             places.RayPlaces(config, 0.5)
     finally:

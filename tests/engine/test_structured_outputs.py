@@ -15,6 +15,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import share_of_the_day
 from helpers.graphs import RecordedGraphs
+from helpers.patience import LONG
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
 from pagerunner.engine.structured_output import grammar as module
 from pagerunner.engine.worker import build
@@ -157,7 +158,7 @@ def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.Monke
     gate, compile_ = threading.Event(), module.compile_grammar
 
     def slow(*args: Any) -> Any:
-        gate.wait(20)
+        gate.wait(LONG)
         return compile_(*args)
 
     monkeypatch.setattr(module, "compile_grammar", slow)
@@ -179,7 +180,7 @@ def test_while_a_grammar_compiles_others_run(llm: LLM, monkeypatch: pytest.Monke
 
 def test_a_grammar_that_never_compiles_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(module, "compile_grammar", lambda *args: gate.wait(20))
+    monkeypatch.setattr(module, "compile_grammar", lambda *args: gate.wait(LONG))
     llm._frontend.inputs._grammars.check(StructuredOutputsParams(choice=["another text"]))
     monkeypatch.setattr(limits, "MAX_GRAMMAR_SECONDS", 0.3)
     llm.generate("abc", SamplingParams(max_tokens=1), use_tqdm=False)

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import zmq
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from pagerunner import children
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -73,7 +73,7 @@ def test_ranks_are_watched_without_pidfd_open(monkeypatch: pytest.MonkeyPatch, t
     one, processes = watched(tmp_path, 9.0), [sleeper(), sleeper()]
     one.begin(processes)
     processes[1].kill()
-    until(lambda: one._error is not None, 5)
+    until(lambda: one._error is not None)
     assert zmq.select([one.failure_fd], [], [], 0)[0] == [one.failure_fd]
     with pytest.raises(EngineDeadError, match="^Rank 1 of 2 was ended by SIGKILL"):
         one.check()
@@ -246,7 +246,7 @@ def test_a_device_error_that_is_met_while_a_rank_looks_how_far_it_is_is_told_at_
         thread.start()
         assert core.poll(patient(5) * 1000)
         failed = msgspec.msgpack.decode(core.recv(), type=orders.Report)
-        thread.join(patient(5))
+        thread.join(LONG)
         reports._socket.close(0)
     assert isinstance(failed, orders.Failed) and "illegal memory access" in str(failed.error.exception())
     assert ended == [1] and "illegal memory access" in caplog.text
@@ -261,7 +261,7 @@ def asked(told: Told, found: dict[int, Any]) -> threading.Thread:
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    until(lambda: told.watch._asked is not None, 5)
+    until(lambda: told.watch._asked is not None)
     return thread
 
 
@@ -285,7 +285,7 @@ def test_a_start_in_which_all_ranks_stand_has_an_end_and_what_is_done_counts_as_
     with told.watch._changed:
         told.watch._take(orders.Loaded(1, []))
         told.watch._changed.notify_all()
-    thread.join(patient(5))
+    thread.join(LONG)
     assert told.look(60, *both) is None
 
 
@@ -316,7 +316,7 @@ def test_a_core_that_does_not_end_is_not_waited_for_either(
         core = client.LoadedCore("It", 4711, stuck, silent, tmp_path, exited, ready)
         await client.CoreClient(core, receive=print, died=lambda error: None).close(timeout=0.1)
 
-    asyncio.run(asyncio.wait_for(close(), 5))
+    asyncio.run(asyncio.wait_for(close(), LONG))
     assert "still there: the engine core (process 4711)" in caplog.text
 
 

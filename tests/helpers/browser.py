@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from helpers.patience import LONG
+
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key that the WebDriver standard gives element references
 ARGUMENTS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -35,7 +37,7 @@ class Browser:
 
     def command(self, method: str, path: str, body: Any = None) -> Any:
         """One WebDriver command; raises RuntimeError with the driver's words."""
-        response = httpx.request(method, self._session + path, json={} if body is None else body, timeout=60)
+        response = httpx.request(method, self._session + path, json={} if body is None else body, timeout=LONG)
         value = response.json()["value"]
         if response.is_error:
             raise RuntimeError(f"{path}: {value['error']}: {value['message'].splitlines()[0]}")
@@ -109,13 +111,13 @@ def browser(profile: Path) -> Iterator[Browser]:
         options = {"args": [*ARGUMENTS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         url = f"http://127.0.0.1:{port}/session"
-        made = httpx.post(url, json={"capabilities": {"alwaysMatch": wanted}}, timeout=60).json()["value"]
+        made = httpx.post(url, json={"capabilities": {"alwaysMatch": wanted}}, timeout=LONG).json()["value"]
         if "sessionId" not in made:
             raise RuntimeError(f"Chromium has not started: {made}")
         try:
             yield Browser(f"{url}/{made['sessionId']}")
         finally:
-            httpx.delete(f"{url}/{made['sessionId']}", timeout=60)
+            httpx.delete(f"{url}/{made['sessionId']}", timeout=LONG)
     finally:
         driver.terminate()
         driver.wait()

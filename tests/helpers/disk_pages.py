@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.tiers.stores import PageStore
 
@@ -43,7 +43,7 @@ def opened(root: Path, *, max_bytes: int = 4 << 20, fingerprint: bytes = OF, rat
 
 def outcomes(store: PageStore) -> list[bool]:
     """Those of the one number that is under way."""
-    deadline = time.monotonic() + patient(30)
+    deadline = time.monotonic() + LONG
     while not (found := store.ended()) and time.monotonic() < deadline:
         time.sleep(0.001)
     [(_, well)] = found

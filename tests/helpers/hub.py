@@ -121,14 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_slowly(self, data: bytes, headers: dict[str, str]) -> None:
         self._send(200, b"", {**headers, "Content-Length": str(len(data))}, False)
-        piece = max(len(data) // 20, 1)
+        piece = max(len(data) // 200, 1)
         for begin in range(0, len(data), piece):
             try:
                 self.wfile.write(data[begin : begin + piece])
                 self.wfile.flush()
             except OSError:
                 return  # the client has left
-            time.sleep(self.hub.seconds / 20)
+            time.sleep(self.hub.seconds / 200)
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
         self.send_response(status)

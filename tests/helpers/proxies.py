@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.server import listening
 from pagerunner.server.http_logs import HttpLogs
 from pagerunner.server.proxy.app import Proxy
@@ -133,11 +133,11 @@ class RunningProxy:
         """POST JSON, or raw `content`."""
         if body is not None or "content" not in options:
             options["json"] = {"prompt": "Hi"} if body is None else body
-        return httpx.post(f"{self.url}{path}", timeout=patient(20), **options)
+        return httpx.post(f"{self.url}{path}", timeout=LONG, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""
-        return httpx.get(f"{self.url}{path}", timeout=patient(20), **options)
+        return httpx.get(f"{self.url}{path}", timeout=LONG, **options)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels in /metrics."""
@@ -188,7 +188,7 @@ def running_proxy(**options: Any) -> Iterator[RunningProxy]:
         if thread.is_alive():
             for _ in range(3):  # nothing is waited for
                 ready["stop"]()
-        thread.join(patient(20))
+        thread.join(LONG)
         listener.close()
     if "error" in ready:
         raise ready["error"]

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
+from helpers.patience import LONG
 
 PROGRAM = """
 import sys
@@ -48,7 +49,7 @@ def server_process(
             url = process.stdout.readline().rsplit(" ", 1)[-1].strip()
             for _ in range(200):
                 try:
-                    httpx.get(f"{url}/health")
+                    httpx.get(f"{url}/health", timeout=LONG)
                     break
                 except httpx.ConnectError:
                     time.sleep(0.02)
@@ -60,7 +61,7 @@ def server_process(
 def refuses(url: str) -> bool:
     """Whether the server takes no new connections any more: it has seen a signal."""
     try:
-        httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health", timeout=LONG)
     except httpx.ConnectError:
         return True
     except httpx.TransportError:  # closed while the request was on its way

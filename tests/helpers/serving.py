@@ -17,7 +17,7 @@ import openai
 
 from helpers import fake_core
 from helpers.checkpoints import make_config, write_tokenizer
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.server import launch, listening
@@ -39,21 +39,21 @@ class RunningServer:
 
     def openai(self, **options: Any) -> openai.OpenAI:
         """A client that doesn't retry, so that tests see the first answer."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=20, **{"api_key": "none", **options})
+        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=LONG, **{"api_key": "none", **options})
 
     def async_openai(self) -> openai.AsyncOpenAI:
         """The same for asyncio."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=LONG)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST JSON, or raw `content`."""
         if body is not None:
             options["json"] = body
-        return httpx.post(f"{self.url}{path}", timeout=20, **options)
+        return httpx.post(f"{self.url}{path}", timeout=LONG, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""
-        return httpx.get(f"{self.url}{path}", timeout=20, **options)
+        return httpx.get(f"{self.url}{path}", timeout=LONG, **options)
 
     @contextmanager
     def streaming(self, readers: int, bodies: Callable[[int], Iterable[dict[str, Any]]]) -> Iterator[None]:
@@ -126,12 +126,12 @@ def readers(url: str, count: int, **body: Any) -> list[Reader]:
 
     A client takes a tenth of a second of a processor to make. With one for each thread the first streams had ended before the last began.
     """
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LONG)
     found = [Reader(client, body) for _ in range(count)]
     for reader in found:
         reader.start()
     for reader in found:
-        assert reader.begun.wait(patient(10))
+        assert reader.begun.wait(LONG)
     return found
 
 
@@ -203,7 +203,7 @@ def running_server(
 
 
 def _wait_listening(server: RunningServer) -> None:
-    deadline = time.monotonic() + patient(10)
+    deadline = time.monotonic() + LONG
     while True:
         try:
             server.get("/health")

@@ -15,4 +15,4 @@ def sender_to(llm: LLM, backend: str = "gloo") -> Any:
         found = getattr(llm, path.removeprefix("/"))(*([] if body is None else [body]))
         return {"world_size": found} if method == "GET" else {}
 
-    return script("rl_trainer").Sender(call, backend, seconds=20)
+    return script("rl_trainer").Sender(call, backend, seconds=200)

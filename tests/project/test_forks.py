@@ -19,6 +19,7 @@ import os, signal
 import pytest
 from _pytest import pathlib
 from helpers import forks
+from helpers.patience import LONG
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its programs
 COLLECTED = os.getpid()
 remove = pathlib.maybe_delete_a_numbered_dir
@@ -140,7 +141,7 @@ def test_ctrl_c_ends_the_processes_and_what_they_have_begun(tmp_path: Path) -> N
         while not (tmp_path / "waits").exists() and time.monotonic() < until:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, said
     assert (tmp_path / "cleaned").exists()
 

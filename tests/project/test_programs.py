@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import LONG
 from helpers.programs import Popen, run_python
 
 ORIGINAL = frozenset(os.environ)
@@ -78,14 +79,14 @@ def test_a_leash_that_is_let_go_and_a_signal_reach_a_forked_program() -> None:
         assert program.stdin is not None and program.stdout is not None
         assert program.stdout.readline() == b"reads\n"
         program.stdin.close()
-        assert program.wait(30) == 1
+        assert program.wait(LONG) == 1
     with Popen(
         [sys.executable, "-c", "import time; print('sleeps', flush=True); time.sleep(600)"], stdout=pipe
     ) as program:
         assert program.stdout is not None
         program.stdout.readline()
         program.kill()
-        assert program.stdout.read() == b"" and program.wait(30) == -signal.SIGKILL
+        assert program.stdout.read() == b"" and program.wait(LONG) == -signal.SIGKILL
 
 
 def test_what_a_fork_can_not_do_is_started() -> None:

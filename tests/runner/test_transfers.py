@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from helpers.plans import transfer
 from pagerunner.errors import CapacityError
 from pagerunner.runner import transfers
@@ -72,7 +72,7 @@ class _Memory:
         self.more, self.most = threading.Semaphore(0), most
 
     def pin(self, buffer: torch.Tensor) -> None:
-        self.more.acquire(timeout=patient(20))
+        self.more.acquire(timeout=LONG)
         if len(self.pinned) == self.most:
             raise RuntimeError("cudaHostRegister failed")
         self.pinned.append(buffer.numel())

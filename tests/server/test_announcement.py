@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import LONG
 from pagerunner.server import launch, listening
 
 
@@ -50,7 +51,7 @@ def run(server: Any, capsys: pytest.CaptureFixture[str]) -> str:
                 await asyncio.sleep(0.005)
                 printed = capsys.readouterr().out
             if printed:
-                socket.create_connection(listener.getsockname(), timeout=5).close()
+                socket.create_connection(listener.getsockname(), timeout=LONG).close()
             stop.ask()
             await running
         return printed

@@ -21,7 +21,7 @@ import prometheus_client
 import pytest
 
 from helpers import fake_core
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
@@ -60,7 +60,7 @@ def command(pid: str) -> bytes:
 
 
 def post(server: Server, path: str, body: Any = None, **options: Any) -> httpx.Response:
-    return httpx.post(f"{server[1]}/{path}", json=body, timeout=20, **options)  # a connection of its own
+    return httpx.post(f"{server[1]}/{path}", json=body, timeout=LONG, **options)  # a connection of its own
 
 
 def complete(server: Server, count: int, **body: Any) -> None:
@@ -72,7 +72,7 @@ def complete(server: Server, count: int, **body: Any) -> None:
 
 def total(server: Server, name: str, label: str = "") -> float:
     """The sum of a metric's samples, of which there are some."""
-    text = httpx.get(f"{server[1]}/metrics").text
+    text = httpx.get(f"{server[1]}/metrics", timeout=LONG).text
     found = re.findall(rf"^{name}({{.*}})? (.+)$", text, re.MULTILINE)
     assert found, name
     return sum(float(value) for labels, value in found if label in labels)
@@ -126,7 +126,9 @@ def test_whichever_process_answers_metrics_are_those_of_all(two: Server) -> None
         assert total(two, "vllm:generation_tokens_total") == before["vllm:generation_tokens_total"] + 120
         assert total(two, "vllm:gpu_cache_usage_perc") == 0
         assert total(two, "pagerunner:engine_up") == 2
-        assert "\nprocess_open_fds" not in httpx.get(f"{two[1]}/metrics").text, "of which of them, nobody could say"
+        assert "\nprocess_open_fds" not in httpx.get(f"{two[1]}/metrics", timeout=LONG).text, (
+            "of which of them, nobody could say"
+        )
         assert total(two, "vllm:time_per_output_token_seconds_count") == total(
             two, "vllm:inter_token_latency_seconds_count"
         )
@@ -137,19 +139,21 @@ def test_both_serve_and_load_is_that_of_both(two: Server) -> None:
     streams = readers(two[1], 12, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})
     counts = [open_streams(two, pid) for pid in children(two, API)]
     assert sum(counts) >= 12 and min(counts) > 0, "the kernel shares connections out"
-    until(lambda: httpx.get(f"{two[1]}/load").json() == {"server_load": 12})  # connections are counted before requests
+    until(
+        lambda: httpx.get(f"{two[1]}/load", timeout=LONG).json() == {"server_load": 12}
+    )  # connections are counted before requests
     for _ in range(4):
-        assert httpx.get(f"{two[1]}/load").json() == {"server_load": 12}
+        assert httpx.get(f"{two[1]}/load", timeout=LONG).json() == {"server_load": 12}
     until(lambda: total(two, "vllm:num_requests_running") == 12)
     assert post(two, "pause?mode=abort").json() == {"status": "paused"}
     for reader in streams:
-        reader.join(patient(10))
+        reader.join(LONG)
         assert reader.reason == "abort", reader.error
     for _ in range(6):
-        assert httpx.get(f"{two[1]}/is_paused").json() == {"is_paused": True}
+        assert httpx.get(f"{two[1]}/is_paused", timeout=LONG).json() == {"is_paused": True}
     assert post(two, "resume").status_code == 200
     for _ in range(6):
-        until(lambda: httpx.get(f"{two[1]}/is_paused").json() == {"is_paused": False})
+        until(lambda: httpx.get(f"{two[1]}/is_paused", timeout=LONG).json() == {"is_paused": False})
     complete(two, 8)
 
 
@@ -185,7 +189,7 @@ def test_a_crashed_process_is_started_again_and_others_requests_go_on(
         assert other in two_but(server, killed)
         until(lambda: total(server, "vllm:num_requests_running") == kept)
         for reader in streams:
-            reader.join(patient(20))
+            reader.join(LONG)
         assert sum(reader.error is not None for reader in streams) == lost
         assert all((reader.error is None) == (len(reader.text) == 400) for reader in streams), (
             "none that was cut looks whole"
@@ -216,7 +220,7 @@ def ends_before_it_serves(text_side: Path) -> str:
             assert process.stdout is not None and process.stderr is not None
             if process.stdout.readline():
                 return ""
-            assert process.wait(patient(10)) == 1
+            assert process.wait(LONG) == 1
             return process.stderr.read()
         finally:
             process.kill()
@@ -224,7 +228,12 @@ def ends_before_it_serves(text_side: Path) -> str:
 
 def serves(server: Server, pids: list[int]) -> bool:
     """Whether all of them accept connections."""
-    with httpx.Client() as first, httpx.Client() as second, httpx.Client() as third, httpx.Client() as fourth:
+    with (
+        httpx.Client(timeout=LONG) as first,
+        httpx.Client(timeout=LONG) as second,
+        httpx.Client(timeout=LONG) as third,
+        httpx.Client(timeout=LONG) as fourth,
+    ):
         for client in (first, second, third, fourth):
             client.get(f"{server[1]}/health")
         return all(open_streams(server, pid) for pid in pids)
@@ -242,8 +251,8 @@ def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
         files = sorted(tmp_path.glob("pagerunner-run-*/*.db"))
         victim, other = children(server, API)
         os.kill(victim, signal.SIGSTOP)
-        with httpx.Client() as waits, contextlib.suppress(httpx.TransportError):
-            waits.get(f"{server[1]}/health", timeout=patient(20))
+        with httpx.Client(timeout=LONG) as waits, contextlib.suppress(httpx.TransportError):
+            waits.get(f"{server[1]}/health", timeout=LONG)
         assert other in two_but(server, {victim})
         until(lambda: serves(server, children(server, API)))
         complete(server, 10)
@@ -260,22 +269,22 @@ def test_a_core_that_is_killed_is_known_to_all_and_the_last_one_ends_the_server(
         cores = children(server, b"core.process")
         os.kill(cores[1], signal.SIGSTOP)  # nobody has asked it for anything
         for _ in range(6):  # each is another connection
-            until(lambda: '{"lost":{"' in httpx.get(f"{server[1]}/health").text, seconds=20)
+            until(lambda: '{"lost":{"' in httpx.get(f"{server[1]}/health", timeout=LONG).text)
         os.kill(cores[1], signal.SIGCONT)
         for _ in range(6):
-            until(lambda: httpx.get(f"{server[1]}/health").content == b"")
+            until(lambda: httpx.get(f"{server[1]}/health", timeout=LONG).content == b"")
         os.kill(cores[1], signal.SIGKILL)
         for _ in range(6):
-            until(lambda: "SIGKILL" in httpx.get(f"{server[1]}/health").text)
-            assert httpx.get(f"{server[1]}/health").status_code == 200
+            until(lambda: "SIGKILL" in httpx.get(f"{server[1]}/health", timeout=LONG).text)
+            assert httpx.get(f"{server[1]}/health", timeout=LONG).status_code == 200
         complete(server, 12)
         assert total(server, "pagerunner:engine_up") == 1
         [reader] = readers(server[1], 1, prompt="abc", max_tokens=1900)
         response = post(server, "v1/completions", {"prompt": [fake_core.CRASH]})
         assert response.status_code == 503 and "was told to crash" in response.text
-        reader.join(patient(10))
+        reader.join(LONG)
         assert "was told to crash" in str(reader.error), "all frontends hear the core's own reason"
-        assert server[0].wait(patient(20)) == 1
+        assert server[0].wait(LONG) == 1
 
 
 @pytest.mark.days(2)
@@ -287,9 +296,9 @@ def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, mo
         short = readers(server[1], 4, prompt="ab", max_tokens=60)
         server[0].send_signal(number)
         for reader in short:
-            reader.join(patient(10))
+            reader.join(LONG)
             assert reader.error is None and reader.reason == "length"
-        assert server[0].wait(patient(10)) == 0
+        assert server[0].wait(LONG) == 0
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 

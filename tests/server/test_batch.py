@@ -20,7 +20,7 @@ import pytest
 
 import pagerunner
 from helpers.effort import effort
-from helpers.patience import patient
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.cli.main import main
 from pagerunner.config import EngineArgs
@@ -220,12 +220,12 @@ def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(
     source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", **long[number]) for number in range(count)))
     target = tmp_path / "out.jsonl"
     running = command(source, target)
-    deadline = time.monotonic() + patient(60)
+    deadline = time.monotonic() + LONG
     while not target.exists() or target.read_text().count("\n") < 5:
         assert time.monotonic() < deadline and running.poll() is None
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=LONG)
     assert running.returncode == 130 and out == "", err
     before = read(target)
     assert 5 <= len(before) < count and all(answer["error"] is None for answer in before.values())
@@ -264,7 +264,7 @@ def test_answers_on_standard_output(demo: RunningServer, tmp_path: Path) -> None
     source = write(tmp_path / "in.jsonl", *(sum_line(number) for number in range(10, 14)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "pagerunner", "run-batch", "-i", str(source), "-o", "-", "--base-url", demo.url]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, timeout=LONG)
     assert ran.returncode == 0, ran.stderr
     answers = {answer["custom_id"]: answer for answer in map(json.loads, ran.stdout.splitlines())}
     assert {text_of(answers[f"sum-{n}"]) for n in range(10, 14)} == {f"{n} + 30 = {n + 30}" for n in range(10, 14)}

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from helpers.effort import share_of_the_day
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.server.chat.options import ChatOptions
@@ -113,7 +114,7 @@ def responses(server: RunningServer, text: str, choice: str, limit: int, stream:
 def messages(server: RunningServer, text: str, choice: str, limit: int, stream: bool) -> Any:
     import anthropic  # takes 1.5 s: not for the processes that only collect this file
 
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=LONG)
     kinds: dict[str, Any] = {"named": {"type": "tool", "name": "weather"}, "required": {"type": "any"}}
     options: dict[str, Any] = {
         "model": MODEL,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import LONG
 from pagerunner.server.client_link import ClientLink
 from pagerunner.server.errors import ClientGoneError
 from pagerunner.server.lingering import LingeringTransport
@@ -36,7 +37,7 @@ def make(version: bytes = b"1.1") -> tuple[ClientLink, Any, Written]:
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    return asyncio.run(asyncio.wait_for(main(), 10))
+    return asyncio.run(asyncio.wait_for(main(), LONG))
 
 
 def test_a_client_that_leaves_ends_the_work() -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers import fake_core
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.patience import patient, until
+from helpers.patience import LONG, stretched, until
 from helpers.router import Router
 from helpers.server_process import set_options
 from helpers.serving import RunningServer, readers, running_server
@@ -88,7 +88,9 @@ def test_a_wrong_choice_is_refused(two: RunningServer, rank: int | str, said: st
 
 def test_two_choices_are_refused(two: RunningServer) -> None:
     url, headers = two.url, [("X-data-parallel-rank", "0"), ("X-data-parallel-rank", "1")]
-    response = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}, headers=headers)
+    response = httpx.post(
+        f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}, headers=headers, timeout=LONG
+    )
     assert response.status_code == 400 and "must be the number of an engine, got '0, 1'." in response.text
 
 
@@ -126,7 +128,7 @@ def test_memory_and_the_page_show_the_engine_that_is_asked_for(two: RunningServe
         found = [two.get(f"/memory?engine={engine}").json()["state"]["requests"] for engine in (0, 1)]
         assert [len(requests) for requests in found] == [0, 1]
         for engine in (0, 1):
-            with httpx.stream("GET", f"{two.url}/ui/live?engine={engine}") as stream:
+            with httpx.stream("GET", f"{two.url}/ui/live?engine={engine}", timeout=LONG) as stream:
                 frame = json.loads(next(stream.iter_lines()).removeprefix("data: "))
             assert frame["engines"] == [2, engine] and frame["stats"]["running"] == engine
 
@@ -137,7 +139,7 @@ class readers_of:  # noqa: N801 - reads as a phrase
     def __init__(self, server: RunningServer, rank: int) -> None:
         headers, body = {"X-data-parallel-rank": str(rank)}, {"prompt": "abc", "max_tokens": 1900, "stream": True}
         self._stream = httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers, timeout=30
+            "POST", f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers, timeout=LONG
         )
 
     def __enter__(self) -> None:
@@ -169,7 +171,7 @@ def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
         streams = readers(server.url, 4, prompt="abc", max_tokens=300, extra_body={"ignore_eos": True})
         os.kill(server.engine.replicas[1].client.pid, signal.SIGKILL)
         for reader in streams:
-            reader.join(patient(10))
+            reader.join(LONG)
         said = "The process of engine 1 of 2 was ended by SIGKILL"
         assert sum(said in str(reader.error) for reader in streams) == 2
         assert sum(reader.error is None and reader.reason == "length" for reader in streams) == 2
@@ -244,7 +246,7 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
     two: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two.engine.replicas
-    stall = patient(0.5)
+    stall = stretched(1)
 
     def up() -> list[float]:
         families = text_string_to_metric_families(two.get("/metrics").text)
@@ -269,11 +271,11 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
         assert all(ask(two, [40 + number]).status_code == 200 for number in range(3)), "the other one serves"
         refused = ask(two, "hello", 1)
         assert refused.status_code == 503 and said in refused.json()["error"]["message"]
-        until(lambda: up() == [1, 0], seconds=20)
+        until(lambda: up() == [1, 0])
     finally:
         os.kill(second.client.pid, signal.SIGCONT)
     until(lambda: not second.fault)
-    until(lambda: up() == [1, 1], seconds=20)
+    until(lambda: up() == [1, 1])
     assert two.get("/health").content == b"" and ask(two, "hello", 1).status_code == 200
     assert two.get("/is_paused").json() == {"is_paused": False}
 
@@ -336,7 +338,7 @@ def test_teams_of_ranks_are_asked_for_and_shown_as_engines(tmp_path: Path) -> No
         assert server.metric("prefix_cache_queries_total", engine="0") == 2
         for engine in (0, 1):
             assert server.get(f"/memory?engine={engine}").json()["state"]["requests"] == []
-            with httpx.stream("GET", f"{server.url}/ui/live?engine={engine}") as stream:
+            with httpx.stream("GET", f"{server.url}/ui/live?engine={engine}", timeout=LONG) as stream:
                 frame = json.loads(next(stream.iter_lines()).removeprefix("data: "))
             assert frame["engines"] == [2, engine]
             assert frame["stats"]["prefix_queries_total"] == (2, 6)[engine]

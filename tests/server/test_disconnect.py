@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 
 from helpers import fake_core
 from helpers.effort import by_days
-from helpers.patience import patient
+from helpers.patience import LONG, patient, until
 from helpers.serving import MODEL, RunningServer, running_server, write_text_side
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -44,12 +45,15 @@ def slow_server(text_side: Path) -> Iterator[RunningServer]:
             yield server
 
 
-def wait_busy(server: RunningServer, sequences: int) -> None:
-    for _ in range(300):
-        if server.engine.num_unfinished == sequences:
-            return
-        asyncio.run(asyncio.sleep(0.01))
-    raise TimeoutError(f"{server.engine.num_unfinished} of {sequences} sequences")
+@contextmanager
+def asked(server: RunningServer, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A client that leaves at the end of the block."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = msgspec.json.encode(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode() + data)
+        yield
 
 
 def aborted(server: RunningServer) -> float:
@@ -72,19 +76,21 @@ def test_leaving_a_stream(slow_server: RunningServer, n: int) -> None:
 
 def test_leaving_while_a_whole_answer_is_made(slow_server: RunningServer) -> None:
     before = aborted(slow_server)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow_server.url}/v1/completions", json={**ENDLESS, "prompt": ["a", "b"]}, timeout=0.3)
+    with asked(slow_server, "/v1/completions", {**ENDLESS, "prompt": ["a", "b"]}):
+        until(lambda: slow_server.engine.num_unfinished == 2)
     slow_server.wait_idle()
     assert aborted(slow_server) - before == 2
 
 
 def test_leaving_before_the_first_token(slow_server: RunningServer) -> None:
-    with httpx.stream("POST", f"{slow_server.url}/v1/completions", json={**ENDLESS, "n": 8, "stream": True}) as full:
+    with httpx.stream(
+        "POST", f"{slow_server.url}/v1/completions", json={**ENDLESS, "n": 8, "stream": True}, timeout=LONG
+    ) as full:
         events = full.iter_raw()  # dropping it would close the connection
         next(events)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{slow_server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=0.3)
-        wait_busy(slow_server, 8)
+        with asked(slow_server, "/v1/completions", {**ENDLESS, "stream": True}):
+            until(lambda: slow_server.engine.num_unfinished == 9)
+        until(lambda: slow_server.engine.num_unfinished == 8)
     slow_server.wait_idle()
 
 
@@ -102,7 +108,7 @@ def test_a_storm_of_leaving_clients(slow_server: RunningServer) -> None:
 
     async def main() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=slow_server.url, timeout=30, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=slow_server.url, timeout=LONG, limits=limits) as client:
             await asyncio.gather(
                 *(
                     one(client, {**ENDLESS, "stream": number % 2 == 0, "n": 1 + number % 3}, chance.uniform(0, 1.0))
@@ -147,7 +153,7 @@ def load(server: RunningServer) -> int:
     return int(server.get("/load").json()["server_load"])
 
 
-def wait_load(server: RunningServer, wanted: int, seconds: float) -> None:
+def wait_load(server: RunningServer, wanted: int, seconds: float = 2) -> None:
     deadline = time.monotonic() + patient(seconds)
     while (found := load(server)) != wanted:
         if time.monotonic() > deadline:
@@ -164,23 +170,31 @@ def rendering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 @pytest.mark.parametrize(("path", "stream"), by_days(RENDERING, [False, True]))
 def test_leaving_while_the_template_renders(rendering: RunningServer, path: str, stream: bool) -> None:
     body = {**RENDERING[path], **({"stream": True} if stream and "token" not in path else {})}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{rendering.url}{path}", json=body, timeout=0.5)
-    wait_load(rendering, 0, 2)
+    with asked(rendering, path, body):
+        wait_load(rendering, int(path != "/tokenize"))
+        time.sleep(0.2)
+    wait_load(rendering, 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
 def test_leaving_while_a_text_is_tokenised(
     rendering: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
     async def endless(*_: object, **__: object) -> list[int]:
-        await asyncio.sleep(60)
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
         return []
 
     monkeypatch.setattr(rendering.engine, "encode", endless)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{rendering.url}{path}", json={"prompt": "abc", "add_special_tokens": False}, timeout=0.5)
-    wait_load(rendering, 0, 2)
+    with asked(rendering, path, {"prompt": "abc", "add_special_tokens": False}):
+        assert begun.wait(LONG)
+    assert ended.wait(LONG)
+    wait_load(rendering, 0)
 
 
 def test_clients_that_left_while_rendering_hold_no_places(rendering: RunningServer) -> None:
@@ -192,7 +206,7 @@ def test_clients_that_left_while_rendering_hold_no_places(rendering: RunningServ
             )
 
     asyncio.run(leave())
-    wait_load(rendering, 0, 2)
+    wait_load(rendering, 0)
     hello = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     assert rendering.post("/v1/chat/completions", hello).status_code == 200
 
@@ -209,9 +223,9 @@ def test_stopping_while_templates_render(
         ]
         for client in clients:
             client.start()
-        wait_load(server, 6, 10)
+        wait_load(server, 6)
     for client in clients:
-        client.join(10)
+        client.join(LONG)
     assert [one.status_code for one in found] == [503] * 6
     assert "stopped" in found[0].json()["error"]["message"]
     assert [record.getMessage() for record in caplog.records] == []

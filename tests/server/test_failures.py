@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from helpers import failing_core, fake_core
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, stretched, until
 from helpers.server_process import set_options
 from helpers.serving import MODEL, RunningServer, readers, running_server
 from pagerunner import limits
@@ -41,7 +41,7 @@ def test_when_the_core_dies_every_client_hears_why_within_a_second(
             response = server.post("/v1/completions", {"prompt": [fake_core.CRASH], "max_tokens": 1})
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
         for reader in streams:
-            reader.join(patient(5))
+            reader.join(LONG)
             assert reader.ended_at - start < patient(1.0)
             assert reason in str(reader.error)
         for response in (server.get("/health"), server.get("/ping"), server.post("/v1/completions", {"prompt": "a"})):
@@ -51,12 +51,12 @@ def test_when_the_core_dies_every_client_hears_why_within_a_second(
 
 
 def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
-    stall = patient(0.3)
+    stall = stretched(0.5)
     with running_server(EngineArgs(model=str(text_side)), drain_seconds=0.1, stall_seconds=stall) as server:
         assert server.get("/health").status_code == 200
         client = threading.Thread(target=_ignore_errors, args=(server, [fake_core.HANG]))
         client.start()
-        deadline = time.monotonic() + patient(5) + stall
+        deadline = time.monotonic() + LONG + stall
         while (response := server.get("/health")).status_code == 200 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert response.status_code == 503
@@ -71,7 +71,7 @@ def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
             "GET /is_sleeping",
             "GET /memory",
         ):
-            response = httpx.request(*call.split()[:1], server.url + call.split()[1], timeout=patient(10))
+            response = httpx.request(*call.split()[:1], server.url + call.split()[1], timeout=LONG)
             assert response.status_code == 503 and said in response.text, call
         os.kill(server.engine.core_pid, signal.SIGKILL)
         client.join()
@@ -86,7 +86,7 @@ def test_a_step_that_hangs_logs_all_stacks_once_and_fails_health(
         assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 3}).status_code == 200
         client = threading.Thread(target=_ignore_errors, args=(server, [failing_core.HANG]))
         client.start()
-        deadline = time.monotonic() + patient(10)
+        deadline = time.monotonic() + LONG
         logged = ""
         while time.monotonic() < deadline and not (
             "(PAGERUNNER_LIMIT_STALL_SECONDS)" in logged and server.get("/health").status_code == 503
@@ -145,13 +145,13 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error(
         whole: list[httpx.Response] = []
         body = {"prompt": "ab", "max_tokens": 1900}
         client = threading.Thread(
-            target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+            target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=LONG))
         )
         client.start()
         until(lambda: server.engine.num_unfinished == 2)
         server.stop()
-        reader.join(patient(10))
-        client.join(10)
+        reader.join(LONG)
+        client.join(LONG)
         assert reader.text and "--shutdown-timeout" in str(reader.error)
         assert whole[0].status_code == 503 and "within 0.5 seconds" in whole[0].json()["error"]["message"]
 
@@ -166,7 +166,7 @@ def test_requests_that_a_parked_engine_can_never_finish_end_at_once(
         assert server.post(control).status_code == 200
         start = time.monotonic()
         server.stop()
-        reader.join(patient(10))
+        reader.join(LONG)
         assert reader.text and "the engine is paused or sleeps" in str(reader.error)
     assert time.monotonic() - start < patient(5)
 
@@ -183,17 +183,19 @@ def test_requests_that_a_pause_waits_for_may_end_before_the_server(
         refused: list[httpx.Response] = []
         late = {"prompt": "ab", "max_tokens": 1}
         threads = [
-            threading.Thread(target=lambda: paused.append(httpx.post(f"{url}/pause?mode=wait", timeout=20))),
-            threading.Thread(target=lambda: refused.append(httpx.post(f"{url}/v1/completions", json=late, timeout=20))),
+            threading.Thread(target=lambda: paused.append(httpx.post(f"{url}/pause?mode=wait", timeout=LONG))),
+            threading.Thread(
+                target=lambda: refused.append(httpx.post(f"{url}/v1/completions", json=late, timeout=LONG))
+            ),
         ]
         for thread in threads:
             thread.start()
-            time.sleep(patient(0.3))  # until it has arrived
+            time.sleep(stretched(0.3))  # until it has arrived
         server.stop()
-        reader.join(patient(10))
+        reader.join(LONG)
         assert reader.error is None and reader.reason == "length"
         for thread in threads:
-            thread.join(10)
+            thread.join(LONG)
         assert [answer.status_code for answer in (*paused, *refused)] == [200, 503]
         assert "the engine is paused or sleeps" in refused[0].json()["error"]["message"]
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from helpers import fake_core
+from helpers.patience import LONG
 from helpers.serving import RunningServer
 
 WORD = "victim"
@@ -35,7 +36,7 @@ class Neighbour(threading.Thread):
 
     def run(self) -> None:
         body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=20) as response:
+        with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=LONG) as response:
             for line in response.iter_lines():
                 self.begun.set()
                 if line.startswith("data: {"):
@@ -46,9 +47,9 @@ def both(server: RunningServer, path: str, body: dict[str, Any]) -> httpx.Respon
     """The answer to `body`, while a neighbour streams to its end undisturbed."""
     neighbour = Neighbour(server)
     neighbour.start()
-    assert neighbour.begun.wait(10)
+    assert neighbour.begun.wait(LONG)
     response = server.post(path, body)
-    neighbour.join(20)
+    neighbour.join(LONG)
     assert neighbour.tokens == 300
     server.wait_idle()
     assert server.get("/health").status_code == 200

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from helpers.patience import patient
+from helpers.patience import LONG
 from helpers.serving import RunningServer, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -195,7 +195,7 @@ def test_a_thousand_headers_and_long_ones_are_refused(server: RunningServer) -> 
         assert large.status_code == 431, size
         assert "PAGERUNNER_LIMIT_MAX_HEADER_BYTES" in large.json()["error"]["message"]
     for more in (b"", b"x" * 70_000):  # what follows a head that can't be read isn't part of it
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=patient(5)) as client:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=LONG) as client:
             with contextlib.suppress(OSError):  # it closes before all is sent
                 client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n" + more)
             assert client.recv(100).startswith(b"HTTP/1.1 400 ")

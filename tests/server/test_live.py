@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from helpers.memory_bench import Bench, tokens
+from helpers.patience import LONG
 from pagerunner.engine.core.live import LiveState, LiveStep, StepLog
 from pagerunner.errors import EngineDeadError
 from pagerunner.memory.ownership import memory_state
@@ -237,11 +238,11 @@ def test_viewers_share_one_sampling_and_a_slow_one_gets_a_whole_frame(monkeypatc
 
 def test_a_dear_look_makes_looks_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        engine = FakeEngine(cost=0.01)
+        engine = FakeEngine(cost=1.0)
         events = feed_of(engine).view()
         await read(events)
         await asyncio.sleep(0.3)
-        assert len(engine.calls) == 1  # the next one is due after 2 seconds
+        assert len(engine.calls) == 1  # the next one is due after 200 seconds
         await events.aclose()
 
     run(monkeypatch, main)
@@ -260,7 +261,7 @@ def test_the_engines_end_and_the_servers_end_end_the_stream(monkeypatch: pytest.
         events = feed.view()
         assert "plan" in await read(events)
         closing.set()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(LONG):
             assert len([event async for event in events]) < 3
         assert feed.viewers == 0
 

@@ -16,7 +16,7 @@ import pytest
 import pagerunner
 from helpers import browser as browsers
 from helpers.browser import Browser
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from helpers.serving import RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
@@ -54,7 +54,9 @@ def test_the_files_need_no_key_and_the_data_does(text_side: Path) -> None:
         assert server.get("/ui/main.js").status_code == 200
         assert server.get("/ui/live").status_code == 401
         assert server.get("/ui/").status_code == 401
-        with httpx.stream("GET", f"{server.url}/ui/live", headers={"Authorization": "Bearer k"}) as stream:
+        with httpx.stream(
+            "GET", f"{server.url}/ui/live", headers={"Authorization": "Bearer k"}, timeout=LONG
+        ) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             first = json.loads(next(stream.iter_lines()).removeprefix("data: "))
     assert first["plan"] == server.engine.memory_plan and first["requests"] == []
@@ -65,7 +67,7 @@ def test_a_stream_doesnt_hold_up_the_servers_end(text_side: Path) -> None:
         ended = threading.Event()
 
         def look() -> None:
-            with httpx.stream("GET", f"{server.url}/ui/live", timeout=20) as stream:
+            with httpx.stream("GET", f"{server.url}/ui/live", timeout=LONG) as stream:
                 for _ in stream.iter_lines():
                     looking.set()
             ended.set()
@@ -73,9 +75,9 @@ def test_a_stream_doesnt_hold_up_the_servers_end(text_side: Path) -> None:
         looking = threading.Event()
         thread = threading.Thread(target=look)
         thread.start()
-        assert looking.wait(10)
+        assert looking.wait(LONG)
         server.stop()
-        assert ended.wait(5)
+        assert ended.wait(LONG)
         thread.join()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import pagerunner
+from helpers.patience import LONG
 
 PAGE = Path(pagerunner.__file__).parent / "server" / "page"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -41,7 +42,7 @@ def node(tmp_path: Path) -> Any:
             f"{imports}{MODEL}\nconst value = await (async () => {{ {body} }})();\nconsole.log(JSON.stringify(value));"
         )
         (folder / "test.js").write_text(script, encoding="utf-8")
-        done = subprocess.run(["node", "test.js"], cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["node", "test.js"], cwd=folder, capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

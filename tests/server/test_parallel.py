@@ -16,7 +16,7 @@ import pytest
 
 from helpers import faulty_ranks
 from helpers.effort import TEST_DAY, share_of_the_day
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -75,14 +75,14 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
             }[how]
             response = server.post("/v1/completions", {"prompt": [token], "max_tokens": 1})
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
-        until(lambda: server.get("/health").status_code == 503, 10)
+        until(lambda: server.get("/health").status_code == 503)
         assert time.monotonic() - began < patient(limit)
         for reader in streams:
-            reader.join(patient(5))
+            reader.join(LONG)
             assert reason in str(reader.error) and "of 2" in str(reader.error)
         for response in (server.get("/health"), server.post("/v1/completions", {"prompt": "a"})):
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
-        until(lambda: all(map(gone, (*pids, core))), 5)
+        until(lambda: all(map(gone, (*pids, core))))
         log = capfd.readouterr().err
         assert how == "raises" or "Traceback" not in log, "the sentence says it"
         assert how != "raises" or re.search(r"^\[rank 1\] .* ERROR .*\nTraceback ", log, re.MULTILINE), log
@@ -121,7 +121,7 @@ def test_a_rank_that_was_stopped_while_it_loads_ends_with_the_start(monkeypatch:
     monkeypatch.setattr(client, "_spawn", spawned)
     asyncio.run(give_up())
     try:
-        until(lambda: all(map(gone, (*ranks, *cores))), 5)
+        until(lambda: all(map(gone, (*ranks, *cores))))
     finally:
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -143,11 +143,11 @@ def test_answers_sleep_and_the_end_of_a_server_with_ranks() -> None:
         with running_server(args, core_factory=DEFAULT_FACTORY) as server:
             first = server.post("/v1/completions", body).json()["choices"][0]["text"]
             for level in (1, 2):
-                assert httpx.post(f"{server.url}/sleep?level={level}", timeout=60).status_code == 200
-                assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
+                assert httpx.post(f"{server.url}/sleep?level={level}", timeout=LONG).status_code == 200
+                assert httpx.post(f"{server.url}/wake_up", timeout=LONG).status_code == 200
             assert server.post("/v1/completions", body).json()["choices"][0]["text"] == first
             others = ranks_of(server)
             assert len(others) == (ranks if ranks > 1 else 0)
-        until(lambda pids=others: all(map(gone, pids)), 5)  # type: ignore[misc]
+        until(lambda pids=others: all(map(gone, pids)))  # type: ignore[misc]
         found.append(first)
     assert found[0] == found[1]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from helpers.proxies import running_proxy
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
@@ -47,13 +47,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServe
 
 
 def ask(url: str, path: str = "completions", **body: Any) -> dict[str, Any]:
-    got = httpx.post(f"{url}/v1/{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=patient(60))
+    got = httpx.post(f"{url}/v1/{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=LONG)
     assert got.status_code == 200, got.text
     return got.json()
 
 
 def metric(server: RunningServer, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=patient(10)).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=LONG).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -87,7 +87,7 @@ def test_vllms_fields_by_hand(pair: list[RunningServer]) -> None:
     streamed = httpx.post(
         f"{decode.url}/v1/completions",
         json={"model": MODEL, **body, "stream": True, "stream_options": {"include_usage": True}, "kv_transfer_params": lent},
-        timeout=patient(60),
+        timeout=LONG,
     )  # fmt: skip
     assert f'"cached_tokens":{lent["remote_num_tokens"]}' in streamed.text
     for wrong, sentence in [
@@ -101,7 +101,7 @@ def test_vllms_fields_by_hand(pair: list[RunningServer]) -> None:
         got = httpx.post(
             f"{decode.url}/v1/completions",
             json={"model": MODEL, **body, "kv_transfer_params": wrong},
-            timeout=patient(30),
+            timeout=LONG,
         )
         assert got.status_code == 400 and sentence in got.json()["error"]["message"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from helpers.proxies import END, EVENTS, Asked, answer, chunk, gone, running_proxy, upstreams
 from pagerunner import limits
 from pagerunner.errors import ConfigError
@@ -57,7 +57,7 @@ def test_a_request_and_its_answer_pass_unchanged() -> None:
             "traceparent": "00-ab",
         }
         assert not {"x-hop", "te", "transfer-encoding"} & asked.headers.keys()
-        assert httpx.request("GET", f"{proxy.url}/v1/models/org/name", content=b"body").status_code == 418
+        assert httpx.request("GET", f"{proxy.url}/v1/models/org/name", content=b"body", timeout=LONG).status_code == 418
         assert httpx.head(f"{proxy.url}/v1/models").headers["content-length"] == "16"
         one.asked.pop()
         assert one.asked[-1].line == "GET /base/v1/models/org/name HTTP/1.1"
@@ -78,13 +78,13 @@ def test_a_stream_passes_piece_by_piece() -> None:
 
     def script(asked: Asked) -> Iterator[bytes]:
         yield EVENTS + chunk("1")
-        assert read.wait(patient(10)), "the first event was held back"
+        assert read.wait(LONG), "the first event was held back"
         yield chunk("2") + END
 
     with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
         for _ in range(2):
             read.clear()
-            with httpx.stream("POST", f"{proxy.url}/v1/completions", json={"stream": True}, timeout=20) as stream:
+            with httpx.stream("POST", f"{proxy.url}/v1/completions", json={"stream": True}, timeout=LONG) as stream:
                 lines = stream.iter_lines()
                 assert next(lines) == "data: 1"
                 read.set()
@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_holds_its_server_up_and_fills_no_memory() -
             yield bytes(1_000_000)
 
     with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
-        with httpx.stream("POST", f"{proxy.url}/v1/completions", json={}, timeout=20) as stream:
+        with httpx.stream("POST", f"{proxy.url}/v1/completions", json={}, timeout=LONG) as stream:
             pieces = stream.iter_raw()
             next(pieces)
             until(lambda: one.written > 0)
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_read_holds_its_server_up_and_fills_no_memory() -
             assert one.written < 40_000_000, "all that is on the way lies in the system's buffers"
             for _ in range(50):
                 next(pieces)
-        assert one.left.wait(patient(10)), "a client that leaves ends the request at the server"
+        assert one.left.wait(LONG), "a client that leaves ends the request at the server"
         until(lambda: proxy.metric("requests_running") == 0)
 
 
@@ -132,8 +132,8 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(begun: bool) -> Non
     with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
         with socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
-            assert asked_for.wait(patient(10))
-        assert one.left.wait(patient(10))
+            assert asked_for.wait(LONG)
+        assert one.left.wait(LONG)
         until(lambda: proxy.proxy.running == 0)
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_dies_in_a_stream(path: str, last: bytes, rest: list[str] 
 
     with upstreams(script) as (one,), running_proxy(worker_urls=[one.url]) as proxy:
         lines: list[str] = []
-        with httpx.stream("POST", f"{proxy.url}{path}", json={}, timeout=20) as stream:
+        with httpx.stream("POST", f"{proxy.url}{path}", json={}, timeout=LONG) as stream:
             if rest is None:
                 with pytest.raises(httpx.RemoteProtocolError):
                     lines += stream.iter_lines()
@@ -332,7 +332,7 @@ def test_an_answer_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "not ended within 0.3 seconds (--request-timeout-secs)" in late.text
         text = proxy.post(body={"stream": True}).text
         assert "--request-timeout-secs" in text and text.endswith("data: [DONE]\n\n")
-        assert one.left.wait(patient(10))
+        assert one.left.wait(LONG)
 
 
 def test_a_first_signal_lets_requests_end_and_a_second_ends_them() -> None:
@@ -341,12 +341,12 @@ def test_a_first_signal_lets_requests_end_and_a_second_ends_them() -> None:
     def script(asked: Asked) -> Iterator[bytes]:
         yield EVENTS + chunk("1")
         if asked.json().get("short"):
-            assert more.wait(patient(10))
+            assert more.wait(LONG)
             yield chunk("2") + END
         yield from gone(one)
 
     def read(body: dict[str, Any]) -> None:
-        with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=patient(20)) as stream:
+        with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=LONG) as stream:
             begun.release()
             texts["short" in body] = stream.read().decode()
 
@@ -356,13 +356,13 @@ def test_a_first_signal_lets_requests_end_and_a_second_ends_them() -> None:
         readers = [threading.Thread(target=read, args=(body,)) for body in ({"short": 1}, {"long": 1})]
         for reader in readers:
             reader.start()
-            assert begun.acquire(timeout=patient(10))
+            assert begun.acquire(timeout=LONG)
         proxy.stop()
         more.set()
-        readers[0].join(patient(10))
+        readers[0].join(LONG)
         assert texts[True] == "data: 1\n\ndata: 2\n\n"
         proxy.stop()
-        readers[1].join(patient(10))
+        readers[1].join(LONG)
         assert "The proxy is shutting down, and the request has not ended." in texts[False]
 
 
@@ -385,9 +385,9 @@ def test_the_command_line() -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "1 of 2 servers take requests.\n"
         url = process.stdout.readline().split()[-1]
-        assert [httpx.post(f"{url}/v1/completions", json={}).status_code for _ in range(2)] == [200, 200]
+        assert [httpx.post(f"{url}/v1/completions", json={}, timeout=LONG).status_code for _ in range(2)] == [200, 200]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(patient(20)) == 0
+        assert process.wait(LONG) == 0
         log = process.stderr.read()
         assert (
             "The server 1 (http://127.0.0.1:9) can't be reached" in log and '"POST /v1/completions HTTP/1.1" 200' in log

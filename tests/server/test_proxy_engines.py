@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from helpers.proxies import Asked, answer, running_proxy, upstreams
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
@@ -65,7 +65,7 @@ def told(url: str, path: str, body: dict[str, Any]) -> tuple[int, str, str]:
     """A status, a content type and a body, whose times and random names are taken out. Of a stream the choices' texts and the usage:
     how many tokens a piece has is chance."""
     headers = {"X-Request-Id": "same"}
-    got = httpx.post(f"{url}/v1/{path}", json={"model": MODEL, **body}, headers=headers, timeout=patient(30))
+    got = httpx.post(f"{url}/v1/{path}", json={"model": MODEL, **body}, headers=headers, timeout=LONG)
     text = re.sub(r'("created(?:_at)?":|[a-z]+[-_])[0-9a-f]{10,}', r"\1...", got.text)
     if body.get("stream"):
         *events, end = [json.loads(line[6:]) for line in got.text.splitlines() if line.startswith("data: {")]
@@ -113,13 +113,13 @@ def test_conversations_stay_with_the_server_that_has_their_beginning(pair: list[
     assert by_beginning > 0.5 > by_beginning / 2 and by_beginning > 1.15 * by_turns
 
 
-LONG = "A prompt of some length goes on for a while, and then it goes on. " * 4
+LONG_TEXT = "A prompt of some length goes on for a while, and then it goes on. " * 4
 HANDED: list[tuple[str, dict[str, Any]]] = [
-    ("completions", {"prompt": LONG + "One day", "n": 3, "seed": 7, "logprobs": 5, "max_tokens": 12}),
+    ("completions", {"prompt": LONG_TEXT + "One day", "n": 3, "seed": 7, "logprobs": 5, "max_tokens": 12}),
     ("completions", {"prompt": [4 + number % 400 for number in range(200)], "return_token_ids": True, "max_tokens": 9, "temperature": 0}),
-    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "logprobs": True, "top_logprobs": 3, "max_tokens": 12, "seed": 3}),
-    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "tools": [TOOL], "tool_choice": "required", "max_tokens": 24, "seed": 1}),
-    ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "n": 2, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9, "seed": 2}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}], "logprobs": True, "top_logprobs": 3, "max_tokens": 12, "seed": 3}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}], "tools": [TOOL], "tool_choice": "required", "max_tokens": 24, "seed": 1}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}], "n": 2, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9, "seed": 2}),
 ]  # fmt: skip
 
 
@@ -147,11 +147,11 @@ def test_a_prompt_that_one_engine_computes_is_answered_by_another(
 
 def test_an_engine_that_can_not_have_the_pages_computes_them(pair: list[RunningServer]) -> None:
     prefill, decode = pair
-    body = {"prompt": LONG, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    body = {"prompt": LONG_TEXT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
 
     def lies(asked: Asked) -> list[bytes]:
         """What the real one says, but for a lease that nobody has given."""
-        got = httpx.post(f"{prefill.url}/v1/completions", content=asked.body, timeout=patient(30))
+        got = httpx.post(f"{prefill.url}/v1/completions", content=asked.body, timeout=LONG)
         return [answer(re.sub(rb'"remote_lease":"[0-9a-f]+"', b'"remote_lease":"%s"' % (b"0" * 32), got.content))]
 
     def elsewhere(asked: Asked) -> list[bytes]:

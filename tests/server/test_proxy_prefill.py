@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from helpers.proxies import END, EVENTS, Asked, FakeUpstream, RunningProxy, answer, chunk, running_proxy, upstreams
 from pagerunner.memory.prefix import RecentPrompts
 from pagerunner.server.proxy import pool as pool_module
@@ -212,8 +212,8 @@ def test_a_client_that_leaves_ends_its_prefill(pair: Pair) -> None:
     prefill.script = script
     with socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))) as client:
         client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}')
-        assert begun.wait(patient(10))
-    assert prefill.left.wait(patient(10)) and not decode.asked
+        assert begun.wait(LONG)
+    assert prefill.left.wait(LONG) and not decode.asked
     until(lambda: proxy.proxy.running == 0)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from helpers import faulty_ranks
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from helpers.serving import RunningServer, running_server
 from server.test_parallel import ARGS, gone, ranks_of
 
@@ -69,7 +69,7 @@ def test_ranks_end_while_one_writes(how: str, fault: str, tmp_path: Path, monkey
             began = time.monotonic()
             if how != "stopped":
                 os.kill(ranks[1] if how == "a rank is killed" else core, signal.SIGKILL)
-        until(lambda: all(map(gone, pids)), 5)
+        until(lambda: all(map(gone, pids)))
         assert time.monotonic() - began < patient(10 if how == "stopped" else 3)
     if how == "stopped":
         assert max(sizes(tmp_path)) < ROOM, "segments are sealed, also of the rank whose disk is slow"
@@ -86,7 +86,7 @@ def test_ranks_sleep_while_one_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         wanted, *_ = ask(server)
         wait_for(server, "writes")
         began = time.monotonic()
-        assert httpx.post(f"{server.url}/sleep?level=2", timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/sleep?level=2", timeout=LONG).status_code == 200
         assert time.monotonic() - began < patient(4), "what a rank has begun ends, and nothing else begins"
-        assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/wake_up", timeout=LONG).status_code == 200
         assert ask(server)[0] == wanted

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import effort
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
@@ -312,7 +313,7 @@ async def one(server: RunningServer, number: int, chance: random.Random) -> str:
     # A stream has 18 lines or more: 8 of headers and what precedes the first tokens, and 6 from "[DONE]" on.
     most_lines = (chance.randint(0, 11) if whole else 0) if leaves else None
     text = b""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG):
         while most_lines is None or text.count(b"\n") < most_lines:
             line = await reader.readline()
             if not line:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from helpers.effort import effort, share_of_the_day
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer
 from pagerunner.server.protocol.fields import neutral_values
 from pagerunner.server.protocol.requests import ChatRequest, CompletionRequest
@@ -68,7 +69,7 @@ def _explore(operation: Any, mode: str, url: str, statuses: collections.Counter[
     def explore(case: Any) -> None:
         if mode == "positive" and isinstance(case.body, dict):
             _get_further(case.body, sum(statuses.values()))
-        response = case.call(base_url=url, timeout=20)
+        response = case.call(base_url=url, timeout=LONG)
         statuses[response.status_code] += 1
         assert response.status_code < 500, f"{operation.label}: {case.body!r} -> {response.text[:500]}"
         if response.status_code >= 400 and operation.method.upper() != "HEAD":

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from helpers import fake_core
-from helpers.patience import patient, until
+from helpers.patience import LONG, stretched, until
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner import limits
 from pagerunner.config import EngineArgs
@@ -51,7 +51,7 @@ def asking(server: RunningServer, body: dict[str, Any], version: str = "1.1") ->
     head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(patient(20))
+        client.settimeout(LONG)
         client.connect((host, int(port)))
         client.sendall(head.encode() + data)
         yield client
@@ -99,7 +99,7 @@ def test_a_slow_reader_loses_nothing(
     endless: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool, seconds: float
 ) -> None:
     """It takes longer than the limit for all that waits, but reads on within it, or catches up with its stream."""
-    monkeypatch.setattr(limits, "UNREAD_SECONDS", patient(seconds))
+    monkeypatch.setattr(limits, "UNREAD_SECONDS", stretched(seconds))
     body = {**ASKED, "prompt": [[7] * 2_000] * 4, "n": 1, "max_tokens": 200, "logprobs": 20, "echo": True}
     with asking(endless, {**body, "stream": stream}) as client:
         data, paused = bytearray(), 0

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.patience import LONG
 from helpers.serving import RunningServer, running_server
 from pagerunner.bench.drafts import read_counts
 from pagerunner.cli.main import main
@@ -49,7 +50,7 @@ def check(metrics: dict[str, Any]) -> None:
 
 def test_an_answer_tells_what_became_of_its_drafts(server: RunningServer) -> None:
     def post(path: str, **more: Any) -> httpx.Response:
-        return httpx.post(f"{server.url}{path}", json=BODY | more, timeout=60).raise_for_status()
+        return httpx.post(f"{server.url}{path}", json=BODY | more, timeout=LONG).raise_for_status()
 
     whole = post("/v1/completions").json()
     check(whole["metrics"]["speculative_decoding"])
@@ -61,7 +62,7 @@ def test_an_answer_tells_what_became_of_its_drafts(server: RunningServer) -> Non
     assert "metrics" not in post("/v1/completions", prompt=[[5, 6], [7, 8]]).json()
     chat = {"prompt": None, "messages": [{"role": "user", "content": "Sort these numbers: 1, 1, 1, 1, 1."}]}
     body = {key: value for key, value in (BODY | chat).items() if value is not None}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=LONG).raise_for_status().json()
     check(answer["metrics"]["speculative_decoding"])
 
 
@@ -71,7 +72,7 @@ def test_metrics_and_bench_count_them(server: RunningServer, tmp_path: Path, cap
     assert main(["bench", "serve", "--base-url", server.url, *words, *save]) == 0
     assert "Acceptance length:" in (printed := capsys.readouterr().out) and "Position 2 accepted (%):" in printed
     result = json.loads((tmp_path / "r.json").read_text())
-    counts = read_counts(httpx.get(f"{server.url}/metrics", timeout=60).text)
+    counts = read_counts(httpx.get(f"{server.url}/metrics", timeout=LONG).text)
     assert counts is not None and counts.drafts >= result["spec_decode_num_drafts"] > 0
     assert len(counts.per_position) == 3 and sum(counts.per_position) == counts.accepted
     assert 1 <= result["spec_decode_acceptance_length"] <= 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.patience import patient
+from helpers.patience import LONG
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.server import api_processes
@@ -70,7 +70,7 @@ def supervised(
         while len(supervisor._announced) < serving:
             await asyncio.sleep(0.01)
         await act(supervisor, stop)
-        return await asyncio.wait_for(running, patient(20))
+        return await asyncio.wait_for(running, LONG)
 
     monkeypatch.setattr(api_processes, "start_async", start)
     return asyncio.run(run())
@@ -129,7 +129,7 @@ def test_a_process_that_is_silent_is_killed_and_replaced(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It was stopped, or its event loop hangs. The kernel would go on giving it its share of connections."""
-    monkeypatch.setattr(limits, "RANK_SECONDS", 1)
+    monkeypatch.setattr(limits, "RANK_SECONDS", 3)
 
     async def act(supervisor: Supervisor, stop: StopSignals) -> None:
         silent, other = supervisor._serving[1], supervisor._serving[2]
@@ -139,7 +139,7 @@ def test_a_process_that_is_silent_is_killed_and_replaced(
         stop.ask()
 
     assert supervised(monkeypatch, tmp_path, [SILENT, LIVES_ON, LIVES_ON], act) == 0
-    assert "API process 1 of 2 has given no sign of life for 1 seconds (PAGERUNNER_LIMIT_RANK_SECONDS" in caplog.text
+    assert "API process 1 of 2 has given no sign of life for 3 seconds (PAGERUNNER_LIMIT_RANK_SECONDS" in caplog.text
     assert capsys.readouterr().out == "serves\npage\n"
 
 

@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.client import DEFAULT_FACTORY
@@ -200,7 +201,7 @@ def test_forced_tools_of_anthropics_client(guided: RunningServer) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
     tool: Any = {"name": "weather", "input_schema": {**schema, "additionalProperties": False}}
     asked: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "A pet."}]}
-    client = anthropic.Anthropic(base_url=guided.url, api_key="none", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=guided.url, api_key="none", max_retries=0, timeout=LONG)
     for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
         answer = client.messages.create(**asked, tools=[tool], tool_choice=choice)
         [call] = answer.content

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from helpers.fake_core import OPTIONS_VARIABLE
+from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.text.tokenizer import Tokenizer
@@ -252,8 +253,8 @@ def test_pause_and_resume(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> N
             time.sleep(0.01)
         assert not found and server.get("/health").status_code == 200
         assert server.post("/resume").json() == {"status": "resumed"}
-        thread.join(20)
-        late.join(20)
+        thread.join(LONG)
+        late.join(LONG)
         found.sort(key=lambda answer: -answer["usage"]["completion_tokens"])
         assert found[1]["usage"]["completion_tokens"] == 1
         assert found[0]["choices"][0]["finish_reason"] == "length"  # it went on where it was

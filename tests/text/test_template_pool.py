@@ -18,7 +18,7 @@ import pytest
 
 from helpers.checkpoints import write_tokenizer
 from helpers.effort import by_days, effort
-from helpers.patience import patient
+from helpers.patience import LONG, patient
 from pagerunner import limits
 from pagerunner.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from pagerunner.text import chat_template, template_pool
@@ -82,27 +82,26 @@ def test_what_explodes_is_refused_and_the_next_conversation_is_rendered(
 
 
 def test_a_slow_conversation_holds_up_no_other(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 1000)
 
-    async def work(renderer: TemplateRenderer) -> float:
+    async def work(renderer: TemplateRenderer) -> None:
         await asyncio.gather(*(renderer.render(ask("fine"), {}) for _ in range(4)))  # starts them
         slow = [asyncio.create_task(renderer.render(ask("loop"), {})) for _ in range(2)]
         await asyncio.sleep(0.1)
-        start = time.perf_counter()
         texts = await asyncio.gather(*(renderer.render(ask(f"{number}"), {}) for number in range(20)))
-        seconds = time.perf_counter() - start
         assert texts == [f"<{number}>" for number in range(20)]
         for task in slow:
-            with pytest.raises(InvalidRequestError):
-                await task
-        return seconds
+            assert not task.done()
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
 
-    assert with_renderer(tokenizer, work) < patient(1.0)
+    with_renderer(tokenizer, work)
 
 
 def test_many_endless_conversations_hold_up_another_ones_text_for_a_moment(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(limits, "TEMPLATE_SECONDS", 1000)
     monkeypatch.setattr(template_pool, "_QUICK_SECONDS", 0.15)
 
     async def work(renderer: TemplateRenderer) -> tuple[float, float]:
@@ -205,7 +204,7 @@ def test_a_client_that_leaves_twice_leaves_no_process_and_no_slot(
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONG):
             for run in runs:
                 assert await run.process.wait() != 0
             assert await renderer.render(ask("a"), {}) == "<a>"
@@ -228,7 +227,7 @@ def test_a_close_leaves_no_process_to_a_loop_that_ends(
         renderer = TemplateRenderer(tokenizer)
         assert await renderer.render(ask("fine"), {}) == "<fine>"
         task = asyncio.create_task(renderer.render(ask("loop"), {}))
-        async with asyncio.timeout(patient(5)):
+        async with asyncio.timeout(LONG):
             while renderer._idle or (slow and renderer._slow.free == 4):
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from helpers.disk_pages import OF, SIZES, files, found, opened, read, write
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
+from pagerunner.tiers import disk
 from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
 from pagerunner.tiers.segments import Record
@@ -45,7 +46,8 @@ def test_what_is_no_regular_file_is_passed_over_and_named(root: Path, caplog: py
     again.close()
 
 
-def test_a_pipe_in_the_place_of_a_segment_holds_up_no_reader(root: Path) -> None:
+def test_a_pipe_in_the_place_of_a_segment_holds_up_no_reader(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_SCAN_SECONDS", 1000)
     store = opened(root)
     write(store, range(4))
     for path in files(root):
@@ -53,7 +55,7 @@ def test_a_pipe_in_the_place_of_a_segment_holds_up_no_reader(root: Path) -> None
         os.mkfifo(path)
     started = time.monotonic()
     assert read(store, range(4)) == [False] * 4
-    assert time.monotonic() - started < patient(10), "a look at the directory would wake it after 30 s"
+    assert time.monotonic() - started < LONG, "a look at the directory would wake it after 1,000 s"
     store.close()
 
 
@@ -100,12 +102,12 @@ def test_pages_that_are_written_during_a_look_at_the_directory_are_found(
 
     def slow(*given: Any) -> tuple[list[Record], bool]:
         listed.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LONG)
         return usual(*given)
 
     monkeypatch.setattr(Directory, "adopt", slow)
     again = DiskStore(root, OF, max_bytes=4 << 20, largest_page=max(SIZES), rate=1e9)
-    assert listed.wait(60)
+    assert listed.wait(LONG)
     assert write(again, [60, 61, 62]) == [True] * 3
     go_on.set()
     until(again.ready.is_set)

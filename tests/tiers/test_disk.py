@@ -18,7 +18,7 @@ import pytest
 
 from helpers.disk_pages import OF, SIZES, crashed, files, found, key_of, opened, outcomes, page_of, read, write
 from helpers.effort import effort
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import directory, disk
 from pagerunner.tiers.directory import Directory
@@ -119,13 +119,13 @@ def test_pages_are_read_while_the_store_goes_on_with_their_segment(
     def slow(segment: Segment, *given: Any, **named: Any) -> list[Record]:
         if threading.current_thread().name == "disk-write":
             renamed.set()
-            assert go_on.wait(60)
+            assert go_on.wait(LONG)
         return usual(segment, *given, **named)
 
     monkeypatch.setattr(Segment, "records", slow)
     again = opened(root)
     again.write(1, [(0, key_of(6), memoryview(page_of(6)))])
-    assert renamed.wait(60)
+    assert renamed.wait(LONG)
     try:
         assert read(again, range(6)) == [True] * 6
     finally:
@@ -165,7 +165,7 @@ def test_the_engine_waits_for_no_look_at_the_directory(root: Path, monkeypatch: 
     with store._lock:
         thread = threading.Thread(target=store.ended, daemon=True)
         thread.start()
-        thread.join(patient(5))
+        thread.join(LONG)
         assert not thread.is_alive(), "each step asks what has ended"
     store.close()
 
@@ -392,7 +392,7 @@ def test_a_disk_that_hangs_fails_what_waits_and_is_not_asked_again(root: Path, m
     usual, hold = os.preadv, threading.Event()
 
     def hang(*given: object) -> int:
-        hold.wait(60)
+        hold.wait(LONG)
         return usual(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", hang)
@@ -416,11 +416,11 @@ def test_the_end_waits_for_no_disk_that_hangs_and_begins_nothing(root: Path, mon
     store = DiskStore(root, OF, max_bytes=SMALL, largest_page=6000, read_threads=1, rate=1e6)
     write(store, range(4))
     usual, hold = os.preadv, threading.Event()
-    monkeypatch.setattr(os, "preadv", lambda *given: (hold.wait(60), usual(*given))[1])
+    monkeypatch.setattr(os, "preadv", lambda *given: (hold.wait(LONG), usual(*given))[1])
     store.read(7, [(0, key_of(number), memoryview(bytearray(SIZES[0]))) for number in range(4)])
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < LONG / 2
     hold.set()
     assert outcomes(store).count(True) <= 2  # those that had begun
     store.read(8, [(0, key_of(0), memoryview(bytearray(SIZES[0])))])
@@ -451,8 +451,8 @@ def test_the_rate_is_measured_at_the_start_and_follows_what_is_read(
 def test_a_disk_that_was_slow_for_a_while_is_measured_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.01)
     monkeypatch.setattr(disk, "_PIECE", SIZES[0])
-    usual, rates = disk.read_rate, list[float]()
-    monkeypatch.setattr(disk, "read_rate", lambda *given: rates.append(usual(*given)) or rates[-1])
+    rates = list[float]()
+    monkeypatch.setattr(disk, "read_rate", lambda *_: rates.append(2e6) or rates[-1])
     store = opened(root, rate=1e6)
     write(store, [1])
     with monkeypatch.context() as slow:
@@ -466,9 +466,8 @@ def test_a_disk_that_was_slow_for_a_while_is_measured_again(root: Path, monkeypa
     monkeypatch.setattr(disk, "_MEASURE_SECONDS", 0.05)
     until(lambda: rates)
     until(lambda: store.stats().read_rate == rates[-1])
-    assert rates[-1] > 1e6, "as fast as at the start: nothing more is to be measured"
     time.sleep(0.1)
-    assert len(rates) == 1
+    assert len(rates) == 1, "as fast as at the start: nothing more is to be measured"
     store.close()
 
 
@@ -510,7 +509,7 @@ def test_a_disk_that_is_full_at_the_start_is_measured_by_pages_that_are_there(
 def test_a_stopped_engine_that_has_the_lock_costs_pages_and_no_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.3)
     store = opened(root)
     with store.directory.locked():
         assert write(store, [1]) == [False]
@@ -539,7 +538,7 @@ def test_what_is_not_written_in_time_is_counted(store: DiskStore, monkeypatch: p
 
     def slow(*given: Any) -> Record:
         begun.release()
-        go_on.wait(patient(60))
+        go_on.wait(LONG)
         return usual(*given)
 
     monkeypatch.setattr(Segment, "append", slow)
@@ -549,7 +548,7 @@ def test_what_is_not_written_in_time_is_counted(store: DiskStore, monkeypatch: p
         assert outcomes(store) == [False] * 10 and store.stats().skipped == 10
     else:
         store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(1, 11)])
-        assert begun.acquire(timeout=patient(60)) and begun.acquire(timeout=patient(60))
+        assert begun.acquire(timeout=LONG) and begun.acquire(timeout=LONG)
         store.cancel()
         go_on.set()
         assert outcomes(store).count(True) == 2 and store.stats().skipped == 8

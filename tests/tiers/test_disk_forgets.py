@@ -14,7 +14,7 @@ import pytest
 
 from helpers.disk_pages import OF, SIZES, crashed, found, key_of, opened, outcomes, page_of, read, write
 from helpers.effort import effort
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.tiers import directory, disk
 from pagerunner.tiers.directory import Directory
 from pagerunner.tiers.disk import DiskStore
@@ -58,7 +58,7 @@ def test_a_page_that_can_not_be_struck_out_is_said(
 
 def test_what_is_forgotten_is_not_found_while_its_strike_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, held, strike = opened(root, max_bytes=SMALL), threading.Event(), Segment.strike
-    monkeypatch.setattr(Segment, "strike", lambda *of: held.wait(patient(10)) and strike(*of))
+    monkeypatch.setattr(Segment, "strike", lambda *of: held.wait(LONG) and strike(*of))
     assert all(write(store, range(5)))  # by two threads, in segments of two pages: all but the last ones are sealed
     store.forget(0, [key_of(number) for number in range(5)])
     store._scan()
@@ -79,13 +79,13 @@ def test_what_is_forgotten_while_its_segment_is_given_up_is_not_copied(
     def slow(segment: Segment, fd: int, record: Record, *given: Any) -> bool:
         if threading.current_thread().name == "disk-write":
             begun.set()
-            go_on.wait(patient(60))
+            go_on.wait(LONG)
         return usual(segment, fd, record, *given)
 
     monkeypatch.setattr(Segment, "read", slow)
     for number in range(1, 100):
         store.write(number, [(0, key_of(number), memoryview(page_of(number)))])
-    assert begun.wait(patient(60))
+    assert begun.wait(LONG)
     if clears:
         store.clear()
     store.forget(0, [key_of(0)])
@@ -115,13 +115,13 @@ def test_what_is_forgotten_while_another_engine_goes_on_with_its_file_is_struck(
     def slow(*given: Any) -> None:
         usual(*given)
         begun.set()
-        go_on.wait(patient(60))
+        go_on.wait(LONG)
 
     if moment == "within":  # the directory is locked then
         monkeypatch.setattr(Segment, "rename", slow)
     other.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in (8, 9)])
     if moment == "within":
-        assert begun.wait(patient(60))
+        assert begun.wait(LONG)
     else:
         assert outcomes(other) == [True] * 2
     store.forget(0, [key_of(number) for number in range(4)])
@@ -188,7 +188,7 @@ def test_what_is_forgotten_while_files_are_given_up_copied_and_renamed_is_never_
 def test_what_is_forgotten_is_struck_when_a_stopped_engine_has_let_the_directory_go(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.3)
     first = opened(root)
     write(first, range(2))
     first.close()
@@ -228,15 +228,15 @@ def test_what_is_forgotten_is_struck_before_what_waits_to_be_written(
 
     def slow(*given: Any) -> Record:
         done.release()
-        may.acquire(timeout=60)
+        may.acquire(timeout=LONG)
         return usual(*given)
 
     monkeypatch.setattr(Segment, "append", slow)
     store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(2, 60)])
-    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # each thread is within a page
+    assert done.acquire(timeout=LONG) and done.acquire(timeout=LONG)  # each thread is within a page
     store.forget(0, [key_of(1)])
     may.release(2)
-    assert done.acquire(timeout=60) and done.acquire(timeout=60)  # within the next ones
+    assert done.acquire(timeout=LONG) and done.acquire(timeout=LONG)  # within the next ones
     left = opened(crashed(root, tmp_path / "killed"))
     assert read(left, [1]) == [False]
     left.close()
@@ -261,12 +261,12 @@ def test_what_is_on_its_way_when_all_is_cleared_is_not_found(root: Path, monkeyp
 
     def slow(*given: Any) -> Record:
         begun.release()
-        go_on.wait(60)
+        go_on.wait(LONG)
         return usual(*given)
 
     monkeypatch.setattr(Segment, "append", slow)
     store.write(1, [(0, key_of(number), memoryview(page_of(number))) for number in range(8)])
-    assert begun.acquire(timeout=60) and begun.acquire(timeout=60)  # both threads are within a page
+    assert begun.acquire(timeout=LONG) and begun.acquire(timeout=LONG)  # both threads are within a page
     store.clear()
     go_on.set()
     assert outcomes(store) == [False] * 8
@@ -293,15 +293,17 @@ def test_what_is_cleared_is_not_found_by_a_look_at_the_directory(
     def slow(*given: Any) -> tuple[list[Record], bool]:
         done = usual(*given) if moment == "after" else None
         begun.set()
-        go_on.wait(60)
+        go_on.wait(LONG)
         return done or usual(*given)
 
     monkeypatch.setattr(Directory, "adopt", slow)
     if moment == "before":
         looks = lambda: threading.current_thread().name == "disk-keep"  # noqa: E731
-        monkeypatch.setattr(Directory, "segments", lambda _: [] if not looks() or begun.set() or go_on.wait(60) else [])
+        monkeypatch.setattr(
+            Directory, "segments", lambda _: [] if not looks() or begun.set() or go_on.wait(LONG) else []
+        )
     store = DiskStore(root, OF, max_bytes=4 << 20, largest_page=6000, rate=1e9)
-    assert begun.wait(60)
+    assert begun.wait(LONG)
     store.clear()
     monkeypatch.undo()
     go_on.set()

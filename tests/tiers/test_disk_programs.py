@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_pages import files, found, opened, read, write
+from helpers.patience import LONG
 from pagerunner.tiers.disk import WRITE_THREADS
 
 SMALL = 8 * 64 * 1024
@@ -27,7 +28,7 @@ def lines(process: subprocess.Popen[str]) -> list[list[str]]:
     assert process.stdout is not None
     with process.stdout:
         found = [line.split() for line in process.stdout if line.endswith("\n")]
-    process.wait(60)
+    process.wait(LONG)
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
+from helpers.patience import LONG
 from pagerunner.tiers.fingerprint import fingerprint
 
 
@@ -53,7 +54,7 @@ def test_a_fingerprint_does_not_depend_on_the_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=LONG,
         ).stdout
         for seed in ("1", "2")
     }

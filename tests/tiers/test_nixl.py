@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.page_owner import FIELDS, SECRET, content, key
-from helpers.patience import patient, until
+from helpers.patience import LONG, stretched, until
 from pagerunner.errors import ConfigError
 from pagerunner.tiers import nixl, peers, wire
 from pagerunner.tiers.loans import Loans
@@ -179,7 +179,7 @@ def test_a_loan_that_ended_while_it_was_read_is_not_believed(world: World, monke
 def test_a_transfer_without_an_end_writes_to_no_place_and_its_pages_come_over_tcp(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "GRACE_SECONDS", patient(0.2))
+    monkeypatch.setattr(peers, "GRACE_SECONDS", stretched(0.2))
     agent = world.reader.nixl
     handles = []
     real = agent.initialize_xfer
@@ -223,12 +223,12 @@ def test_an_engine_that_hangs_holds_up_no_other(fake: None, monkeypatch: pytest.
     thread = threading.Thread(target=hang, daemon=True)
     thread.start()
     until(lambda: any(remote.lock.locked() for remote in reader._remotes.values()))
-    reader.read(owners[1].metadata, [nixl.address_of(source)], [room], time.monotonic() + patient(5))
+    reader.read(owners[1].metadata, [nixl.address_of(source)], [room], time.monotonic() + LONG)
     assert room == source
     with pytest.raises(nixl.NixlError, match="the transfer before it hasn't ended"):
         reader.read(owners[0].metadata, [nixl.address_of(source)], [room], time.monotonic() + 0.05)
     monkeypatch.setattr(nixl, "MOST_REMOTES", 2)
-    reader.read(owners[2].metadata, [nixl.address_of(source)], [room], time.monotonic() + patient(5))
+    reader.read(owners[2].metadata, [nixl.address_of(source)], [room], time.monotonic() + LONG)
     assert owners[1].metadata not in reader._remotes, "the one that isn't being read makes room"
     over.set()
     thread.join()
@@ -269,12 +269,12 @@ def test_two_processes(tmp_path: Any) -> None:
         reader = nixl.Reader(8 << 20)
         room = memoryview(bytearray(8 << 20))
         addresses, views = [int(address), int(address) + (4 << 20)], [room[: 4 << 20], room[4 << 20 :]]
-        reader.read(bytes.fromhex(metadata), addresses, views, time.monotonic() + patient(20))
+        reader.read(bytes.fromhex(metadata), addresses, views, time.monotonic() + LONG)
         assert zlib.crc32(room) == int(checksum)
         process.send_signal(signal.SIGKILL)
         process.wait()
         with pytest.raises(nixl.NixlError):
-            reader.read(bytes.fromhex(metadata), addresses, views, time.monotonic() + 5)
+            reader.read(bytes.fromhex(metadata), addresses, views, time.monotonic() + LONG)
     finally:
         process.kill()
         process.communicate()

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.page_owner import FIELDS, SECRET
 from helpers.page_pulls import PAGES, check, pull
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.tiers import wire
 from pagerunner.tiers.page_server import PageServer
 
@@ -85,13 +85,13 @@ def test_an_engine_outlives_strangers_who_come_after_it(owner, monkeypatch) -> N
         first = next(iter(held))
         for number, begin in enumerate((LENGTH, HELLO) * 4):
             come(begin, 1, min(number + 1, 3))
-        wire.greet(wire.Line(silent), SECRET, at, FIELDS, time.monotonic() + patient(5))
+        wire.greet(wire.Line(silent), SECRET, at, FIELDS, time.monotonic() + LONG)
         monkeypatch.setattr(PageServer, "CLIENTS", 2)
         for number in range(3):
             come(engine, 2 + number, 2 - number)
         assert first in held
         come(engine, 4, 0)
-        slow.settimeout(patient(5))
+        slow.settimeout(LONG)
         while slow.recv(200):
             pass
         until(lambda: first not in held)
@@ -103,6 +103,6 @@ def test_a_stranger_has_a_second_to_begin_and_seconds_to_prove_that_he_knows_the
         monkeypatch.setattr(PageServer, "HANDSHAKE_SECONDS", limits[1])
         line = wire.Line(socket.create_connection(owner.server.address))
         if patience == "HANDSHAKE_SECONDS":
-            line.send(wire.Hello("pagerunner-kv", wire.VERSION, b"n" * 32), time.monotonic() + 5)
+            line.send(wire.Hello("pagerunner-kv", wire.VERSION, b"n" * 32), time.monotonic() + LONG)
         until(lambda: not owner.server._lines)
         line.close()

@@ -22,7 +22,7 @@ from helpers import page_owner
 from helpers.effort import TEST_DAY, effort
 from helpers.page_owner import FIELDS, SECRET, content, key
 from helpers.page_pulls import LENT, PAGES, SIZE, Owner, check, news, pull, read
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, stretched, until
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.tiers import peers, wire
 from pagerunner.tiers.page_server import PageServer
@@ -32,8 +32,8 @@ from pagerunner.tiers.peers import PeerStore
 @pytest.fixture
 def hasty(monkeypatch) -> None:
     """Deadlines of tenths of a second."""
-    monkeypatch.setattr(peers, "GRACE_SECONDS", patient(0.15))
-    monkeypatch.setattr(PageServer, "GRACE_SECONDS", patient(0.3))
+    monkeypatch.setattr(peers, "GRACE_SECONDS", stretched(0.15))
+    monkeypatch.setattr(PageServer, "GRACE_SECONDS", stretched(0.3))
 
 
 # -- what works
@@ -84,10 +84,12 @@ def test_all_connections_pull_a_prompt_and_as_much_each(monkeypatch) -> None:
 
 def test_loans_are_renewed_while_they_are_needed(owner, make) -> None:
     store = make()
-    token = owner.loans.lend(LENT, seconds := patient(0.3))
+    token = owner.loans.lend(LENT, seconds := 1.5)
+    loan = owner.loans._loans[token]
+    over = loan.until
     store.visit(1, owner.server.address, token, owner.server.boot)
     assert news(store, 1) == ""
-    time.sleep(3 * seconds)
+    until(lambda: loan.until > over + seconds)  # it would be over by now
     assert check(read(store, 1, list(LENT))) == PAGES
     store.leave(1)
     until(lambda: owner.ends == [(token, "released")])
@@ -170,7 +172,7 @@ def test_clients_from_elsewhere_are_turned_away(owner, make, caplog) -> None:
 
 def greeted(owner: Owner) -> wire.Line:
     line = wire.Line(socket.create_connection(owner.server.address))
-    wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + 5)
+    wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + LONG)
     return line
 
 
@@ -193,12 +195,12 @@ def test_no_bytes_harm_the_owner(owner, make) -> None:
             sock = socket.create_connection(owner.server.address)
             line = wire.Line(sock)
             if greet:
-                wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + 5)
+                wire.greet(line, SECRET, owner.server.address, FIELDS, time.monotonic() + LONG)
                 data = struct.pack("<I", wire.MAX_MESSAGE + 1) if data[:4] == b"\0\0\0\0" else data
             with contextlib.suppress(OSError):
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(patient(5))
+            sock.settimeout(LONG)
             with contextlib.suppress(ConnectionError):
                 while sock.recv(4096):
                     pass
@@ -209,7 +211,7 @@ def test_no_bytes_harm_the_owner(owner, make) -> None:
 
 def test_a_client_asks_only_for_what_it_was_lent(owner) -> None:
     line = greeted(owner)
-    deadline = time.monotonic() + patient(5)
+    deadline = time.monotonic() + LONG
     token = owner.loans.lend(LENT, 30)
     for wrong, names in [
         (b"\0" * 16, list(LENT)),
@@ -229,7 +231,7 @@ def test_who_takes_pages_too_slowly_is_cut_off(owner, hasty, monkeypatch) -> Non
     big = {(0, key(0)): memoryview(bytes(64 << 20))}
     token = owner.loans.lend(big, 30)
     line = greeted(owner)
-    line.send(wire.Pull(token, [(0, key(0), 64 << 20)]), time.monotonic() + 5)
+    line.send(wire.Pull(token, [(0, key(0), 64 << 20)]), time.monotonic() + LONG)
     until(lambda: owner.loans._loans[token].readers)
     owner.loans.release(token)
     assert not owner.ends, "the page is being sent"
@@ -255,7 +257,7 @@ def test_sending_ends_by_its_deadline_though_a_little_is_taken_all_the_time() ->
     line, begun = wire.Line(near), time.monotonic()
     try:
         with pytest.raises(wire.WireError, match="takes its bytes too slowly"):
-            line.send_bytes(bytes(400_000), begun + 0.3)  # 40 kB a second would take ten
+            line.send_bytes(bytes(4_000_000), begun + 0.3)  # 40 kB a second would take a hundred
         assert time.monotonic() - begun < patient(1.5)
     finally:
         over.set()
@@ -268,7 +270,7 @@ def test_a_loan_that_ends_while_it_is_sent_is_not_believed(owner) -> None:
     big = {(0, key(0)): memoryview(bytes(64 << 20))}
     token = owner.loans.lend(big, 30)
     line = greeted(owner)
-    deadline = time.monotonic() + patient(20)
+    deadline = time.monotonic() + LONG
     line.send(wire.Pull(token, [(0, key(0), 64 << 20)]), deadline)
     line.receive(wire.Sending, deadline)
     assert owner.loans.release(token)
@@ -284,7 +286,7 @@ def test_sleep_ends_loans_and_readers_before_it_returns(owner, make) -> None:
     store.visit(1, owner.server.address, token, owner.server.boot)
     assert news(store, 1) == ""
     line = greeted(owner)
-    line.send(wire.Pull(token, [(0, key(0), 64 << 20)]), time.monotonic() + 5)  # and takes nothing of it
+    line.send(wire.Pull(token, [(0, key(0), 64 << 20)]), time.monotonic() + LONG)  # and takes nothing of it
     until(lambda: owner.loans._loans[token].readers)
     owner.server.close("sleep")
     assert owner.ends == [(token, "sleep")]
@@ -371,7 +373,7 @@ def test_who_stands_between_can_put_in_no_page_message_or_checksum(owner) -> Non
     """He knows all that is said, and no key."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         far, near = socket.create_connection(listener.getsockname()), listener.accept()[0]
-    line, deadline = wire.Line(near), time.monotonic() + patient(5)
+    line, deadline = wire.Line(near), time.monotonic() + LONG
     line.seal(b"o" * 32, b"t" * 32)
     other, thief = wire.Line(far), wire.Line(far)
     other.seal(b"t" * 32, b"o" * 32)
@@ -419,16 +421,16 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
     def drip() -> None:
         sock = listener.accept()[0]
         line = wire.Line(sock)
-        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        line.receive(wire.Request, time.monotonic() + 5)
-        line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + 5)
+        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + LONG)
+        line.receive(wire.Request, time.monotonic() + LONG)
+        line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + LONG)
         other = wire.Line(listener.accept()[0])
-        wire.welcome(other, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        other.receive(wire.Request, time.monotonic() + 5)
-        other.send(wire.Sending([True]), time.monotonic() + 5)
+        wire.welcome(other, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + LONG)
+        other.receive(wire.Request, time.monotonic() + LONG)
+        other.send(wire.Sending([True]), time.monotonic() + LONG)
         with contextlib.suppress(wire.WireError):
             while True:
-                other.send_bytes(b"x", time.monotonic() + 5)
+                other.send_bytes(b"x", time.monotonic() + LONG)
                 time.sleep(0.01)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

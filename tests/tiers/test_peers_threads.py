@@ -13,20 +13,21 @@ import pytest
 
 from helpers.page_owner import FIELDS, SECRET, key
 from helpers.page_pulls import LENT, PAGES, SIZE, check, news, pull, read
-from helpers.patience import patient, until
+from helpers.patience import LONG, patient, until
 from pagerunner.tiers import peers, wire
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_closing_waits_for_no_peer_that_hangs(make, accepts) -> None:
+def test_closing_waits_for_no_peer_that_hangs(make, accepts, monkeypatch) -> None:
     """Its connection for pages isn't answered, or not even taken."""
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 300.0)
     with socket.create_server(("127.0.0.1", 0), backlog=4 if accepts else 0) as listener:
         store = make()
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)
         line = wire.Line(listener.accept()[0])
-        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
-        line.receive(wire.Request, time.monotonic() + 5)
-        line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + 5)
+        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + LONG)
+        line.receive(wire.Request, time.monotonic() + LONG)
+        line.send(wire.Listed([(0, key(0))], 1, 30.0), time.monotonic() + LONG)
         assert news(store, 1) == ""
         fillers = [wire.Line.connecting(listener.getsockname()) for _ in range(0 if accepts else 3)]
         store.read(1, [(0, key(0), memoryview(bytearray(SIZE)))])
@@ -63,12 +64,12 @@ def test_a_peer_that_lists_more_pages_than_can_be_needed_is_not_listened_to(make
 
     def answer() -> None:
         line = wire.Line(listener.accept()[0])
-        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + 5)
+        wire.welcome(line, SECRET, listener.getsockname(), FIELDS, b"b" * 16, time.monotonic() + LONG)
         with contextlib.suppress(wire.WireError):
             while True:
-                asked.append(line.receive(wire.Request, time.monotonic() + 5))
+                asked.append(line.receive(wire.Request, time.monotonic() + LONG))
                 pages = [(0, f"{len(asked)} {at}".encode().ljust(32)) for at in range(8)]
-                line.send(wire.Listed(pages, 21 if says == "more" else 20, 30.0), time.monotonic() + 5)
+                line.send(wire.Listed(pages, 21 if says == "more" else 20, 30.0), time.monotonic() + LONG)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, daemon=True)
@@ -97,9 +98,9 @@ def test_a_loan_that_lists_more_pages_than_its_visit_can_need_fails_no_other_vis
 def test_what_a_peer_refuses_with_is_one_line_of_the_log(make, caplog) -> None:
     def refuse() -> None:
         line = wire.Line(listener.accept()[0])
-        line.receive(wire.Hello, time.monotonic() + 5)
+        line.receive(wire.Hello, time.monotonic() + LONG)
         line.send(
-            wire.Refused("no\n2026-01-01 ERROR pagerunner: \x1b[31mfalse\x1b[0m" + "!" * 100), time.monotonic() + 5
+            wire.Refused("no\n2026-01-01 ERROR pagerunner: \x1b[31mfalse\x1b[0m" + "!" * 100), time.monotonic() + LONG
         )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

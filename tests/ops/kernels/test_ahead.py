@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from helpers.patience import patient, until
+from helpers.patience import LONG, until
 from pagerunner.ops import ahead as ops
 from pagerunner.ops.kernels import ahead, compilers
 from pagerunner.ops.kernels.compilers import Asked, Kernel
@@ -108,7 +108,7 @@ GIVEN_UP = """
 ahead.start_compilers("c")
 [(process, _)] = ahead._compilers
 process.stdin.close()
-print(json.dumps(process.wait(60)))
+print(json.dumps(process.wait(100)))
 """
 BUSY = """
 import os, time
@@ -139,8 +139,8 @@ def test_processes_that_compile_end_with_a_starter_that_is_killed():
         process.stdin.flush()
         pids = [int(process.stdout.readline()) for _ in range(3)]
         process.stdin.close()
-        assert process.wait(patient(10)) == -signal.SIGKILL
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
+        assert process.wait(LONG) == -signal.SIGKILL
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         assert process.stdout.read() == process.stderr.read() == b""
 
 
@@ -218,7 +218,7 @@ def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_th
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", TOGETHER, fails], env=env, text=True, **pipes) as process:
         said = process.stdout.read()  # with standard input open, which is their leash
-        assert process.wait(patient(60)) == 0 and not (errors := process.stderr.read()), errors
+        assert process.wait(LONG) == 0 and not (errors := process.stderr.read()), errors
     built = [line.split() for line in said.splitlines() if line]
     assert sorted(number for _, number in built) == [*"01234567"]
     assert ["False", "0"] in built if fails == "0" else {who for who, _ in built} == {"True", "False"}
@@ -269,7 +269,7 @@ def test_a_process_that_hangs_is_ended_and_so_is_one_whose_start_is_interrupted(
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         ahead._compile_in_processes(kernels)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(LONG) == -signal.SIGKILL
     assert ("have taken 0.5 seconds and are ended" in caplog.text) is not interrupted
 
 

@@ -14,6 +14,7 @@ import torch
 
 from helpers.as_python import as_python
 from helpers.borders import set_borders
+from helpers.patience import LONG
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_dense
@@ -120,7 +121,7 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.phase & 1 != parity, timeout=20), "a wait without an end"
+            assert self.changed.wait_for(lambda: self.phase & 1 != parity, timeout=LONG), "a wait without an end"
 
 
 class Room(list[Any]):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
+from helpers.patience import LONG
 from pagerunner.runner.sampling import Sampler, vocabulary
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.types import SamplingParams
@@ -62,7 +63,7 @@ class ThreadComm:
 
 
 def in_ranks(size: int, act: Callable[[ThreadComm], Any]) -> list[Any]:
-    barrier, held = threading.Barrier(size, timeout=60), [None] * size
+    barrier, held = threading.Barrier(size, timeout=LONG), [None] * size
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: act(ThreadComm(rank, size, barrier, held)), range(size)))
 
