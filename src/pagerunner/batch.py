@@ -20,7 +20,7 @@ class KVPages:
     different entries may overlap when the table's unit is smaller than a page: only entries found in a page table are
     pages. `scales` are those of fp8 pages, [num_entries, 2, num_kv_heads] float32: the keys' and the values'. `static` ones
     come from the checkpoint, are the same for every entry (stride 0), and are never written. Where `v` is `k`, a slot is
-    one vector that serves as both.
+    one vector that serves as both. `coded`: the same pages, where such slots are in fp8 and have scales of their own; `k` has the codes alone.
     """
 
     group: int
@@ -28,6 +28,7 @@ class KVPages:
     v: torch.Tensor
     scales: torch.Tensor | None = None
     static: bool = False
+    coded: LatentPages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 
 import memory_models
+from helpers.published import all_published
 from memory_models import ModelMemory
+from pagerunner.models.configs.reader import read_model_config
 from project import checks
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -56,6 +58,14 @@ def test_published_sizes_are_reproduced() -> None:
     assert sizes == {("window", 128): 4 * 37_376, ("latent", 4): 37_376 + 8_448, ("latent", 128): 1_168}
     states = sorted({spec.page_bytes(1) for spec in flash if spec.kind == "recurrent"})
     assert states == [8 * (8_192 + 2_048), 64 * 8_192]
+
+
+def test_deepseek_v4_flash_is_what_the_engine_keeps() -> None:
+    config = read_model_config(all_published()["deepseek-ai/DeepSeek-V4-Flash"].file, quantised=True)
+    told, kept = memory_models.deepseek_v4_flash().specs, config.layer_specs("fp8_e4m3")
+    assert [(spec.lifetime, spec.page_bytes(128)) for spec in told] == [
+        (spec.lifetime, spec.page_bytes(128)) for spec in kept
+    ]
 
 
 def test_moving_requests_reach_the_promised_figures(table: ModuleType) -> None:

@@ -205,13 +205,14 @@ def test_a_missing_table_of_experts_is_named_and_a_wrong_one(tmp_path: Path) -> 
 
 
 def test_slots_in_fp8_are_those_that_are_published() -> None:
-    """584 bytes of a slot, the vectors of a page before its scales, and 132 of an indexer key."""
+    """584 bytes of a slot and of a window's token, the vectors of a page before its scales, and 132 of an indexer key."""
     config = read_model_config(all_published()["deepseek-ai/DeepSeek-V4-Flash"].file, quantised=True)
-    slots = [spec for spec in config.layer_specs("fp8_e4m3") if isinstance(spec, LatentKV) and spec.window is None]
+    slots = [spec for spec in config.layer_specs("fp8_e4m3") if isinstance(spec, LatentKV)]
+    assert {spec.window for spec in slots} == {None, 128}
     assert {(spec.slot_bytes, spec.vector_bytes, spec.byte_scales) for spec in slots} == {(584, 576, 7)}
     assert {spec.indexer_slot_bytes for spec in slots if spec.compression == 4} == {132}
     assert all(spec.slot_scales_offset(256) == spec.slots(256) * 576 for spec in slots)
-    assert slots[0].page_bytes(256) == 64 * (584 + 132)
+    assert {spec.page_bytes(256) for spec in slots} == {256 * 584, 64 * (584 + 132), 2 * 584}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -230,7 +231,7 @@ def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixe
     found.append([list(output.outputs[0].token_ids) for output in run(reference, prompts)])
     assert found[0] == found[1] == found[2] and graphs.replays
     specs = [piece.spec for group in llm.memory_plan.groups for piece in group.layers]
-    slots = {spec.slot_bytes for spec in specs if isinstance(spec, LatentKV) and spec.window is None}
+    slots = {spec.slot_bytes for spec in specs if isinstance(spec, LatentKV)}
     assert slots == {8 + 8 + 8 * 2}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
-from helpers.vectors_cases import CASES, Case, inputs, moved
+from helpers.vectors_cases import CASES, Case, in_fp8, inputs, moved
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
@@ -44,18 +44,23 @@ def test_attention(case: Case) -> None:
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_preparing() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_preparing(fp8: bool) -> None:
     torch.manual_seed(1)
     (q, window, _, _, _, _, angles), _ = inputs(replace(LARGE["heavy, prefill"], rows=((0, 70),)), 16, 4)
     norm, offsets = Norm(torch.rand(512).bfloat16(), 1e-6), torch.arange(70) % 16
     entries = torch.tensor([-1, 0, 1, -1, 2])[torch.arange(70) // 16]
     found = []
     for device, op in (("cpu", prepare_vectors_.twin), (DEVICE, prepare_vectors_)):
-        mine = moved((q.clone(), window.vectors_TD.clone(), norm, angles, torch.zeros(3, 16, 512).bfloat16()), device)
+        pages = torch.zeros(3, 16, 512).bfloat16()
+        own = in_fp8(pages, 63)[0] if fp8 else pages
+        mine = moved((q.clone(), window.vectors_TD.clone(), norm, angles, own), device)
         op(*mine, entries.to(device), offsets.to(device))
-        found.append([part.cpu() for part in (mine[0], mine[1], mine[4])])
+        held = [mine[4]] if isinstance(mine[4], torch.Tensor) else [part.float() for part in mine[4]]
+        found.append([part.cpu() for part in (mine[0], mine[1], *held)])
+    near = 8e-2 if fp8 else 2e-2  # a code of three bits more may be another
     for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got, want, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])

@@ -28,7 +28,7 @@ class Case:
     stride: int = 0
     padding: int = 0
     dtype: torch.dtype = torch.float32
-    block: int = 0  # elements of slots in fp8 that share a scale
+    block: int = 0  # elements of windows and slots in fp8 that share a scale
 
 
 DECODE = ((0, 1), (3, 1), (19, 1), (200, 1), (63, 1))
@@ -41,7 +41,9 @@ CASES = {
     "decode, halves": Case(DECODE, top_k=9, dtype=torch.float16, heads=20, size=40),
     "decode, fp8": Case(DECODE, top_k=9, block=8),
     "decode, heavy, fp8": Case(DECODE, ratio=32, window=7, block=16, heads=20, size=40, dtype=torch.float16),
+    "decode, window only, fp8": Case(DECODE, ratio=0, block=8),
     "prefill, fp8": Case(PREFILL, padding=3, top_k=9, block=8),
+    "prefill, window only, fp8": Case(PREFILL, ratio=0, window=5, block=16),
     "prefill": Case(PREFILL, padding=3),
     "prefill, window only": Case(PREFILL, ratio=0, window=5),
     "prefill, chosen": Case(PREFILL, top_k=9, padding=2, heads=17),
@@ -87,12 +89,12 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
     slot_columns = -(-longest // (ratio * held))
     slot_pages = torch.full((len(case.rows) * slot_columns + 1, held, case.size), float("nan")).to(dtype)
     slot_table = torch.full((3 * len(case.rows) + 2, slot_columns), -1)
-    vectors_TD = torch.randn(rows.num_tokens, case.size).to(dtype)
+    vectors_TD = rounded(torch.randn(rows.num_tokens, case.size).to(dtype), case.block)
     entries = torch.randperm(len(window_pages)).tolist(), torch.randperm(len(slot_pages)).tolist()
     told = []
     for row, (past, new) in enumerate(case.rows):
         slot = 3 * row + 1
-        every = torch.randn(past + new, case.size).to(dtype)
+        every = rounded(torch.randn(past + new, case.size).to(dtype), case.block)
         first = row * case.stride if case.stride else int(rows.query_start_R1[row])
         every[past:] = vectors_TD[first : first + new]
         paged = past + new if case.stride or rows.one_token else past
@@ -101,9 +103,7 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
             if window_table[slot, column] < 0:
                 window_table[slot, column] = entries[0].pop()
             window_pages[window_table[slot, column], position % page] = every[position]
-        slots = torch.randn((past + new) // ratio, case.size).to(dtype)
-        if case.block:
-            slots = in_fp8(slots, case.block)[1]
+        slots = rounded(torch.randn((past + new) // ratio, case.size).to(dtype), case.block)
         for number in range(len(slots)):
             if slot_table[slot, number // held] < 0:
                 slot_table[slot, number // held] = entries[1].pop()
@@ -120,10 +120,15 @@ def inputs(case: Case, page: int = 8, held: int = 4) -> tuple[tuple[Any, ...], l
         for token in (rows.row_T >= 0).nonzero().squeeze(-1).tolist():
             picked = torch.randperm((int(rows.positions_T[token]) + 1) // ratio)[: case.top_k]
             chosen[token, : len(picked)] = picked
-    window = Window(vectors_TD, window_pages, window_table, case.window)
-    held_slots = in_fp8(slot_pages, case.block)[0] if case.block else slot_pages
-    slots = Slots(held_slots, slot_table, ratio, chosen) if case.ratio else None
+    both = [in_fp8(pages, case.block)[0] if case.block else pages for pages in (window_pages, slot_pages)]
+    window = Window(vectors_TD, both[0], window_table, case.window)
+    slots = Slots(both[1], slot_table, ratio, chosen) if case.ratio else None
     return (q_THD, window, slots, rows, case.size**-0.5, torch.randn(case.heads), angles), told
+
+
+def rounded(vectors: torch.Tensor, block: int) -> torch.Tensor:
+    """Vectors as pages hold them."""
+    return in_fp8(vectors, block)[1] if block else vectors
 
 
 def in_fp8(slots: torch.Tensor, block: int) -> tuple[Latents, torch.Tensor]:

@@ -27,8 +27,9 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.paged_attention import HeadPrep, prepare_heads_, store_kv_
 from pagerunner.ops.rope import RopeAngles
-from pagerunner.ops.sparse_latents import Latents, store_slots_
+from pagerunner.ops.sparse_latents import Latents, held_in_fp8, store_slots_
 from pagerunner.ops.state_rows import StateRows
+from pagerunner.ops.vectors_attention import prepare_vectors_
 from pagerunner.runner.pages import Pages
 
 TOKENS = 4
@@ -51,6 +52,7 @@ SPECS = (
     LatentKV(
         8, 4, "fp8_e4m3", rope_dtype="bfloat16", indexer_dim=4, scale_bytes=8, indexer_scale_bytes=4, byte_scales=2
     ),
+    LatentKV(8, 4, "fp8_e4m3", rope_dtype="bfloat16", scale_bytes=8, byte_scales=2, window=8),
 )
 DIGESTS: dict[int, tuple[str, ...]] = {
     1: (
@@ -68,6 +70,7 @@ DIGESTS: dict[int, tuple[str, ...]] = {
         "244629b0a466bc7a",
         "876b46c634ff88db",
         "5739a16eba756d92",
+        "d2e672dcf926cd7b",
     )
 }
 """Of these specs' pages, by page format."""
@@ -93,7 +96,12 @@ def fill_heads(spec: FullKV, layer: KVPages, entry: torch.Tensor, place: torch.T
 
 
 def fill_latents(spec: LatentKV, layer: Any, entry: torch.Tensor, place: torch.Tensor) -> None:
-    if spec.window is not None:  # stored as one head
+    if spec.window is not None and spec.scale_bytes:
+        norm, angles = Norm(torch.full((12,), 2.0), 0.0), quarter_turn(4)
+        prepare_vectors_.twin(
+            counted(TOKENS, 1, 12), torch.ones(TOKENS, 12), norm, angles, held_in_fp8(layer.coded)[0], entry, place
+        )
+    elif spec.window is not None:  # stored as one head
         store_latent_.twin(counted(TOKENS, 12), layer.k.squeeze(2), entry, place, None)
     elif spec.scale_bytes:
         pages = Latents(layer.latent, layer.rope, layer.slot_scales)

@@ -129,7 +129,7 @@ class Capabilities:
             return f"it needs rotary parts in the latents' dtype, {spec.dtype}"
         if (spec.scale_bytes or spec.indexer_scale_bytes) and not whole:
             return f"it needs fp8 latents to have one scale per page, not {spec.scale_bytes} bytes of them per slot"
-        if spec.byte_scales and memory_form(spec) != "compressed":
+        if spec.byte_scales and memory_form(spec) not in ("compressed", WINDOW_VECTORS):
             return "it needs scales of fp8 latents in float32, not bytes of exponents"
         if spec.kind == "window" and spec.indexer_dim:
             return "it needs a window's vectors to have no indexer keys"

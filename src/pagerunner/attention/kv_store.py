@@ -19,6 +19,7 @@ import torch
 from pagerunner.batch import GroupBatch, KVPages
 from pagerunner.ops.fp8 import from_fp8, to_fp8
 from pagerunner.ops.fp8_pages import grow_scales
+from pagerunner.ops.sparse_latents import held_in_fp8
 
 
 class Writer(Protocol):
@@ -30,6 +31,8 @@ class Writer(Protocol):
 
 def store(layer: KVPages, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:
     """Write keys (`which` 0) or values (1), and return them as the pages hold them, [T, K, D] in their own dtype."""
+    if coded := held_in_fp8(layer.coded):
+        return coded[0].write(values_TKD.squeeze(1), group.write_entry, group.write_offset).unsqueeze(1)
     pages = (layer.k, layer.v)[which]
     if layer.scales is not None and layer.static:
         scale = layer.scales[0, which].unsqueeze(-1)

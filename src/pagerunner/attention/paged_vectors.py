@@ -42,7 +42,7 @@ class PagedVectorsBackend:
         compute_dtypes=FLOATS,
         page_dtypes=frozenset({"float32", "bfloat16", "float16"}),
         merged=True,
-        slot_scales=frozenset({"compressed"}),
+        slot_scales=frozenset({WINDOW_VECTORS, "compressed"}),
         graphs=True,
         drafts=True,
         triton=True,
@@ -59,7 +59,8 @@ class PagedVectorsBackend:
     def run(self, call: VectorsCall) -> torch.Tensor:
         """See VectorsCall."""
         group, given, rows = call.group, call.slots, call.rows
-        pages, plan = call.pages.k.squeeze(2), group.plan
+        coded, plan = held_in_fp8(call.pages.coded), group.plan
+        pages = coded[0] if coded else call.pages.k.squeeze(2)
         prepare_vectors_(
             call.q_THD, call.vectors_TD, call.norm, call.angles, pages, group.write_entry, group.write_offset
         )

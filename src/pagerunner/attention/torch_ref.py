@@ -20,6 +20,7 @@ from pagerunner.attention.kv_store import store
 from pagerunner.attention.torch_plan import BandPart, NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
 from pagerunner.batch import GroupBatch, KVPages
 from pagerunner.ops.pages import SlotLayout, gather_slots, slot_layout, slot_rows, write_slots
+from pagerunner.ops.sparse_latents import held_in_fp8
 
 
 class TorchPlan:
@@ -108,7 +109,7 @@ class TorchBackend:
     """See the module. One instance serves one engine: its calls must not overlap."""
 
     name = "torch_ref"
-    capabilities = Capabilities(forms=HEADS | {WINDOW_VECTORS})
+    capabilities = Capabilities(forms=HEADS | {WINDOW_VECTORS}, slot_scales=frozenset({WINDOW_VECTORS}))
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -208,6 +209,8 @@ class _Call:
         return self._new(part)
 
     def _gather(self, slots: Slots, pages: torch.Tensor, which: int) -> torch.Tensor:
+        if coded := held_in_fp8(self.pages.coded):
+            return torch.cat(coded[0].read(slots.entries_N, slots.offsets_N), -1).to(self.q_THD.dtype).unsqueeze(1)
         layout = slot_layout(pages)
         rows = slots.rows(layout)
         scales = self.pages.scales
@@ -258,7 +261,7 @@ class _Call:
         num_kv_heads = self.pages.k.shape[2]
         group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
         k_BKLD = self._keys(part.slots).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-        v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.pages.v.shape[3]).transpose(1, 2)
+        v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.v_TKD.shape[2]).transpose(1, 2)
         q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
         q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
         mask = part.mask(group, q_THD.dtype)

@@ -141,14 +141,13 @@ def store_slots_(
     second pooling, which are indexer keys, are multiplied by a Hadamard matrix (`ops.indexer_heads`).
     """
     entry_T = torch.where((positions_T + 1) % ratio == 0, write_entry_T, -1)
-    where = (entry_T >= 0).nonzero().squeeze(-1)
     sizes = [norm.weight_I.shape[0] for norm in norms]
     for number, (pooled_TD, norm, page) in enumerate(zip(pooled_TX.split(sizes, -1), norms, pages, strict=True)):
         vectors_TD = finish_slots(pooled_TD, norm, angles)
         if mixed and number:
             vectors_TD = hadamard(vectors_TD)
         if isinstance(page, Latents):
-            page.write(vectors_TD[where], entry_T[where], write_offset_T[where] // ratio)
+            page.write(vectors_TD, entry_T, write_offset_T // ratio)
         else:
             store_latent_.twin(vectors_TD, page, entry_T, write_offset_T // ratio)
 

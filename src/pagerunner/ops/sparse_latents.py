@@ -38,21 +38,31 @@ class Latents(NamedTuple):
         scales_NG1 = (from_exponents(scales_NG) if scales_NG.dtype == torch.uint8 else scales_NG).unsqueeze(-1)
         return (codes_NC.float().unflatten(-1, (scales_NG1.shape[-2], -1)) * scales_NG1).flatten(-2), rope_NP
 
-    def write(self, vectors_NL: torch.Tensor, entries_N: torch.Tensor, offsets_N: torch.Tensor) -> None:
-        """Vectors to slots in fp8. A scale is the smallest power of two that serves its block."""
+    def write(self, vectors_NL: torch.Tensor, entries_N: torch.Tensor, offsets_N: torch.Tensor) -> torch.Tensor:
+        """Vectors to slots in fp8, those with an entry of at least 0. A scale is the smallest power of two that serves its block.
+
+        Returns all vectors as slots hold them, in their own dtype.
+        """
         assert self.scales_ESG is not None
-        where, dtype, size = (entries_N, offsets_N), self.latent_ESC.dtype, self.latent_ESC.shape[-1]
+        dtype, size = self.latent_ESC.dtype, self.latent_ESC.shape[-1]
         blocks_NGX = vectors_NL[:, :size].unflatten(-1, (self.scales_ESG.shape[-1], -1))
         scale_NG = fitting_scale(blocks_NGX.abs().amax(-1), dtype)
-        codes_NGX = to_fp8(blocks_NGX, scale_NG.unsqueeze(-1), dtype)
-        self.latent_ESC.view(torch.uint8)[where] = codes_NGX.flatten(1).view(torch.uint8)
-        self.scales_ESG[where] = exponents(scale_NG) if self.scales_ESG.dtype == torch.uint8 else scale_NG
-        self.rope_ESP[where] = vectors_NL[:, size:].to(self.rope_ESP.dtype)
+        codes_NGX, rope_NP = (
+            to_fp8(blocks_NGX, scale_NG.unsqueeze(-1), dtype),
+            vectors_NL[:, size:].to(self.rope_ESP.dtype),
+        )
+        there = (entries_N >= 0).nonzero().squeeze(-1)
+        where = entries_N[there], offsets_N[there]
+        self.latent_ESC.view(torch.uint8)[where] = codes_NGX.flatten(1).view(torch.uint8)[there]
+        self.scales_ESG[where] = (exponents(scale_NG) if self.scales_ESG.dtype == torch.uint8 else scale_NG)[there]
+        self.rope_ESP[where] = rope_NP[there]
+        numbers_NC = (codes_NGX.float() * scale_NG.unsqueeze(-1)).flatten(1)
+        return torch.cat((numbers_NC, rope_NP.float()), -1).to(vectors_NL.dtype)
 
 
-def held_in_fp8(pages: LatentPages) -> tuple[Latents, ...]:
+def held_in_fp8(pages: LatentPages | None) -> tuple[Latents, ...]:
     """A layer's slots with scales of their own, and its indexer keys, if it has these; empty if there are no such scales."""
-    if pages.rope is None:
+    if pages is None or pages.rope is None:
         return ()
     found = (Latents(pages.latent, pages.rope, pages.slot_scales),)
     if pages.indexer is None or pages.indexer_scales is None:
@@ -74,10 +84,9 @@ def store_slots_(
 
     A scale is the smallest power of two that serves its block of a latent, or its key.
     """
-    tokens = (write_entry_T >= 0).nonzero().squeeze(-1)
-    where = write_entry_T[tokens], write_offset_T[tokens]
-    pages.write(vectors_TL[tokens], *where)
-    Latents(keys_ESI, pages.rope_ESP[..., :0], key_scales_ES.unsqueeze(-1)).write(keys_TI[tokens], *where)
+    pages.write(vectors_TL, write_entry_T, write_offset_T)
+    keys = Latents(keys_ESI, pages.rope_ESP[..., :0], key_scales_ES.unsqueeze(-1))
+    keys.write(keys_TI, write_entry_T, write_offset_T)
 
 
 @gpu_kernel("sparse_latents")

@@ -25,10 +25,13 @@ from pagerunner.ops.sparse_latents import Latents
 
 
 class Window(NamedTuple):
-    """The last `size` tokens: the step's own vectors, and the pages of earlier ones with the group's page table of all slots."""
+    """The last `size` tokens: the step's own vectors, and the pages of earlier ones with the group's page table of all slots.
+
+    Pages [E, X, D], or in fp8 with scales of their own where slots are.
+    """
 
     vectors_TD: torch.Tensor
-    pages_EXD: torch.Tensor
+    pages: torch.Tensor | Latents
     table_SW: torch.Tensor
     size: int
 
@@ -51,7 +54,7 @@ def prepare_vectors_(
     vectors_TD: torch.Tensor,
     norm: Norm,
     angles: RopeAngles,
-    pages_EXD: torch.Tensor,
+    pages: torch.Tensor | Latents,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
@@ -64,8 +67,11 @@ def prepare_vectors_(
     vectors_TD.copy_(norm(vectors_TD))
     rope_pairs_(q_THD[..., -rotary:], angles)
     rope_pairs_(vectors_TD[:, None, -rotary:], angles)
-    vectors_TD.copy_(vectors_TD.to(pages_EXD.dtype))
-    store_latent_.twin(vectors_TD, pages_EXD, write_entry_T, write_offset_T)
+    if isinstance(pages, Latents):
+        vectors_TD.copy_(pages.write(vectors_TD, write_entry_T, write_offset_T))
+    else:
+        vectors_TD.copy_(vectors_TD.to(pages.dtype))
+        store_latent_.twin(vectors_TD, pages, write_entry_T, write_offset_T)
 
 
 @gpu_kernel("vectors_attention")
@@ -87,7 +93,7 @@ def vectors_attention(
         start, end, slot = int(at_T1[0]), int(at_T1[-1]) + 1, rows.slots_R[row].long()
         at_N = torch.arange(max(0, start - window.size + 1), end, device=q_THD.device)
         held, new = at_N[at_N < start], at_N[at_N >= start] - start + first
-        keys = [_read(window.pages_EXD, window.table_SW[slot], held), window.vectors_TD[new]]
+        keys = [_read(window.pages, window.table_SW[slot], held), window.vectors_TD[new]]
         seen = [(at_N <= at_T1) & (at_N > at_T1 - window.size)]
         if slots is not None:
             number_N = torch.arange(end // slots.ratio, device=q_THD.device)

@@ -159,12 +159,12 @@ def window_view(
     piece: LayerSlice,
     static_scales: tuple[float, float] | None = None,
 ) -> KVPages:
-    """One layer of a window: keys and values, or vectors that serve as both, as one head."""
+    """One layer of a window: keys and values, or vectors that serve as both, as one head; see KVPages."""
     if not isinstance(piece.spec, LatentKV):
         return layer_view(kv_bytes, group, index, piece, static_scales)
     found = latent_view(kv_bytes, group, index, piece)
     vectors = found.latent.unsqueeze(2)
-    return KVPages(index, vectors, vectors, found.scales)
+    return KVPages(index, vectors, vectors, found.scales, coded=None if found.rope is None else found)
 
 
 # by the kind of the layer's spec; the others are keys and values

@@ -19,6 +19,7 @@ from pagerunner.ops.linear import Norm  # noqa: E402
 from pagerunner.ops.rope import RopeAngles  # noqa: E402
 from pagerunner.ops.slot_pooling import store_slots_ as store_pooled_  # noqa: E402
 from pagerunner.ops.sparse_latents import Latents, from_exponents, store_slots_  # noqa: E402
+from pagerunner.ops.vectors_attention import prepare_vectors_  # noqa: E402
 
 
 @triton.jit
@@ -64,6 +65,16 @@ def _pooled(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
     return [from_exponents(pages.scales_ESG[WHERE])]
 
 
+def _window(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
+    pages = Latents(
+        torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2, dtype=torch.uint8)
+    )
+    own = vectors.clone()
+    getattr(prepare_vectors_, how)(torch.randn(3, 1, 20), own, Norm(torch.ones(20), 1e-6), ANGLES, pages, *WHERE)
+    assert own[0].isnan().any() and own[1:].isfinite().all(), "the step's own vectors are as pages hold them"
+    return [from_exponents(pages.scales_ESG[WHERE])]
+
+
 def _pages(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
     """The scales of the slots' pages, which have one for all of their vectors."""
     scales = torch.zeros(2)
@@ -80,7 +91,7 @@ def _prepared(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("how", ["kernel", "twin"])
-@pytest.mark.parametrize("scales_of", [_slots, _pooled, _pages, _prepared])
+@pytest.mark.parametrize("scales_of", [_slots, _pooled, _window, _pages, _prepared])
 @pytest.mark.filterwarnings("ignore:.*encountered.*:RuntimeWarning")
 def test_the_scale_of_broken_latents_is_infinite(scales_of, how: str, broken: float) -> None:
     """The words of PTX that make numbers of e4m3 read 480 where a code is none, so the scale has to say it."""

@@ -7,6 +7,7 @@ import torch
 
 from helpers.drafted_states import DRAFTED, layers, run
 from helpers.effort import TEST_DAY, effort
+from helpers.interpreter_floats import install
 from helpers.recurrent_cases import Memory, Step
 from pagerunner.attention import compressed
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
@@ -17,6 +18,7 @@ from pagerunner.ops.slot_pooling import Pooling, pool_slots, store_slots_
 from pagerunner.ops.sparse_latents import Latents
 
 pytest.importorskip("triton")
+install()
 STEPS = {
     "decode": Step((1, 1, 1, 1)),
     "decode, padded, saves": Step((1, 1), saves=((1, 1),), padding=(2, 2)),

@@ -7,12 +7,14 @@ import re
 import pytest
 import torch
 
-from helpers.vectors_cases import CASES, Case, densely, inputs
+from helpers.interpreter_floats import install
+from helpers.vectors_cases import CASES, Case, densely, in_fp8, inputs
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
 
 pytest.importorskip("triton")
+install()
 from pagerunner.ops.kernels import linear_wide  # noqa: E402
 from pagerunner.ops.kernels import vectors_attention as kernels  # noqa: E402
 
@@ -38,13 +40,13 @@ def test_no_number_stays_none(programs: int, monkeypatch: pytest.MonkeyPatch) ->
     arguments, _ = inputs(CASES["decode"])
     q_THD, window, _, rows, *_ = arguments
     q_THD[1] = float("nan")
-    held = window.table_SW[rows.slots_R[3].long(), 200 // window.pages_EXD.shape[1] % window.table_SW.shape[1]]
-    window.pages_EXD[held, 200 % window.pages_EXD.shape[1]] = float("nan")
+    held = window.table_SW[rows.slots_R[3].long(), 200 // window.pages.shape[1] % window.table_SW.shape[1]]
+    window.pages[held, 200 % window.pages.shape[1]] = float("nan")
     got = vectors_attention.kernel(*arguments)
     assert got[[1, 3]].isnan().all() and got[[0, 2, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("pages", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pages", [torch.float32, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "size", "rotary"), [(3, 24, 8), (9, 16, 16), (1, 12, 2)])
 def test_preparing(heads: int, size: int, rotary: int, pages: torch.dtype) -> None:
     q, vectors = torch.randn(5, heads, size + 4)[..., :size], torch.randn(5, size + 7)[:, 7:]
@@ -53,13 +55,21 @@ def test_preparing(heads: int, size: int, rotary: int, pages: torch.dtype) -> No
     where = torch.tensor([2, -1, 0, 2, 1]), torch.tensor([0, 1, 2, 1, 0])
     found = []
     for op in (prepare_vectors_.kernel, prepare_vectors_.twin):
-        mine = q.clone(), vectors.clone(), torch.full((3, 3, size), float("nan")).to(pages)
+        empty = torch.full((3, 3, size), float("nan"))
+        own = in_fp8(empty, 4)[0] if pages == torch.float8_e4m3fn else empty.to(pages)
+        mine = q.clone(), vectors.clone()
         torch.manual_seed(1)
-        op(*mine[:2], Norm(torch.rand(size), 1e-3), angles, mine[2], *where)
-        found.append(mine)
+        op(*mine, Norm(torch.rand(size), 1e-3), angles, own, *where)
+        at = torch.arange(9) // 3, torch.arange(9) % 3
+        held = own[at] if isinstance(own, torch.Tensor) else torch.cat(own.read(*at), -1)
+        assert torch.equal(held[[6, 2, 7]].float(), mine[1][[0, 2, 3]]), "vectors are rounded as pages hold them"
+        found.append((*mine, held))
     assert int(found[1][2].isfinite().all(-1).sum()) == 4
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=2e-3 if pages == torch.float16 else 1e-5, atol=1e-3)
+    near = {torch.float32: 1e-5, torch.float16: 2e-3, torch.float8_e4m3fn: 0.13}[
+        pages
+    ]  # a number may round to its neighbour
+    for got, want, most in zip(*found, (1e-5, near, near), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=most, atol=1e-3)
 
 
 def test_the_log_says_once_which_kernel_serves_and_why(

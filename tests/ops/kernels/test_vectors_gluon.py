@@ -39,7 +39,7 @@ def turned(x, cos, sin, D, P):
 def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
     torch.manual_seed(3)
     (q, window, *others), _ = inputs(CASES[name])
-    arguments = (q, window._replace(pages_EXD=window.pages_EXD.contiguous()), *others)
+    arguments = (q, window._replace(pages=window.pages.contiguous()), *others)
     launched = Launched(vectors_gluon, "vectors_kernel", _back=turned)
     monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
@@ -57,7 +57,7 @@ def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     monkeypatch.setattr(kernels, "_parts", lambda *_: 2)
-    got = kernels.vectors_attention(q, window._replace(pages_EXD=window.pages_EXD.contiguous()), *others)
+    got = kernels.vectors_attention(q, window._replace(pages=window.pages.contiguous()), *others)
     assert launched.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
 
 
@@ -66,8 +66,9 @@ def test_what_does_not_fit_goes_by_the_other_kernel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     (q, window, slots, *_), _ = inputs(FULL)
     assert not kernels.by_gluon(q, window, slots)
-    window = window._replace(pages_EXD=window.pages_EXD.contiguous())
+    window = window._replace(pages=window.pages.contiguous())
     assert kernels.by_gluon(q, window, slots) and kernels.by_gluon(q, window, None)
     for change in ({"heads": 48}, {"size": 256}, {"dtype": torch.float32}, {"block": 56}):
         (q, window, slots, *_), _ = inputs(replace(FULL, **change))
-        assert not kernels.by_gluon(q, window._replace(pages_EXD=window.pages_EXD.contiguous()), slots), change
+        own = window if change.get("block") else window._replace(pages=window.pages.contiguous())
+        assert not kernels.by_gluon(q, own, slots), change

@@ -99,27 +99,23 @@ class DeepseekV4Config(ModelConfig):
     def layer_specs(self, kv_dtype: KVDtype) -> tuple[Spec, ...]:
         """By layer: a window of vectors; where it compresses, slots and the inputs of the slots that aren't complete.
 
-        Slots in fp8 have scales of their own, a byte for each block and no less than eight bytes, as their makers' kernels keep them. Their
-        rotary parts and the windows are bfloat16. Example: a slot of 512 elements takes 584 bytes.
+        Slots and windows in fp8 have scales of their own, a byte for each block and no less than eight bytes, as their makers' kernels keep
+        them. Their rotary parts are bfloat16. Example: a slot of 512 elements takes 584 bytes.
         """
         found: list[Spec] = []
-        latent, blocks = self.head_dim - self.rope_dim, 0
-        held: KVDtype = kv_dtype
+        latent = self.head_dim - self.rope_dim
         block = math.gcd(latent, LATENT_BLOCK)
+        window, key_scale = LatentKV(latent, self.rope_dim, kv_dtype, window=self.window), 0
         if kv_dtype.startswith("fp8") and block % SCALE_BYTES == 0:
-            held, blocks = "bfloat16", latent // block
+            blocks, key_scale = latent // block, SCALE_BYTES
+            window = replace(window, rope_dtype="bfloat16", scale_bytes=-(-blocks // 8) * 8, byte_scales=blocks)
         for layer in self.layers:
-            found.append(LatentKV(latent, self.rope_dim, held, window=self.window))
+            found.append(window)
             if layer.ratio == 1:
                 continue
             keys = self.indexer.head_dim if layer.sparse else 0
-            spec = LatentKV(latent, self.rope_dim, kv_dtype, compression=layer.ratio, indexer_dim=keys)
-            if blocks:
-                size, own = -(-blocks // 8) * 8, SCALE_BYTES if keys else 0
-                spec = replace(
-                    spec, rope_dtype="bfloat16", scale_bytes=size, byte_scales=blocks, indexer_scale_bytes=own
-                )
-            found.append(spec)
+            slots = replace(window, window=None, compression=layer.ratio, indexer_dim=keys)
+            found.append(replace(slots, indexer_scale_bytes=key_scale if keys else 0))
             tokens, parts = (2 * layer.ratio, 4) if layer.sparse else (layer.ratio, 2)
             shapes = ((tokens, parts * self.head_dim), (tokens, parts * keys))
             kept = shapes if layer.sparse else shapes[:1]

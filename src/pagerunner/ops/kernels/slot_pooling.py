@@ -15,7 +15,7 @@ import triton.language as tl
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels.indexer_heads import mixed_vector
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
+from pagerunner.ops.kernels.paged_heads import FP8_MAX
 from pagerunner.ops.kernels.state_rows import (
     row_arguments,
     row_tokens,
@@ -24,7 +24,7 @@ from pagerunner.ops.kernels.state_rows import (
     saves_of,
     state_entry,
 )
-from pagerunner.ops.kernels.vectors_attention import ready, stored_parts
+from pagerunner.ops.kernels.vectors_attention import Stored, ready, store_coded
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.slot_pooling import Pooling
@@ -292,17 +292,7 @@ def _finish(
     else:
         if MIXED > 0:
             y = mixed_vector(tl.reshape(y, (BD,)).to(tl.float32), root, BD, MIXED).to(dtype)
-        numbers = tl.reshape(y, (BD // BLOCK, BLOCK)).to(tl.float32)
-        g = tl.arange(0, BD // BLOCK)
-        element = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        scale = fitting_scale(tl.max(magnitude(numbers), 1), FP8_MAX)
-        codes = quantise(numbers, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
-        tl.store(page + element, codes, mask=element < C)
-        if scales.dtype.element_ty == tl.uint8:
-            tl.store(scales + g, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=g < C // BLOCK)
-        else:
-            tl.store(scales + g, scale, mask=g < C // BLOCK)
-        tl.store(rope + element - C, numbers.to(rope.dtype.element_ty), mask=(element >= C) & (element < D))
+        store_coded(y, page, rope, scales, True, D, BD, C, BLOCK, FP8, FP8_MAX)
 
 
 @triton.jit
@@ -369,18 +359,13 @@ def store_slots_(
     if not pooled_TX.shape[0]:
         return
     sizes = [norm.weight_I.shape[0] for norm in norms]
-    parts = [stored_parts(pages[at]) for at in (0, -1)]
-    (codes, rope, scales), (codes_2, _, scales_2) = parts
+    first, second = Stored.of(pages[0]), Stored.of(pages[-1])
     norm, norm_2, (cos, sin) = norms[0], norms[-1], angles
-    coded = isinstance(pages[0], Latents)
-    dtype = pages[0].latent_ESC.dtype if isinstance(pages[0], Latents) else torch.float8_e4m3fn
-    latent, latent_2 = codes.shape[-1], codes_2.shape[-1]
     _store_kernel[(pooled_TX.shape[0], len(pages))](
-        pooled_TX, norm.weight_I, codes, rope, scales, norm_2.weight_I, codes_2, scales_2, cos, sin, positions_T, write_entry_T,
-        write_offset_T, pooled_TX.stride(0), cos.stride(0), *codes.stride()[:2], *rope.stride()[:2], *scales.stride()[:2],
-        *codes_2.stride()[:2], *scales_2.stride()[:2], norm.eps, norm_2.eps, sizes[-1] ** -0.5,
+        pooled_TX, norm.weight_I, *first[:3], norm_2.weight_I, second.codes, second.scales, cos, sin, positions_T, write_entry_T,
+        write_offset_T, pooled_TX.stride(0), cos.stride(0), *first.strides, *second.codes.stride()[:2], *second.scales.stride()[:2],
+        norm.eps, norm_2.eps, sizes[-1] ** -0.5,
         D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]),
-        C=latent, BLOCK=latent // scales.shape[-1] if coded else 1, BLOCK_2=latent_2 // scales_2.shape[-1] if coded else 1,
-        RATIO=ratio, FP8=fp8_type(dtype) if coded else None, FP8_MAX=FP8_MAX[dtype],
+        **first.sizes, BLOCK_2=second.sizes["BLOCK"], RATIO=ratio, FP8_MAX=FP8_MAX.get(first.dtype, 0.0),
         MIXED=sizes[-1].bit_length() - 1 if mixed else 0, num_warps=4, **dependent(pooled_TX.device),
     )  # fmt: skip

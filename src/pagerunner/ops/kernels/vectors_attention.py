@@ -23,7 +23,7 @@ from pagerunner.batch import StepRows
 from pagerunner.ops.kernels.latent_decode import _numbers
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
 from pagerunner.ops.kernels.linear_wide import has_gluon, say_kernel
-from pagerunner.ops.kernels.paged_heads import fp8_type
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.sparse_latents import Latents
@@ -49,11 +49,35 @@ def ready(x, factor, cos, sin, eps, D: tl.constexpr, P: tl.constexpr, BD: tl.con
     return tl.join(turned, (second * c).to(dtype).to(tl.float32) + first * s).to(dtype)
 
 
+@triton.jit
+def store_coded(
+    y, page, rope, scales, there, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """Store a vector of BD elements if it is `there`: C become codes at `page`, each BLOCK with a scale, and the others of D go to `rope`.
+
+    Returns the places of elements [BD / BLOCK, BLOCK], and what is stored of them.
+    """
+    numbers = tl.reshape(y, (BD // BLOCK, BLOCK)).to(tl.float32)
+    g = tl.arange(0, BD // BLOCK)
+    element = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scale = fitting_scale(tl.max(magnitude(numbers), 1), FP8_MAX)
+    codes = quantise(numbers, scale[:, None], FP8_MAX, FP8)
+    tl.store(page + element, codes.to(tl.uint8, bitcast=True), mask=(element < C) & there)
+    if scales.dtype.element_ty == tl.uint8:
+        tl.store(scales + g, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=(g < C // BLOCK) & there)
+    else:
+        tl.store(scales + g, scale, mask=(g < C // BLOCK) & there)
+    turned = numbers.to(rope.dtype.element_ty)
+    tl.store(rope + element - C, turned, mask=(element >= C) & (element < D) & there)
+    return element, tl.where(element < C, codes.to(tl.float32) * scale[:, None], turned.to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["num_heads"])
 def _prepare_kernel(
-    q, vectors, weight, cos, sin, pages, entries, offsets, num_heads, q_token, q_head, vector_stride, angle_stride, page_stride,
-    slot_stride, eps,
-    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, PDL: tl.constexpr,
+    q, vectors, weight, cos, sin, pages, rope, scales, entries, offsets, num_heads, q_token, q_head, vector_stride, angle_stride, page_stride,
+    slot_stride, rope_page, rope_slot, scale_page, scale_slot, eps,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, HB: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HB heads of a token's queries; behind these its vector."""
     start_next_and_wait(PDL)
@@ -70,14 +94,21 @@ def _prepare_kernel(
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, ready(x, 1.0, cos, sin, eps, D, P, BD, dtype), mask=mask)
     else:
-        own = vectors + token * vector_stride + element
-        vector = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        own = vectors + token * vector_stride
+        vector = tl.load(own + element, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
-        held = ready(vector, factor, cos, sin, eps, D, P, BD, dtype).to(pages.dtype.element_ty)
-        tl.store(own, held.to(dtype), mask=inside)
-        entry = tl.load(entries + token)
-        page = pages + entry * page_stride + tl.load(offsets + token) * slot_stride
-        tl.store(page + element, held, mask=inside & (entry >= 0))
+        held = ready(vector, factor, cos, sin, eps, D, P, BD, dtype)
+        entry, place = tl.load(entries + token), tl.load(offsets + token)
+        page = pages + entry * page_stride + place * slot_stride
+        if FP8 is None:
+            held = held.to(pages.dtype.element_ty)
+            tl.store(own + element, held.to(dtype), mask=inside)
+            tl.store(page + element, held, mask=inside & (entry >= 0))
+        else:
+            rope += entry * rope_page + place * rope_slot
+            scales += entry * scale_page + place * scale_slot
+            among, stored = store_coded(held, page, rope, scales, entry >= 0, D, BD, C, BLOCK, FP8, FP8_MAX)
+            tl.store(own + among, stored.to(dtype), mask=among < D)
 
 
 def prepare_vectors_(
@@ -85,17 +116,18 @@ def prepare_vectors_(
     vectors_TD: torch.Tensor,
     norm: Norm,
     angles: RopeAngles,
-    pages_EXD: torch.Tensor,
+    pages: torch.Tensor | Latents,
     write_entry_T: torch.Tensor,
     write_offset_T: torch.Tensor,
 ) -> None:
     """See the twin."""
-    tokens, heads, size = q_THD.shape
+    (tokens, heads, size), held = q_THD.shape, Stored.of(pages)
     if tokens:
         _prepare_kernel[(tokens, blocks(heads, HEADS_OF_A_PROGRAM) + 1)](
-            q_THD, vectors_TD, norm.weight_I, *angles, pages_EXD, write_entry_T, write_offset_T, heads, *q_THD.stride()[:2],
-            vectors_TD.stride(0), angles.cos_T1D.stride(0), *pages_EXD.stride()[:2], norm.eps,
-            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=HEADS_OF_A_PROGRAM, num_warps=4, **dependent(q_THD.device),
+            q_THD, vectors_TD, norm.weight_I, *angles, *held[:3], write_entry_T, write_offset_T, heads, *q_THD.stride()[:2],
+            vectors_TD.stride(0), angles.cos_T1D.stride(0), *held.strides, norm.eps,
+            D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=HEADS_OF_A_PROGRAM, **held.sizes,
+            FP8_MAX=FP8_MAX.get(held.dtype, 0.0), num_warps=4, **dependent(q_THD.device),
         )  # fmt: skip
 
 
@@ -144,30 +176,33 @@ def _take(q_low, q_high, most, total, low, high, k_low, k_high, live, scale, PRE
 
 
 @triton.jit
-def _entries(chosen_ptr, table, index, count, first, width, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
-    """Vectors `index` of a segment of `count`: their numbers in the sequence, their pages, and which of them are there."""
+def _entries(chosen_ptr, table, index, count, first, width, page, among, CHOSEN: tl.constexpr):
+    """Vectors `index` of a segment of `count`: their numbers in the sequence, their pages, and which of them are there.
+
+    CHOSEN: they are `among` those that were chosen, if this segment is of such.
+    """
     live = index < count
     number = first + index
     if CHOSEN:
-        number = tl.load(chosen_ptr + index, mask=live, other=-1)
-        live = number >= 0
+        number = tl.where(among, tl.load(chosen_ptr + index, mask=live & among, other=-1), number)
+        live = live & (number >= 0)
         number = tl.maximum(number, 0)
-    entry = tl.load(table + number // PAGE % width, mask=live, other=-1)
+    entry = tl.load(table + number // page % width, mask=live, other=-1)
     return number, entry, live & (entry >= 0)
 
 
 @triton.jit
 def _paged(
     q_low, q_high, most, total, low, high, pages, rope, scales, chosen_ptr, table, begin, stop, count, first, scale, width,
-    page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot,
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr,
+    page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, page, among,
+    CHOSEN: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr,
     BN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take tiles [begin, stop) of a segment in pages. A tile's pages are on their way while the tile before is computed."""
     index = begin * BN + tl.arange(0, BN)
-    number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
+    number, entry, live = _entries(chosen_ptr, table, index, count, first, width, page, among, CHOSEN)
     for _ in range(begin, stop):
-        held, place = live, number % PAGE
+        held, place = live, number % page
         base = pages + entry * page_stride + place * slot_stride
         if FP8 is None:
             k_low, k_high = _vectors(base, held, q_low.dtype, 0, D, HC), _vectors(base, held, q_low.dtype, HC, D, HC)
@@ -179,8 +214,22 @@ def _paged(
             k_low = _coded(base, turned, factors, held, q_low.dtype, 0, D, C, BLOCK, HC, BN, FP8, COMPILED)
             k_high = _coded(base, turned, factors, held, q_low.dtype, HC, D, C, BLOCK, HC, BN, FP8, COMPILED)
         index += BN
-        number, entry, live = _entries(chosen_ptr, table, index, count, first, width, PAGE, CHOSEN)
+        number, entry, live = _entries(chosen_ptr, table, index, count, first, width, page, among, CHOSEN)
         most, total, low, high = _take(q_low, q_high, most, total, low, high, k_low, k_high, held, scale, PRECISION)
+    return most, total, low, high
+
+
+@triton.jit
+def _own(
+    q_low, q_high, most, total, low, high, vectors, vector_stride, begin, stop, count, scale,
+    D: tl.constexpr, HC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take tiles [begin, stop) of `count` vectors of the step itself."""
+    for tile in range(begin, stop):
+        at = tile * BN + tl.arange(0, BN)
+        base, live = vectors + at.to(tl.int64) * vector_stride, at < count
+        k_low, k_high = _vectors(base, live, q_low.dtype, 0, D, HC), _vectors(base, live, q_low.dtype, HC, D, HC)
+        most, total, low, high = _take(q_low, q_high, most, total, low, high, k_low, k_high, live, scale, PRECISION)
     return most, total, low, high
 
 
@@ -230,9 +279,10 @@ def _leave(parts, found, head, in_h, some, most, total, low, high, D: tl.constex
 
 @triton.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen", "chosen_stride", "num_parts"])
 def _attend_kernel(
-    q, vectors, window, slot_pages, slot_rope, slot_scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
+    q, vectors, window, window_rope, window_scales, slot_pages, slot_rope, slot_scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
     window_table, slot_table, num_heads, num_parts, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
-    window_stride, window_slot, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
+    window_stride, window_slot, window_rope_page, window_rope_slot, window_scale_page, window_scale_slot, page_stride, page_slot, rope_page,
+    rope_slot, scale_page, scale_slot, chosen_stride, angle_stride, window_table_stride, slot_table_stride,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, SLOT_PAGE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     C: tl.constexpr, BLOCK: tl.constexpr, HC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     NEW: tl.constexpr, CHOSEN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -248,8 +298,7 @@ def _attend_kernel(
     row = tl.load(row_ptr + token)
     end = tl.where(row >= 0, tl.load(position_ptr + token).to(tl.int32) + 1, 0)
     row = tl.maximum(row, 0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    q_at = q + token * q_token + (head * q_head)[:, None] + c
+    slot, q_at = tl.load(slots_ptr + row).to(tl.int64), q + token * q_token + (head * q_head)[:, None] + c
     q_low = tl.load(q_at, mask=in_h[:, None] & (c < D), other=0.0)
     q_high = tl.load(q_at + HC, mask=in_h[:, None] & (HC + c < D), other=0.0)
     least = tl.maximum(end - WINDOW, 0)
@@ -269,25 +318,38 @@ def _attend_kernel(
     stop = begin + per
     most, total = tl.full((BH,), LOWEST, tl.float32), tl.zeros((BH,), tl.float32)
     low, high = tl.zeros((BH, HC), tl.float32), tl.zeros((BH, HC), tl.float32)
-    most, total, low, high = _paged(
-        q_low, q_high, most, total, low, high, window, window, window, chosen_ptr, window_table + slot * window_table_stride, begin,
-        tl.minimum(stop, past_tiles), start - least, least, scale, window_width, window_stride, window_slot, 0, 0, 0, 0,
-        PAGE, False, D, D, 1, HC, BN, None, COMPILED, PRECISION,
-    )  # fmt: skip
+    before = past_tiles + new_tiles
+    if (FP8 is None) | (RATIO == 0):
+        most, total, low, high = _paged(
+            q_low, q_high, most, total, low, high, window, window_rope, window_scales, chosen_ptr, window_table + slot * window_table_stride, begin,
+            tl.minimum(stop, past_tiles), start - least, least, scale, window_width, window_stride, window_slot, window_rope_page,
+            window_rope_slot, window_scale_page, window_scale_slot, PAGE, False, False, D, C, BLOCK, HC, BN, FP8, COMPILED, PRECISION,
+        )  # fmt: skip
+    else:  # codes become numbers in one place of the program: two don't have enough registers
+        for segment in range(2):
+            among = segment == 1
+            pages, rope, scales, table = window, window_rope, window_scales, window_table + slot * window_table_stride
+            if among:
+                pages, rope, scales, table = slot_pages, slot_rope, slot_scales, slot_table + slot * slot_table_stride
+            most, total, low, high = _paged(
+                q_low, q_high, most, total, low, high, pages, rope, scales, chosen_ptr + token * chosen_stride, table,
+                tl.where(among, tl.maximum(begin - before, 0), begin), tl.where(among, tl.minimum(stop - before, slot_tiles), tl.minimum(stop, past_tiles)),
+                tl.where(among, complete, start - least), tl.where(among, 0, least), scale, tl.where(among, slot_width, window_width),
+                tl.where(among, page_stride, window_stride), tl.where(among, page_slot, window_slot), tl.where(among, rope_page, window_rope_page),
+                tl.where(among, rope_slot, window_rope_slot), tl.where(among, scale_page, window_scale_page),
+                tl.where(among, scale_slot, window_scale_slot), tl.where(among, SLOT_PAGE, PAGE), among, CHOSEN, D, C, BLOCK, HC, BN, FP8, COMPILED, PRECISION,
+            )  # fmt: skip
     if NEW:
         first = vectors + (own + start - own_position).to(tl.int64) * vector_stride
-        for tile in range(tl.maximum(begin - past_tiles, 0), tl.minimum(stop - past_tiles, new_tiles)):
-            at = tile * BN + tl.arange(0, BN)
-            base, live = first + at.to(tl.int64) * vector_stride, at < end - start
-            k_low, k_high = _vectors(base, live, q_low.dtype, 0, D, HC), _vectors(base, live, q_low.dtype, HC, D, HC)
-            most, total, low, high = _take(q_low, q_high, most, total, low, high, k_low, k_high, live, scale, PRECISION)
-    if RATIO > 0:
-        before = past_tiles + new_tiles
+        most, total, low, high = _own(
+            q_low, q_high, most, total, low, high, first, vector_stride, tl.maximum(begin - past_tiles, 0),
+            tl.minimum(stop - past_tiles, new_tiles), end - start, scale, D, HC, BN, PRECISION,
+        )  # fmt: skip
+    if (FP8 is None) & (RATIO > 0):
         most, total, low, high = _paged(
             q_low, q_high, most, total, low, high, slot_pages, slot_rope, slot_scales, chosen_ptr + token * chosen_stride,
-            slot_table + slot * slot_table_stride, tl.maximum(begin - before, 0), tl.minimum(stop - before, slot_tiles), complete, 0,
-            scale, slot_width, page_stride, page_slot, rope_page, rope_slot, scale_page, scale_slot, SLOT_PAGE, CHOSEN, D, C, BLOCK, HC,
-            BN, FP8, COMPILED, PRECISION,
+            slot_table + slot * slot_table_stride, tl.maximum(begin - before, 0), tl.minimum(stop - before, slot_tiles), complete, 0, scale, slot_width, page_stride, page_slot, rope_page, rope_slot, scale_page,
+            scale_slot, SLOT_PAGE, True, CHOSEN, D, C, BLOCK, HC, BN, FP8, COMPILED, PRECISION,
         )  # fmt: skip
     if not SPLIT:
         angle = token * angle_stride
@@ -340,12 +402,33 @@ GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/vectors_gluon.
 FEW_TOKENS = 32  # whose keys may be in parts of one tile
 
 
-def stored_parts(pages: torch.Tensor | Latents) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, rotary parts and scales of slots; the slots thrice if they have no codes."""
-    if not isinstance(pages, Latents):
-        return pages, pages, pages
-    assert pages.scales_ESG is not None
-    return pages.latent_ESC.view(torch.uint8), pages.rope_ESP, pages.scales_ESG
+class Stored(NamedTuple):
+    """Codes, rotary parts and scales of vectors in fp8, as kernels take them; the vectors thrice if they are numbers. `dtype` is that of either."""
+
+    codes: torch.Tensor
+    rope: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, pages: torch.Tensor | Latents) -> Stored:
+        """Of a layer's pages."""
+        if not isinstance(pages, Latents):
+            return cls(pages, pages, pages, pages.dtype)
+        assert pages.scales_ESG is not None
+        return cls(pages.latent_ESC.view(torch.uint8), pages.rope_ESP, pages.scales_ESG, pages.latent_ESC.dtype)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """From page to page and from slot to slot, of each part."""
+        return *self.codes.stride()[:2], *self.rope.stride()[:2], *self.scales.stride()[:2]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Elements that are codes, those that share a scale, and the type of codes; None if there are none."""
+        size, coded = self.codes.shape[-1], self.codes is not self.scales
+        block = size // self.scales.shape[-1] if coded else 1
+        return {"C": size, "BLOCK": block, "FP8": fp8_type(self.dtype) if coded else None}
 
 
 def attention_tiles(heads: int, exact: bool) -> Tiles:
@@ -365,10 +448,16 @@ def _gluon() -> Any:
 def by_gluon(q_THD: torch.Tensor, window: Window, slots: Slots | None) -> bool:
     """Whether `kernels/vectors_gluon.py` computes this: heads and vectors of its sizes, all of one type of two bytes, and aligned."""
     (_, heads, size), dtype = q_THD.shape, q_THD.dtype
-    pages = window.pages_EXD if slots is None else slots.pages
-    if isinstance(pages, Latents) or heads % GLUON_TILES.heads or size != GLUON_SIZE or dtype.itemsize != 2:
+    held, pages = window.pages, window.pages if slots is None else slots.pages
+    if (
+        isinstance(held, Latents)
+        or isinstance(pages, Latents)
+        or heads % GLUON_TILES.heads
+        or size != GLUON_SIZE
+        or dtype.itemsize != 2
+    ):
         return False
-    for part in (q_THD, window.vectors_TD, window.pages_EXD, pages):  # copies bring 16 bytes each
+    for part in (q_THD, window.vectors_TD, held, pages):  # copies bring 16 bytes each
         if part.dtype != dtype or part.data_ptr() % 16 or any(step % 8 for step in part.stride()[:-1]):
             return False
     return has_gluon(q_THD.device)
@@ -387,9 +476,9 @@ def _launch_gluon(
     q_THD: torch.Tensor, window: Window, slots: Slots | None, rows: StepRows, scale: float, sinks_H: torch.Tensor, angles: RopeAngles,
     out_THD: torch.Tensor, partial: torch.Tensor, found: torch.Tensor, parts: int,
 ) -> None:  # fmt: skip
-    (tokens, heads, size), held = q_THD.shape, window.pages_EXD
+    (tokens, heads, size), held = q_THD.shape, window.pages
     pages, table, ratio, chosen = (held, window.table_SW, 0, None) if slots is None else slots
-    assert isinstance(pages, torch.Tensor)
+    assert isinstance(pages, torch.Tensor) and isinstance(held, torch.Tensor)
     picked = rows.row_T if chosen is None else chosen
     _gluon().vectors_kernel[(tokens * parts, heads // GLUON_TILES.heads)](
         q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
@@ -417,32 +506,28 @@ def vectors_attention(
     if not tokens:
         return out_THD
     gluon = by_gluon(q_THD, window, slots)
-    held = window.pages_EXD if slots is None else slots.pages
-    stored = held.latent_ESC.dtype if isinstance(held, Latents) else held.dtype
+    pages, table, ratio, chosen = (window.pages, window.table_SW, 0, None) if slots is None else slots
+    own, others = Stored.of(window.pages), Stored.of(pages)
     of = "windows" if slots is None else f"windows and slots of {slots.ratio} tokens"
-    say_kernel(of, "vectors_gluon", gluon, device, heads, size, q_THD.dtype, stored)
+    say_kernel(of, "vectors_gluon", gluon, device, heads, size, q_THD.dtype, others.dtype)
     tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
-    pages, table, ratio, chosen = (window.pages_EXD, window.table_SW, 0, None) if slots is None else slots
-    (codes, rope, factors), coded = stored_parts(pages), isinstance(pages, Latents)
     seen = window.size
     if ratio:
         seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
     parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device)
-    held = torch.empty(tokens * parts * heads * (size + 1) if parts > 1 else 1, dtype=torch.float32, device=device)
-    found, partial = held[: tokens * parts * heads], held[tokens * parts * heads if parts > 1 else 0 :]
+    space = torch.empty(tokens * parts * heads * (size + 1) if parts > 1 else 1, dtype=torch.float32, device=device)
+    found, partial = space[: tokens * parts * heads], space[tokens * parts * heads if parts > 1 else 0 :]
     picked = rows.row_T if chosen is None else chosen
     launch = dependent(device)
     if gluon:
         _launch_gluon(q_THD, window, slots, rows, scale, sinks_H, angles, out_THD, partial, found, parts)
     else:
         _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
-            q_THD, window.vectors_TD, window.pages_EXD, codes, rope, factors, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T,
-            rows.positions_T, rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2),
-            window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
-            window.vectors_TD.stride(0), *window.pages_EXD.stride()[:2], *codes.stride()[:2], *rope.stride()[:2], *factors.stride()[:2], picked.stride(0),
+            q_THD, window.vectors_TD, *own[:3], *others[:3], picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
+            rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2), window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],
+            window.vectors_TD.stride(0), *own.strides, *others.strides, picked.stride(0),
             angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
-            WINDOW=window.size, RATIO=ratio, PAGE=window.pages_EXD.shape[1], SLOT_PAGE=codes.shape[1], D=size, C=codes.shape[-1],
-            BLOCK=codes.shape[-1] // factors.shape[-1] if coded else 1, FP8=fp8_type(pages.latent_ESC.dtype) if isinstance(pages, Latents) else None,
+            WINDOW=window.size, RATIO=ratio, PAGE=own[0].shape[1], SLOT_PAGE=others[0].shape[1], D=size, **others.sizes,
             COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
             P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, SPLIT=parts > 1,
             NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
