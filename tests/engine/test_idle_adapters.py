@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import as_on_cuda, counted_graphs
 from pagerunner import LLM, LoRARequest, SamplingParams
 
@@ -46,20 +48,25 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ran(llm: LLM) -> tuple[Any, ...]:
-    """What some requests without an adapter run: graphs, calls outside of them, and what comes of it."""
+def ran(llm: LLM, adapters: Any = None) -> tuple[Any, ...]:
+    """What some requests run, without an adapter or with these: graphs, calls outside of them, and what comes of it."""
     llm.reset_prefix_cache()
     with counted_graphs() as count, Calls() as calls:
-        outputs = llm.generate(PROMPTS, PARAMS)
+        outputs = llm.generate(PROMPTS, PARAMS, lora_request=adapters)
     found = [(one.outputs[0].token_ids, str(one.outputs[0].logprobs)) for one in outputs]
     return count.replays, calls.made, found
 
 
-def graphs(llm: LLM) -> dict[Any, list[tuple[str, ...]]]:
-    """What the graphs of steps without adapters do, by their keys."""
-    found = llm._core._executor._runner._graphs._plain  # type: ignore[attr-defined]
+def graphs(llm: LLM, of: str = "_plain") -> dict[Any, list[tuple[str, ...]]]:
+    """What the graphs of steps without adapters, or of others, do, by their keys."""
+    found = getattr(llm._core._executor._runner._graphs, of)  # type: ignore[attr-defined]
     every = [*found.decode.graphs, *found.mixed.graphs, *found.no_shared_prefix.graphs]
     return {one.key: [told(call, args, kwargs) for call, args, kwargs, _ in one.graph._calls] for one in every}
+
+
+def names(graphs: dict[Any, list[tuple[str, ...]]]) -> dict[Any, list[str]]:
+    """What is called alone, as shapes of tables go by what may have an adapter."""
+    return {key: [call[0] for call in calls] for key, calls in graphs.items()}
 
 
 def test_adapters_that_nobody_uses_cost_nothing(tmp_path: Path) -> None:
@@ -75,3 +82,25 @@ def test_adapters_that_nobody_uses_cost_nothing(tmp_path: Path) -> None:
     assert changed.outputs[0].token_ids != wanted[2][0][0]
     ran(able)  # the request's slot is one of a request without an adapter again
     assert ran(able) == ran(plain)
+
+
+def test_adapters_of_attention_alone_run_no_experts(tmp_path: Path) -> None:
+    """Where no row's adapter has products of experts, steps are those of an engine whose experts can have none: graphs, their calls, tokens."""
+    base = make_window_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    every = LoRARequest("every", 1, str(random_adapter(base, tmp_path / "every", rank=4, seed=1)))
+    of_attention = random_adapter(base, tmp_path / "attention", rank=4, seed=1, only=("q_proj", "o_proj"))
+    some = [LoRARequest("attention", 2, str(of_attention)) if n % 2 else None for n in range(len(PROMPTS))]
+    with as_on_cuda():
+        without = LLM(str(base), enable_lora=True, lora_target_modules=["q_proj", "o_proj"], max_loras=2, **OPTIONS)
+        able = LLM(str(base), enable_lora=True, max_loras=2, **OPTIONS)
+    kinds = [names(graphs(without, "_adapted")), *(names(graphs(able, of)) for of in ("_adapted", "_of_experts"))]
+    assert kinds[0] == kinds[1] and kinds[2].keys() == {replace(key, experts=True) for key in kinds[0]}
+    assert all(len(calls) > 20 + len(kinds[1][replace(key, experts=False)]) for key, calls in kinds[2].items())
+    replays, _, wanted = ran(without, some)
+    assert any(key.adapters for key in replays) and not any(key.experts for key in replays)
+    assert ran(able, some)[::2] == (replays, wanted)
+    mixed = [every if request is None else request for request in some]
+    replays, _, changed = ran(able, mixed)
+    assert all(key.experts for key in replays if key.rows == len(PROMPTS)) and any(key.experts for key in replays)
+    tokens = [(one[0], other[0]) for one, other in zip(changed, wanted, strict=True)]
+    assert all(one == other for one, other in tokens[1::2]) and all(one != other for one, other in tokens[::2])

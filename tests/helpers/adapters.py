@@ -60,10 +60,12 @@ def trained(model: Any, seed: int = 1) -> None:
             fill(tensor)
 
 
-def random_adapter(base: Path, path: Path, *, rank: int, seed: int, alpha: float = 2.0) -> Path:
-    """An adapter of every matrix of a checkpoint that may have one."""
+def random_adapter(
+    base: Path, path: Path, *, rank: int, seed: int, alpha: float = 2.0, only: tuple[str, ...] = ("",)
+) -> Path:
+    """An adapter of every matrix of a checkpoint that may have one, or of those whose names end in one of `only`."""
     model, _ = load(base)
-    sizes = Products.of(model).sizes
+    sizes = {name: size for name, size in Products.of(model).sizes.items() if name.endswith(only)}
     tensors: dict[str, torch.Tensor] = {}
     for number, (name, (outputs, inputs)) in enumerate(sizes.items()):
         tensors |= pair(name, outputs, inputs, rank, seed=1000 * seed + number)

@@ -135,7 +135,7 @@ class Experts(Module):
         adapters: Adapters | None = None,
     ) -> PairSums | RankSums | None:
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
-        if adapters is None or self.adapted is None:
+        if adapters is None or self.adapted is None or not adapters.experts:
             return self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)
         routes, own = self._apart(routes, adapters, self.adapted)
         sums = self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)

@@ -6,7 +6,7 @@ outputs have 2 * 2 blocks of A with 1,024 elements each, and 2 * 2 of B with 1,5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Packed(NamedTuple):
     elements: torch.Tensor
     places: torch.Tensor  # [products, blocks, 2] int64
     holder: object
+    experts: bool
+    """Whether the adapter has products of experts, here or on other ranks."""
 
 
 def plain_buffer(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
@@ -58,6 +60,8 @@ class Products:
     """Each layer and its first product's number."""
     every: frozenset[str]
     """The whole model's names: an adapter may have products of these."""
+    experts: frozenset[str]
+    """Those of experts among them."""
     divided: Mapping[str, list[slice]]
     """Of matrices that ranks divide, which rows of B or columns of A are here."""
     only: tuple[str, ...] | None = None
@@ -90,7 +94,8 @@ class Products:
                 sizes[name] = target.sizes
                 if whole is not None and whole.parts is not None and target.sizes != every[name].sizes:
                     divided[name] = every[name].slices(whole.parts)
-        return cls(sizes, tuple(layers.items()), names, divided, only)
+        experts = frozenset(name for name in names if isinstance(every[name].owner, Experts))
+        return cls(sizes, tuple(layers.items()), names, experts, divided, only)
 
     def elements(self, max_rank: int) -> int:
         """Those of one adapter of the highest rank."""
@@ -148,7 +153,7 @@ class Products:
                     some = whole_PRX[:, first : first + TILE]
                     to[:, block].unflatten(1, (TILE, -1))[:, : some.shape[1]].copy_(some)
             at += own.numel()
-        return Packed(elements, places, holder)
+        return Packed(elements, places, holder, any(stack.names[0] in self.experts for stack in adapter.stacks))
 
     def _part_of(self, stack: Stack) -> Stack:
         """What a rank has of some products, which may be none."""
@@ -186,6 +191,8 @@ class Region:
         self.products, self.slots, self.max_rank = products, slots, max_rank
         shape = slots, len(products.sizes), -(-max_rank // TILE), 2
         self.blocks = Blocks(pool, torch.full(shape, -1, dtype=torch.int64, device=pool.device))
+        self.of_experts: set[int] = set()
+        """Slots whose adapters have products of experts."""
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Copy an adapter into a slot that no step in flight uses. What was there is gone. Raises what `Products.check` raises."""
@@ -197,10 +204,12 @@ class Region:
         at = slot * self.products.elements(self.max_rank)
         pool[at : at + packed.elements.numel()].copy_(packed.elements, non_blocking=True)
         places[slot].copy_(torch.where(packed.places < 0, packed.places, packed.places + at), non_blocking=True)
+        (self.of_experts.add if packed.experts else self.of_experts.discard)(slot)
 
     def clear(self) -> None:
         """Forget all adapters."""
         self.blocks.places.fill_(-1)
+        self.of_experts.clear()
 
 
 class RowAdapters:
@@ -209,26 +218,35 @@ class RowAdapters:
     def __init__(self, region: Region, max_num_seqs: int) -> None:
         self._region = region
         self._own = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=region.blocks.places.device)
-        self._has: set[int] = set()
+        self._has: dict[int, int] = {}
         self._max_num_seqs = max_num_seqs
+        self.may_be_of_experts = bool(region.products.experts)
+        """Whether adapters may have products of experts."""
 
     def set(self, slot: int, adapter: int) -> None:
         """A request with this slot of adapters, or -1, takes a slot."""
         if adapter >= 0 or slot in self._has:
             self._own[slot : slot + 1].fill_(adapter)
-        (self._has.add if adapter >= 0 else self._has.discard)(slot)
+        self._has.pop(slot, None)
+        if adapter >= 0:
+            self._has[slot] = adapter
 
     def set_all(self, adapter: int) -> None:
-        """Have all slots' requests have this slot of adapters, or -1."""
+        """Have all slots' requests have this slot of adapters, or -1. It may be empty, and is one of adapters that have all products."""
         self._own.fill_(adapter)
-        self._has = set(range(self._max_num_seqs)) if adapter >= 0 else set()
+        self._has = dict.fromkeys(range(self._max_num_seqs), adapter) if adapter >= 0 else {}
+        self._region.of_experts = {adapter} if adapter >= 0 and self.may_be_of_experts else set()
 
     def any(self, slots: tuple[int, ...] | list[int]) -> bool:
         """Whether any of these requests has an adapter."""
-        return not self._has.isdisjoint(slots)
+        return not self._has.keys().isdisjoint(slots)
 
-    def of(self, batch: ForwardBatch) -> Adapters:
-        """The adapters of a batch's tokens: two launches."""
+    def of_experts(self, slots: Sequence[int]) -> bool:
+        """Whether any of these requests has an adapter with products of experts."""
+        return any(self._has.get(slot, -1) in self._region.of_experts for slot in slots)
+
+    def of(self, batch: ForwardBatch, experts: bool) -> Adapters:
+        """The adapters of a batch's tokens, which may have products of `experts`: two launches."""
         rows, region = batch.rows, self._region
         own_R = self._own.index_select(0, rows.slots_R)
-        return Adapters.of_rows(own_R, rows.query_start_R1, rows.row_T, region.slots, region.blocks)
+        return Adapters.of_rows(own_R, rows.query_start_R1, rows.row_T, region.slots, region.blocks, experts=experts)

@@ -229,20 +229,31 @@ class Adapters:
     work: WorkList
     known: bool = False
     """Whether a product has used the work list."""
+    experts: bool = True
+    """Whether any of the adapters may have products of experts."""
 
     @classmethod
     def of_rows(
-        cls, adapters_R: torch.Tensor, query_start_R1: torch.Tensor, row_T: torch.Tensor, slots: int, blocks: Blocks
+        cls,
+        adapters_R: torch.Tensor,
+        query_start_R1: torch.Tensor,
+        row_T: torch.Tensor,
+        slots: int,
+        blocks: Blocks,
+        *,
+        experts: bool = True,
     ) -> Adapters:
         """Of a step whose rows have these adapters. Tokens whose row is negative are padding."""
-        return cls(adapters_R, row_T, slots, blocks, work_list(adapters_R, query_start_R1, len(row_T), slots))
+        work = work_list(adapters_R, query_start_R1, len(row_T), slots)
+        return cls(adapters_R, row_T, slots, blocks, work, experts=experts)
 
     def of_tokens(self, tokens_S: torch.Tensor) -> Adapters:
         """Of the tokens at these places alone."""
         rows_S = tokens_S if self.row_T is None else self.row_T.index_select(0, tokens_S)
         slots_S = self.own_R.index_select(0, rows_S.clamp(min=0)).masked_fill_(rows_S < 0, -1)
         each = torch.arange(len(slots_S) + 1, dtype=torch.int32, device=slots_S.device)
-        return Adapters(slots_S, None, self.slots, self.blocks, work_list(slots_S, each, len(slots_S), self.slots))
+        work = work_list(slots_S, each, len(slots_S), self.slots)
+        return Adapters(slots_S, None, self.slots, self.blocks, work, experts=self.experts)
 
     def has_T(self, layer: FusedExperts) -> torch.Tensor:
         """Whether a token's adapter has any product of these experts."""

@@ -163,16 +163,22 @@ class BatchBuilder:
             for index, state in enumerate(self._states)
         )
         batch = self._batch(rows, step.logits_index_S, groups, last_alone, most_tokens)
-        return self.adapted(batch) if self.has_adapters(step.slots) else batch
+        if not self.has_adapters(step.slots):
+            return batch
+        return self.adapted(batch, experts=self.has_experts(step.slots))
 
     def has_adapters(self, slots: Sequence[int]) -> bool:
         """Whether any of the requests in these slots has an adapter."""
         return self.adapters is not None and self.adapters.any(slots)
 
-    def adapted(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with its rows' adapters, which is work for the device: a graph has it at its beginning."""
+    def has_experts(self, slots: Sequence[int]) -> bool:
+        """Whether any of these requests has an adapter with products of experts."""
+        return self.adapters is not None and self.adapters.of_experts(slots)
+
+    def adapted(self, batch: ForwardBatch, *, experts: bool) -> ForwardBatch:
+        """The batch with its rows' adapters, which is work for the device: a graph has it at its beginning. `experts`: they may have products of experts."""
         assert self.adapters is not None, "no request has an adapter"
-        return replace(batch, adapters=self.adapters.of(batch))
+        return replace(batch, adapters=self.adapters.of(batch, experts))
 
     def of_pass(
         self,

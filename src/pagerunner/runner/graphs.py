@@ -119,7 +119,8 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """What one graph serves: steps of up to `rows` rows and `tokens` tokens. With `decode`, token t is row t's only one, or a row has up to
-    `drafts` more; with `no_shared_prefix`, rows don't all begin with the same pages. With `adapters` rows may have adapters.
+    `drafts` more; with `no_shared_prefix`, rows don't all begin with the same pages. With `adapters` rows may have adapters,
+    which with `experts` may have products of experts.
     """
 
     rows: int
@@ -128,6 +129,7 @@ class GraphKey:
     no_shared_prefix: bool = False
     drafts: int = 0
     adapters: bool = False
+    experts: bool = False
 
     @property
     def stride(self) -> int:
@@ -286,22 +288,25 @@ class StepGraphs:
                 keys = [key for key in keys if _for_any_rows(key, sharing)]
             keys += drafted_keys(settings.decode_sizes, settings.drafts if builder.strided else ())
             keys += [GraphKey(min(size, most_rows), size, False) for size in settings.mixed_sizes]
-            if (
-                builder.adapters is not None
-            ):  # how many adapters there are, the device knows; few rows of these share pages
-                keys += [replace(key, adapters=True) for key in keys if _for_any_rows(key, sharing)]
+            if builder.adapters is not None:
+                # How many adapters there are, the device knows; few rows of these share pages. Those of experts are many launches in each layer.
+                some = [replace(key, adapters=True) for key in keys if _for_any_rows(key, sharing)]
+                keys += some
+                keys += [replace(key, experts=True) for key in some if builder.adapters.may_be_of_experts]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
-        self._plain = self._adapted = _Set([])
+        self._plain = self._adapted = self._of_experts = _Set([])
 
     def find(self, step: StagedStep, *, needs_hidden: bool = False) -> Captured | None:
         """The smallest graph that the step fits in. With `needs_hidden` only graphs that put hidden states out."""
         where = step.where
-        own = self._adapted if self._builder.has_adapters(step.slots) else self._plain
+        own = self._plain
+        if self._builder.has_adapters(step.slots):
+            own = self._of_experts if self._builder.has_experts(step.slots) else self._adapted
         if where.stride:
             return own.drafted[where.stride].find(where.rows * where.stride)
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
             return own.mixed.find(where.tokens)
-        if own.no_shared_prefix.graphs and (own is self._adapted or not self._builder.may_share(step.slots)):
+        if own.no_shared_prefix.graphs and (own is not self._plain or not self._builder.may_share(step.slots)):
             return own.no_shared_prefix.find(where.rows)
         return own.decode.find(where.rows)
 
@@ -348,9 +353,9 @@ class StepGraphs:
         self._builder.clear()
         keys = [key for key in self.keys if not rehearsal or is_telling(key)]
         if extremes:
-            kinds: dict[tuple[bool, bool, int, bool], list[GraphKey]] = {}
+            kinds: dict[GraphKey, list[GraphKey]] = {}
             for key in keys:
-                kinds.setdefault((key.decode, key.no_shared_prefix, key.drafts, key.adapters), []).append(key)
+                kinds.setdefault(replace(key, rows=0, tokens=0), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
         for done, key in enumerate(keys):
             batch, states = self._prepare(key)
@@ -379,7 +384,8 @@ class StepGraphs:
                 gc.enable()
         made.reverse()
         self._plain = _Set([captured for captured in made if not captured.key.adapters])
-        self._adapted = _Set([captured for captured in made if captured.key.adapters])
+        self._adapted = _Set([captured for captured in made if captured.key.adapters and not captured.key.experts])
+        self._of_experts = _Set([captured for captured in made if captured.key.experts])
         return CaptureReport(time.perf_counter() - started, len(self.keys))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
@@ -396,7 +402,7 @@ class StepGraphs:
         return batch, states
 
     def _run(self, key: GraphKey, batch: ForwardBatch, work: Work) -> Tensors:
-        return work(self._builder.adapted(batch) if key.adapters else batch, key.decode)
+        return work(self._builder.adapted(batch, experts=key.experts) if key.adapters else batch, key.decode)
 
     def _capture(self, key: GraphKey, work: Work, second: SecondWork | None) -> Captured:
         engine = self._settings.engine
