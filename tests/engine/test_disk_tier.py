@@ -100,6 +100,7 @@ def test_a_fine_tune_finds_nothing_of_its_parent(checkpoint: Callable[[str], str
         (tuned, {}, 0),
         (path, {"kv_cache_dtype": "fp8"}, 0),
         (path, {"block_size": 32}, 0),
+        (path, {"batch_invariant": True}, 0),  # what others computed may differ in its last bits
     ):
         tokens, cached = run(engine(str(model), root, **options), PROMPTS)
         assert sum(map(bool, cached)) == finds, (model, options)
