@@ -183,6 +183,8 @@ class Rank:
         if isinstance(launch.available, DeviceMemory):
             self._reports.device = device = device_of_rank(launch.rank)
             torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(launch.threads)
         resolved = resolve(launch.args, available=launch.available)
         where: Path | Store | None = Path(launch.directory, orders.MEETING) if launch.directory else None
         address = ""

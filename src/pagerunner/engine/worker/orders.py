@@ -25,7 +25,8 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How a rank's process starts. `loader` is `module:function`, called as `load_worker`.
 
     `available`: see `resolve`. `directory` has a directory in which the ranks meet; it is empty for ranks of several machines, which meet where
-    rank 0 listens. `log_name` is the rank's in the log. `seconds`: the longest that a rank may be waited for in a sum.
+    rank 0 listens. `log_name` is the rank's in the log. `seconds`: the longest that a rank may be waited for in a sum. `threads`: of the core's process, by which
+    a plan counts what a CPU works in.
     """
 
     args: EngineArgs
@@ -38,6 +39,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log_level: int
     log_name: str
     seconds: float
+    threads: int
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

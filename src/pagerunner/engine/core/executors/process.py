@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from pagerunner import limits
@@ -168,6 +169,7 @@ class Ranks:
                     log_level=logging.getLogger("pagerunner").getEffectiveLevel(),
                     log_name=name_of_part(f"rank {rank}"),
                     seconds=_GROUP_FACTOR * self.seconds,
+                    threads=torch.get_num_threads(),
                 )
                 processes.append(self._places.start(launch))
         except BaseException:
