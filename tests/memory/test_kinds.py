@@ -67,9 +67,12 @@ def test_a_branch_point_is_remembered_after_it_was_missed_once() -> None:
         assert bench.run("c", shared + tokens(500, 4000)) == 992
 
 
+@pytest.mark.parametrize("windows", [{}, {"window-100": (16, 1)}], ids=["", "windows"])
 @pytest.mark.parametrize(("page", "hit"), [(16, 192), (48, 192), (128, 128)])
-def test_the_next_turn_continues_near_the_end_of_the_generated_text(page: int, hit: int) -> None:
-    bench = Bench({"full": (page, 1), "recurrent": (16, 2)})
+def test_the_next_turn_continues_near_the_end_of_the_generated_text(
+    page: int, hit: int, windows: dict[str, tuple[int, int]]
+) -> None:
+    bench = Bench({"full": (page, 1), "recurrent": (16, 2), **windows})
     bench.add("a", tokens(50), 150)
     generated: list[int] = []
     while bench.scheduler.has_work:
@@ -174,6 +177,25 @@ def test_a_window_hits_where_its_last_pages_are() -> None:
     assert used.groups[0].hits_total == 4992 + 4992 + 4496
     assert used.groups[1].hits_total == used.prefix_hits_total == 4992 + 4992 + 4000
     assert used.groups[1].pages_cached < 50 < used.groups[0].pages_cached
+
+
+def test_windows_stay_where_a_snapshot_is_or_may_come() -> None:
+    """A window in the midst of a prompt is found by nobody without the state there."""
+    bench = Bench({"full": (16, 1), "window-100": (16, 1), "recurrent": (16, 2)}, batched=200)
+    shared = tokens(1000)
+    assert bench.run("a", shared + tokens(500, 2000)) == 0
+    assert bench.scheduler.stats().groups[1].pages_cached <= 8, "seven steps' windows, of which one can be found"
+    assert bench.run("same", shared + tokens(500, 2000)) == 1488
+    assert bench.run("b", shared + tokens(500, 3000)) == 0
+    assert bench.run("c", shared + tokens(500, 4000)) == 992
+
+
+def test_without_a_group_that_keeps_all_windows_say_where_texts_branch() -> None:
+    bench = Bench({"window-100": (16, 1), "recurrent": (16, 2)}, batched=200)
+    shared = tokens(1000)
+    bench.run("a", shared + tokens(500, 2000))
+    assert bench.run("b", shared + tokens(500, 3000)) == 0
+    assert bench.run("c", shared + tokens(500, 4000)) == 992
 
 
 def test_chunks_get_shorter_before_pages_run_out() -> None:

@@ -5,7 +5,8 @@ Tables, promises and the places that moves look up follow from what is done here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import compress
 
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import NO_PAGE, Grant, fill
@@ -20,6 +21,8 @@ class Holdings:
         self._pool, self._index, self._work = books.pool, books.index, books.work
         self._promises, self._rules, self._grants = books.promises, books.rules, books.grants
         self._moves = moves
+        keeps_all = any(not rule.forgets and not rule.snapshots for rule in self._rules)
+        self._hits_at_states = keeps_all and any(rule.snapshots for rule in self._rules)
 
     def share(self, grant: Grant, group: int, first: int, pages: list[int]) -> None:
         """Put pages that are in use or cached into a new grant, as its pages `first` .. ."""
@@ -88,19 +91,33 @@ class Holdings:
         grant.reserve[group] -= len(grant.borrowed[group])
 
     def publish(self, grant: Grant, end: int) -> None:
-        """Make the complete pages of positions [0, end) findable. The grant's chain must cover them."""
+        """Make the complete pages of positions [0, end) findable. The grant's chain must cover them.
+
+        Where hits are at states alone, windows that no snapshot needs aren't: they would be cached, and no hit could use them. If no group
+        keeps all, they are, since they say where texts branch.
+        """
         chain = grant.chain
         for group, rule in enumerate(self._rules):
             complete = rule.complete(end)
             start = max(grant.published[group], grant.first[group])
             if start < complete:
                 pages, keys = grant.pages[group][start:complete], rule.keys(chain, start, complete)
-                if NO_PAGE in pages:
-                    keys = [key for key, page in zip(keys, pages, strict=True) if page != NO_PAGE]
-                    pages = [page for page in pages if page != NO_PAGE]
+                if NO_PAGE in pages or (rule.forgets and self._hits_at_states):
+                    spans = list(self._findable(grant, rule))
+                    among = [any(first <= at < stop for first, stop in spans) for at in range(start, complete)]
+                    some = [page != NO_PAGE and own for page, own in zip(pages, among, strict=True)]
+                    keys, pages = list(compress(keys, some)), list(compress(pages, some))
                 self._index.publish_all(group, keys, pages)
             grant.published[group] = complete
         grant.next_publish = min(map(_next_publish, self._rules, grant.published))
+
+    def _findable(self, grant: Grant, rule: GroupRule) -> Iterator[tuple[int, int]]:
+        """Which pages hits may need: first and one past last."""
+        if rule.forgets and self._hits_at_states:
+            yield from map(rule.hit_span, grant.snapshot_positions)
+            yield rule.hit_span(grant.target)[0], FOREVER  # generated text has snapshots anywhere
+        else:
+            yield 0, FOREVER
 
     def set_next_publish(self, grant: Grant) -> None:
         """When the first page of a new grant is complete that isn't findable yet."""
