@@ -102,9 +102,14 @@ def test_alternatives_of_equal_logits_do_not_depend_on_what_others_ask_for() -> 
         batch = logits(4, seed, 5000).bfloat16().float()
         alone = gather_logprobs(batch, batch.argmax(1), 3)
         assert alone[2].shape == (4, 3)
+        wanted = [sorted(range(5000), key=lambda token: (-row[token], token)) for row in batch.tolist()]
         for others in (4, 8, 20):
             beside = gather_logprobs(batch, batch.argmax(1), others)
             assert beside[2].shape == (4, others) and torch.equal(beside[2][:, :3], alone[2])
+            values = batch.gather(1, beside[2])
+            assert torch.equal(values, batch.gather(1, torch.tensor(wanted)[:, :others]))
+            later = values[:, 1:] == values[:, :-1]
+            assert (beside[2].diff()[later] > 0).all(), "of equal logits the first comes first"
     assert gather_logprobs(batch, batch.argmax(1), 0)[2].shape == (4, 0)
 
 

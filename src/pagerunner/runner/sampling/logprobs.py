@@ -25,11 +25,17 @@ def gather_logprobs(logits_LV: torch.Tensor, chosen_L: torch.Tensor, num_top: in
     total_L1 = row_logsumexp(logits_LV).unsqueeze(-1)
     own_L1 = logits_LV.gather(1, chosen_L[:, None])
     rank_L = (logits_LV > own_L1).sum(dim=-1) + 1
-    count = max(num_top, USUAL_TOP) if num_top else 0
-    ids_LK, values_LK = (
-        found[:, :num_top] for found in reversed(logits_LV.topk(min(count, logits_LV.shape[-1]), dim=-1))
-    )
+    ids_LK, values_LK = _best(logits_LV, num_top)
     return (own_L1 - total_L1).squeeze(-1), rank_L, ids_LK, values_LK - total_L1
+
+
+def _best(logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and values of the best of each row, [L, K]; of equal ones the lower ids come first, as torch's order of them follows the number of rows."""
+    count = max(num_top, USUAL_TOP) if num_top else 0
+    found = logits_LV.topk(min(count, logits_LV.shape[-1]), dim=-1)
+    ids_LK, order_LK = found.indices.sort(dim=-1)
+    values_LK, order_LK = found.values.gather(1, order_LK).sort(dim=-1, descending=True, stable=True)
+    return ids_LK.gather(1, order_LK)[:, :num_top], values_LK[:, :num_top]
 
 
 def to_token_logprobs(tokens: Sequence[int], lists: Sequence[list[Any]], num_top: Sequence[int]) -> list[TokenLogprobs]:
