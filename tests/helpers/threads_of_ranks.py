@@ -13,13 +13,18 @@ SECONDS = 60.0
 
 
 def in_threads(size: int, directory: Path, act: Callable[[GlooComm], Any], seconds: float = SECONDS) -> list[Any]:
-    """What `act` returns or raises with each rank. `directory` is made for these."""
+    """What `act` returns or raises with each rank. `directory` is made for these.
+
+    No rank is gone before all have ended: one that has met the others, and ends at once, would be lost to one that is slower to meet it.
+    """
     directory.mkdir(mode=0o700)
     found: list[Any] = [None] * size
+    met: list[GlooComm] = []
 
     def run(rank: int) -> None:
         try:
-            found[rank] = act(GlooComm(directory, rank, size, seconds))
+            met.append(comm := GlooComm(directory, rank, size, seconds))
+            found[rank] = act(comm)
         except Exception as error:
             found[rank] = error
 

@@ -226,7 +226,8 @@ def test_a_client_asks_only_for_what_it_was_lent(owner) -> None:
     line.close()
 
 
-def test_who_takes_pages_too_slowly_is_cut_off(owner, hasty, monkeypatch) -> None:
+def test_who_takes_pages_too_slowly_is_cut_off(owner, monkeypatch) -> None:
+    monkeypatch.setattr(PageServer, "GRACE_SECONDS", 2.0)
     monkeypatch.setattr(PageServer, "MIN_RATE", 1e12)
     big = {(0, key(0)): memoryview(bytes(64 << 20))}
     token = owner.loans.lend(big, 30)
@@ -417,7 +418,7 @@ def test_a_peer_that_hangs_fails_within_its_deadline(owner, make, hasty, which, 
     owner.loans.end_all("end")
 
 
-def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
+def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, monkeypatch) -> None:
     def drip() -> None:
         sock = listener.accept()[0]
         line = wire.Line(sock)
@@ -439,6 +440,7 @@ def test_a_slow_peer_ends_a_pull_however_steadily_it_sends(make, hasty) -> None:
         store = make()
         store.visit(1, listener.getsockname(), b"t" * 16, b"b" * 16)
         assert news(store, 1) == ""
+        monkeypatch.setattr(peers, "GRACE_SECONDS", 0.5)
         begun = time.monotonic()
         assert read(store, 1, [(0, key(0))]) == [None]
         assert time.monotonic() - begun < patient(3)
@@ -488,7 +490,7 @@ class Other:
         self.process.communicate()
 
 
-def test_an_engine_is_stopped_killed_and_started_again(make, hasty) -> None:
+def test_an_engine_is_stopped_killed_and_started_again(make, monkeypatch) -> None:
     assert Path(page_owner.__file__).exists()
     size, names = 4 << 20, [(0, key(number)) for number in range(4)]
     other = Other(pages=4, size=size)
@@ -499,7 +501,9 @@ def test_an_engine_is_stopped_killed_and_started_again(make, hasty) -> None:
         assert all(read(store, 1, names, size))
         other.process.send_signal(signal.SIGSTOP)
         begun = time.monotonic()
-        assert not any(read(store, 1, names, size))
+        with monkeypatch.context() as hasty:
+            hasty.setattr(peers, "GRACE_SECONDS", 0.15)
+            assert not any(read(store, 1, names, size))
         assert "is too slow" in news(store, 1)
         other.process.send_signal(signal.SIGCONT)
         store.leave(1)
