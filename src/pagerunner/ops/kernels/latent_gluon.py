@@ -2,9 +2,9 @@
 
 `kernels/latent_decode.py` says what a slice is, and computes the same with plain Triton on any device. Here
 
-* 64 queries are a program's first operand. Those that a unit doesn't have are zeros.
-* A tile of 64 vectors serves both products from where it lies in shared memory. Two groups of four warps divide a tile's keys among them for the
-  scores, and halves of the latents for the values. Plain Triton has each group compute all scores.
+* 64 queries are the products' first operand. Up to 16 are their second one, and vectors the first. Queries that a unit doesn't have are zeros.
+* A tile of 64 vectors serves both products from where it lies in shared memory. Two groups of four warps divide a tile's scores among them, by keys or (of 16
+  queries) by queries, and the sums by elements of the latents. Plain Triton has each group compute all scores.
 * A tile is on its way while the one before is computed. Its pages are looked up while the one before that is.
 
 A unit's keys are the slots of its row in order, or with CHOSEN those that an indexer has chosen.
