@@ -39,10 +39,13 @@ lint: $(VENV)/.dev
 # A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one), the longest first
 # (tests/conftest.py). They are forked from one that has collected the tests (tests/helpers/forks.py). One thread in each: the models are
 # tiny, and on a busy machine threads that wait for each other take most of the time. Bytecode is kept, whatever the environment says: else
-# every process that a test starts compiles the package again, and pytest each test.
+# every process that a test starts compiles the package again, and pytest each test. The day chooses cases and all that is random, the order of
+# sets of strings too.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+PAGERUNNER_TEST_DAY ?= $(shell $(PYTHON) -c 'import datetime as time; print(time.datetime.now(time.timezone.utc).toordinal())')
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --forks $(JOBS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=$(PAGERUNNER_TEST_DAY) PAGERUNNER_TEST_DAY=$(PAGERUNNER_TEST_DAY) \
+		$(BIN)/python -m pytest --forks $(JOBS)
 
 # Every combination of parameters and many more random cases, where `make test` tries each value (tests/helpers/effort.py).
 test-thorough:
