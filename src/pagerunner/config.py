@@ -259,9 +259,11 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if not self.batch_invariant:
             return
         way = "batch_invariant=True" if asked == "0" else f"{INVARIANCE}=1"
-        teams, fp8 = self.num_ranks, self.kv_cache_dtype.startswith("fp8")
+        fp8, by_size = self.kv_cache_dtype.startswith("fp8"), "ranks' sums are made in other orders by size"
         for name, value, refused, why in (
-            ("tensor_parallel_size times pipeline_parallel_size times teams", teams, teams > 1, "ranks' sums are made in other orders by size"),
+            ("tensor_parallel_size", self.tensor_parallel_size, self.tensor_parallel_size > 1, by_size),
+            ("pipeline_parallel_size", self.pipeline_parallel_size, self.pipeline_parallel_size > 1, by_size),
+            ("enable_expert_parallel=True with data_parallel_size", self.teams, self.teams > 1, by_size),
             ("speculative_config", self.speculative_config, self.speculative_config is not None, "rows with drafts have kernels of their own"),
             ("enable_lora", True, self.enable_lora, "adapters' products are divided by the rows that have some"),
             ("kv_cache_dtype", self.kv_cache_dtype, fp8, "scales of fp8 pages follow what was stored at once"),

@@ -107,7 +107,9 @@ def test_without_it_sums_are_made_in_other_orders(path: Path, alone: list[Number
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: ranks"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: ranks"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "enable_expert_parallel=True with data_parallel_size=2: ranks"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
         ({"enable_lora": True}, "enable_lora"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
@@ -123,7 +125,7 @@ def test_layers_that_are_not_covered_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="latent attention"):
         LLM(str(make_latent_checkpoint(tmp_path, "deepseek_v3")[0]), **OPTIONS)
     dense = str(make_checkpoint(tmp_path, "qwen3"))
-    with pytest.raises(ConfigError, match="in float32 with a C compiler"):
+    with pytest.raises(ConfigError, match=r"weights in bfloat16 on a CPU: .*dtype=\"float32\" and a C compiler"):
         LLM(dense, **(OPTIONS | {"dtype": "bfloat16"}))
     with pytest.raises(ConfigError, match="served by triton"):
         LLM(dense, attention_backend="triton", **OPTIONS)

@@ -19,7 +19,7 @@ from pagerunner.quant.fixed import FixedExperts, FixedOrder, check_experts, chec
 from pagerunner.quant.panels import InPanels
 
 _BY_TOKENS = "their products are chosen by the number of tokens"
-_ON_CPUS = "a CPU's products have a fixed order by its own kernels, in float32 with a C compiler"
+_ON_CPUS = 'a CPU\'s products have a fixed order by its own kernels, which need dtype="float32" and a C compiler'
 
 
 def fix_products(model: Model, device: str) -> None:
@@ -46,7 +46,7 @@ def fix_products(model: Model, device: str) -> None:
         elif device == "cuda":
             raise _refused(f"weights as {type(module.method).__name__}", _BY_TOKENS)
         elif not isinstance(module.method, InPanels):
-            raise _refused(f"weights as {type(module.method).__name__} on a CPU", _ON_CPUS)
+            raise _refused(f"weights in {str(module.dtype).removeprefix('torch.')} on a CPU", _ON_CPUS)
 
 
 def _fix_mixture(module: Experts | Router, device: str) -> None:
@@ -59,7 +59,7 @@ def _fix_mixture(module: Experts | Router, device: str) -> None:
     elif isinstance(module.method, ExpertsInPanels):
         module.method.fixed = True
     else:
-        raise _refused(f"experts as {type(module.method).__name__} on a CPU", _ON_CPUS)
+        raise _refused("experts on a CPU", _ON_CPUS)
 
 
 def _logits_of_few(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
