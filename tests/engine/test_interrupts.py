@@ -24,11 +24,12 @@ from typing import Any
 import pytest
 
 import pagerunner
+from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.effort import TEST_DAY, by_days, effort, share_of_the_day
 from helpers.patience import LONG
-from pagerunner import LLM, SamplingParams
+from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
 from pagerunner.types import StructuredOutputsParams
@@ -195,6 +196,32 @@ def test_an_interrupt_at_any_line_of_a_step_ends_the_call_and_nothing_else(
                 f"The interrupt came at line {line} of {len(ran)}. PAGERUNNER_TEST_DAY={TEST_DAY} repeats it."
             )
             raise
+
+
+def test_an_interrupt_at_any_line_of_the_work_on_adapters_ends_the_call_and_nothing_else(tmp_path: Path) -> None:
+    """Three adapters take turns in one slot. Lines of each step of the call that brings them there, some on each day."""
+    rooms = tuple(os.path.join(SOURCES, one) for one in ("engine/core/adapters.py", "sched/adapters.py"))
+    base = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    loras = [LoRARequest(f"n{n}", 1, str(random_adapter(base, tmp_path / str(n), rank=2, seed=n))) for n in range(3)]
+    llm = LLM(str(base), use_tqdm=False, max_model_len=64, max_num_seqs=4, enable_lora=True, max_lora_rank=8)
+
+    def answers() -> list[list[int]]:
+        outputs = llm.generate(PROMPTS, params("greedy"), use_tqdm=False, lora_request=loras)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected, lines = answers(), list[tuple[int, int]]()
+    assert answers() == expected
+    for step in range(10):
+        with interrupted_at(llm, step, -2, rooms) as ran:
+            answers()
+        lines += [(step, line) for line in range(len(ran))]
+    assert len(lines) > 300
+    for step, line in map(lines.__getitem__, share_of_the_day(len(lines), 72)):
+        with interrupted_at(llm, step, line, rooms) as ran, contextlib.suppress(KeyboardInterrupt):
+            answers()
+        assert answers() == expected, ran[-1]
+        llm._core.adapters.books.check([])
+        check_empty(llm)
 
 
 def send_ctrl_c() -> None:

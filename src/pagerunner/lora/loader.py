@@ -45,7 +45,7 @@ class AdapterLoader:
         self.tell: Callable[[AdapterEnd], None] = self._ends.put
         self._under_way = 0
         self._lock = threading.Lock()
-        self._sleeps = 0  # so far
+        self._latest: dict[int, int] = {}  # by slot, the number of its last fill
         self._copies: set[Future[None]] = set()
         self._readers = Readers()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagerunner-adapter-copies")
@@ -60,6 +60,7 @@ class AdapterLoader:
     def fill(self, fill: AdapterFill) -> None:
         """Bring an adapter to a slot that no step uses which is launched from now on."""
         self._under_way += 1
+        self._latest[fill.slot] = fill.number
         event: torch.cuda.Event | None = None
         if self._stream is not None:
             event = torch.cuda.Event()
@@ -67,8 +68,7 @@ class AdapterLoader:
         if (packed := self._kept.get(fill.digest)) is not None:
             self._begin_copy(fill, packed, event)
         else:
-            sleeps = self._sleeps
-            self._begin(fill.number, fill.path, lambda: self._read_again(fill, event, sleeps))
+            self._begin(fill.number, fill.path, lambda: self._read_again(fill, event))
 
     def forget(self, digest: str) -> None:
         """Give up the copy in host memory."""
@@ -88,7 +88,7 @@ class AdapterLoader:
     def lose(self) -> None:
         """Wait for the copies that are under way, and forget what is on the device."""
         with self._lock:
-            self._sleeps += 1
+            self._latest.clear()
         while self._copies:
             wait(list(self._copies))
         self.region.clear()
@@ -144,10 +144,10 @@ class AdapterLoader:
         adapter, _ = self._keep(path)
         self.tell(AdapterEnd(number, adapter.digest, adapter.rank, adapter.base, separate=adapter.separate))
 
-    def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None, sleeps: int) -> None:
+    def _read_again(self, fill: AdapterFill, event: torch.cuda.Event | None) -> None:
         _, packed = self._keep(fill.path, fill.digest)
         with self._lock:
-            if sleeps == self._sleeps:
+            if self._latest.get(fill.slot) == fill.number:
                 self._begin_copy(fill, packed, event)
                 return
         self.tell(AdapterEnd(fill.number, fill.digest))  # the slot may be another's by now

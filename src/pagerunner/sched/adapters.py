@@ -134,12 +134,13 @@ class Adapters:
         slot = next((one for one in self._slots if one.filling == end.number), None)
         if slot is None:
             return False
-        slot.filling, slot.num_bytes, self._changed = 0, end.num_bytes, True
         self._fill_bytes += end.num_bytes
         if end.error:
             place = self._place.pop(slot.digest)
             slot.digest = ""
             self._failed += [(one, end.error) for one in self.held.values() if one.adapter_slot == place]
+        slot.num_bytes = end.num_bytes
+        slot.filling, self._changed = 0, True  # last: until then an interrupt leaves a slot that `restart` empties
         return True
 
     @property
@@ -158,10 +159,13 @@ class Adapters:
         self._first, self._changed = None, True
 
     def restart(self) -> None:
-        """Another scheduler begins, without sequences. What is in slots stays there."""
+        """Another scheduler begins, without sequences. What is in slots stays there, but for what was on its way: an interrupt may have lost it, or its end."""
         self.held.clear()
         self._failed.clear()
         self._unfinished.clear()
+        self._fills.clear()
+        self._slots = [_Slot() if slot.filling else slot for slot in self._slots]
+        self._place = {slot.digest: place for place, slot in enumerate(self._slots) if slot.digest}
         for slot in self._slots:
             slot.users = 0
         self._first, self._changed = None, True
@@ -264,9 +268,10 @@ class Adapters:
 
     def _fill(self, place: int, adapter: AdapterInfo) -> None:
         slot = self._slots[place]
+        slot.filling = self.number()  # first: see `ended`
         if slot.digest:
             del self._place[slot.digest]
-        slot.digest, slot.filling, slot.num_bytes = adapter.digest, self.number(), 0
+        slot.digest, slot.num_bytes = adapter.digest, 0
         self._place[adapter.digest] = place
         self._fills.append(AdapterFill(slot.filling, place, adapter.digest, adapter.path))
         self._num_fills += 1

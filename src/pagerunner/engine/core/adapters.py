@@ -120,8 +120,8 @@ class AdapterWork:
         needed = {names[name].digest for name in loading if name in names} | self.books.without_name()
         spare = [digest for digest in self._copies if digest not in needed]
         for digest in spare[: max(len(spare) - self._most, 0)]:
-            del self._copies[digest]
             self._loader.forget(digest)
+            del self._copies[digest]
 
     def poll(self, seconds: float) -> None:
         """Take what has ended; with nothing, wait for up to so many seconds."""
@@ -150,6 +150,11 @@ class AdapterWork:
         self.loaded[end.number] = self._read[info.name] = info
         if not later:
             self.name(info.name)
+
+    def restart(self) -> None:
+        """An interrupt may have lost ends of loads: what is being read gets no name any more."""
+        for one in (self._loads, self._named_later, self._read, self.loaded):
+            one.clear()
 
     @property
     def busy(self) -> bool:

@@ -156,6 +156,8 @@ class EngineCore:
             scheduler.close_guides()
             raise
         self._executor.drain_transfers()
+        if self._adapters is not None:
+            self._adapters.restart()
         self._in_flight.clear()
         self._scheduler = scheduler
         self._publish_events()
