@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,6 +75,11 @@ def test_requests_that_come_together_wait_for_one_load() -> None:
         ):
             await other
         assert await adapters.named(SQL) == "sql" and await adapters.named(LoRARequest("sql")) == "sql"
+        for same in ("/sql/", "/./sql//", Path("/sql")):
+            assert await adapters.named(LoRARequest("sql", 1, same)) == "sql"  # type: ignore[arg-type]  # programs give paths
+        for wrong in (3, b"/sql", None):
+            with pytest.raises(InvalidRequestError, match="lora_path must be a text"):
+                LoRARequest("sql", 1, wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="was loaded from /sql"):
             await adapters.named(LoRARequest("sql", 1, "/law"))
         assert engine.reads == ["/sql"]

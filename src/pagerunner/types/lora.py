@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import msgspec
 
 from pagerunner.errors import ConfigError, InvalidRequestError
@@ -30,6 +32,10 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         check_name(self.lora_name)
+        if not isinstance(path := self.lora_path, str | PurePath):
+            refuse("lora_path", f"must be a text, got {show(path)}.")
+        if path:  # in one spelling: /a/b/ is /a/b
+            msgspec.structs.force_setattr(self, "lora_path", str(PurePath(path)))
         base = self.base_model_name
         if base is not None and not is_base_name(base):
             refuse(
