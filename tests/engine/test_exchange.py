@@ -19,6 +19,7 @@ from helpers.effort import TEST_DAY, by_days, effort
 from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import LONG, until
+from helpers.ports import free_port
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
@@ -55,11 +56,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 @pytest.fixture(autouse=True)
 def own_secret(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Engine:

@@ -22,6 +22,7 @@ import pytest
 
 from helpers import fake_core
 from helpers.patience import LONG, until
+from helpers.ports import free_port
 from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
@@ -377,8 +378,7 @@ def test_a_port_at_which_another_program_listens_when_the_model_is_loaded_is_in_
         return 0
 
     monkeypatch.setattr(launch, "serve", serve)
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConfigError, match=rf"^Port {port} on 127\.0\.0\.1 is in use"):
         run_server(EngineArgs(model=str(text_side)), port=port)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from helpers.patience import LONG, until
+from helpers.ports import free_port
 from helpers.proxies import running_proxy
 from helpers.serving import MODEL, RunningServer, running_server
 from pagerunner.config import EngineArgs
@@ -23,15 +23,13 @@ PROMPT = "Once upon a time there was a page that nobody had written yet. " * 12
 
 
 def args(role: str) -> EngineArgs:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return EngineArgs(
         model=str(demo_path("demo")),
         max_model_len=512,
         num_gpu_blocks_override=256,
         max_num_seqs=16,
         kv_offloading_size=0.1,
-        kv_transfer_config={"kv_connector": "PeerConnector", "kv_role": role, "kv_port": port},
+        kv_transfer_config={"kv_connector": "PeerConnector", "kv_role": role, "kv_port": free_port()},
     )
 
 

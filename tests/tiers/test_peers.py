@@ -23,6 +23,7 @@ from helpers.effort import TEST_DAY, effort
 from helpers.page_owner import FIELDS, SECRET, content, key
 from helpers.page_pulls import LENT, PAGES, SIZE, Owner, check, news, pull, read
 from helpers.patience import LONG, patient, stretched, until
+from helpers.ports import free_port
 from pagerunner.errors import ConfigError, InvalidRequestError
 from pagerunner.tiers import peers, wire
 from pagerunner.tiers.page_server import PageServer
@@ -493,7 +494,7 @@ class Other:
 def test_an_engine_is_stopped_killed_and_started_again(make, monkeypatch) -> None:
     assert Path(page_owner.__file__).exists()
     size, names = 4 << 20, [(0, key(number)) for number in range(4)]
-    other = Other(pages=4, size=size)
+    other = Other(free_port(), pages=4, size=size)
     try:
         store = make()
         store.visit(1, ("127.0.0.1", other.port), other.token, other.boot)
