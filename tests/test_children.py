@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from helpers.patience import LONG
+from helpers.processes import is_alive
 from pagerunner import children, limits
 from pagerunner.children import (
     command,
@@ -147,13 +148,6 @@ def test_a_child_whose_parent_is_killed_ends() -> None:
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(child)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.patience import until
+from helpers.processes import is_alive
 from helpers.programs import run_python
 from pagerunner import LLM, SamplingParams
 from pagerunner.children import helper_environment, with_path
@@ -120,7 +121,7 @@ def test_they_end_without_a_word_when_their_core_is_killed(tmp_path: Path) -> No
         core.kill()
         core.wait()
         core.stdout.close()
-    until(lambda: not any(rank.exists() for rank in ranks))
+    until(lambda: not any(is_alive(int(rank.name)) for rank in ranks))
     assert said.read_text() == ""
 
 
@@ -149,4 +150,4 @@ def test_a_ctrl_c_at_the_exit_of_a_program_prints_nothing_and_leaves_nothing() -
     assert (done.returncode, done.stderr) == (0, "")
     directory, *pids = done.stdout.split()
     assert len(pids) == 2 and not Path(directory).exists()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: not any(map(is_alive, map(int, pids))))

@@ -28,6 +28,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import patient, until
+from helpers.processes import is_alive
 from pagerunner import LLM, SamplingParams, StructuredOutputsParams, limits
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -596,5 +597,4 @@ time.sleep(600)
         assert program_process.stdout is not None
         pid, directory = program_process.stdout.readline().split()
         program_process.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
-    until(lambda: not Path(directory).exists())
+    until(lambda: not is_alive(int(pid)) and not Path(directory).exists())

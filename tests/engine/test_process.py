@@ -24,6 +24,7 @@ import pytest
 
 from helpers import fake_core
 from helpers.patience import LONG, patient
+from helpers.processes import is_alive
 from pagerunner import limits
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import client
@@ -136,7 +137,7 @@ class Frontend:
     def died(self, error: EngineDeadError) -> None:
         self.death = error
 
-    async def until(self, condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = LONG) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -168,11 +169,6 @@ async def running() -> AsyncIterator[tuple[CoreClient, Frontend]]:
 
 def set_options(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
     monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, msgspec.json.encode(options).decode())
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_the_core_gets_settings_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,10 +480,10 @@ def test_shutdown_leaves_no_process_and_no_directory(monkeypatch: pytest.MonkeyP
             os.kill(client.pid, signal.SIGINT)
             os.kill(client.pid, signal.SIGTERM)
             await asyncio.sleep(0.05)
-            assert alive(client.pid) and frontend.death is None
+            assert is_alive(client.pid) and frontend.death is None
             return client.pid
 
-    assert not alive(asyncio.run(main()))
+    assert not is_alive(asyncio.run(main()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -527,12 +523,12 @@ def test_a_killed_parent_leaves_no_orphan_and_no_directory(tmp_path: Path) -> No
     with parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert alive(child)
+        assert is_alive(child)
         parent.kill()
     deadline = time.monotonic() + LONG
-    while alive(child) and time.monotonic() < deadline:
+    while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not alive(child)
+    assert not is_alive(child)
     assert list(tmp_path.iterdir()) == []
 
 

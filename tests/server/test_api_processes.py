@@ -23,6 +23,7 @@ import pytest
 from helpers import fake_core
 from helpers.patience import LONG, until
 from helpers.ports import free_port
+from helpers.processes import children_of, is_alive
 from helpers.server_process import PROGRAM, server_process, set_options
 from helpers.serving import readers
 from pagerunner.config import EngineArgs
@@ -47,17 +48,7 @@ def two(text_side: Path) -> Iterator[Server]:
 
 
 def children(server: Server, module: bytes) -> list[int]:
-    pid = server[0].pid
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found += [one for task in Path(f"/proc/{pid}/task").glob("*/children") for one in task.read_text().split()]
-    return sorted({int(one) for one in found if module in command(one)})
-
-
-def command(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:  # it has just ended
-        return b""
+    return children_of(server[0].pid, module)
 
 
 def post(server: Server, path: str, body: Any = None, **options: Any) -> httpx.Response:
@@ -81,7 +72,10 @@ def total(server: Server, name: str, label: str = "") -> float:
 
 def open_streams(server: Server, pid: int) -> int:
     """Connections that an API process has accepted."""
-    links = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
+    links = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            links.append(os.readlink(one))
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     port = f":{int(server[1].rsplit(':', 1)[1]):04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -300,7 +294,7 @@ def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, mo
             reader.join(LONG)
             assert reader.error is None and reader.reason == "length"
         assert server[0].wait(LONG) == 0
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.days(2)
@@ -313,7 +307,7 @@ def test_when_the_supervisor_is_killed_nothing_is_left(
         assert len([*tmp_path.glob("pagerunner-run-*/*.db")]) > 1
         pids = children(server, API) + children(server, b"core.process")
         server[0].kill()
-        until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not any(map(is_alive, pids)))
         assert not [*tmp_path.glob("pagerunner-run-*")]
 
 
@@ -330,17 +324,12 @@ def test_what_is_left_when_all_are_killed_at_once_goes_with_the_next_start(
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:
                     os.kill(pid, number)
-            until(lambda: not any(alive(pid) for pid in pids))
+            until(lambda: not any(map(is_alive, pids)))
         left = {*place.glob("pagerunner-run-*")} - {used}
         assert len(left) == 2, "of the core's sockets and of the metrics"
         with server_process(text_side, 5):
             assert used.exists() and not any(one.exists() for one in left)
         complete(beside, 1)
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_wrong_numbers_and_ports(text_side: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ import pytest
 from helpers import faulty_ranks
 from helpers.effort import TEST_DAY, share_of_the_day
 from helpers.patience import LONG, patient, until
+from helpers.processes import children_of, is_alive
 from helpers.serving import RunningServer, readers, running_server
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -37,18 +37,11 @@ def ranks_of(server: RunningServer) -> list[int]:
 
 def ranks_under(pid: int) -> list[int]:
     """Processes of ranks that a core has started."""
-    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [
-        int(child)
-        for found in children
-        for child in found
-        if b"engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    return children_of(pid, b"engine.rank")
 
 
 def gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    return not is_alive(pid)
 
 
 HOW = ["killed", "killed while nothing runs", "raises", "hangs"]

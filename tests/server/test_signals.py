@@ -21,6 +21,7 @@ import pytest
 
 from helpers.effort import share_of_the_day
 from helpers.patience import LONG, patient, until
+from helpers.processes import children_of
 from helpers.server_process import PROGRAM, refuses, server_process, set_options
 from helpers.serving import readers
 from pagerunner.server import listening
@@ -34,9 +35,8 @@ def test_a_server_whose_core_has_died_tells_everybody_and_ends_with_an_exit_stat
     set_options(monkeypatch, step_seconds=0.01)
     with server_process(text_side, 300) as (process, url):
         [reader] = readers(url, 1, prompt="ab", max_tokens=1900)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        [core] = [pid for pid in children if b"engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(int(core), signal.SIGKILL)
+        [core] = children_of(process.pid, b"engine.core.process")
+        os.kill(core, signal.SIGKILL)
         start = time.monotonic()
         reader.join(LONG)
         assert "SIGKILL" in str(reader.error)

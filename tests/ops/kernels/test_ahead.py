@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from helpers.patience import LONG, until
+from helpers.processes import is_alive
 from pagerunner.ops import ahead as ops
 from pagerunner.ops.kernels import ahead, compilers
 from pagerunner.ops.kernels.compilers import Asked, Kernel
@@ -140,7 +141,7 @@ def test_processes_that_compile_end_with_a_starter_that_is_killed():
         pids = [int(process.stdout.readline()) for _ in range(3)]
         process.stdin.close()
         assert process.wait(LONG) == -signal.SIGKILL
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        until(lambda: not any(map(is_alive, pids)))
         assert process.stdout.read() == process.stderr.read() == b""
 
 
