@@ -14,7 +14,7 @@ from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
 from pagerunner.ops.kernels import indexer, latent_wide
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.rope import rope_angles
-from pagerunner.ops.sparse_latents import chosen_values
+from pagerunner.ops.sparse_latents import chosen_values, store_slots_
 
 CHOICE = indexer_cases.Case((), top_k=2048, heads=64, size=128, slots=64)
 LONG = ((2046, 1), (2047, 1), (2048, 1), (5000, 1), (127, 1), (20_000, 1), (8191, 1), (8192, 1))
@@ -119,3 +119,17 @@ def test_attention_of_several_tokens(groups: int) -> None:
     case = replace(CHOSEN, groups=groups, dtype=torch.bfloat16)
     check_attention(replace(case, rows=((2045, 3), (100, 1), (2500, 4)), stride=4, padding=1))
     check_attention(replace(case, rows=((2000, 90), (0, 3), (2500, 40))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    """The words of PTX that make bfloat16 of e4m3 know no NaN, so the scale says it. Two rows see all of their tokens."""
+    given = sparse_cases.made(replace(CHOSEN, rows=((63, 1), (40, 1)), groups=4, dtype=dtype), "cuda")
+    held, table, rows = given[2:5]
+    vectors = torch.randn(1, 576, device="cuda").to(dtype)
+    vectors[0, 200] = float("nan")
+    keys = torch.zeros(*held.latent_ESC.shape[:2], 128, device="cuda").to(torch.float8_e4m3fn)
+    where = table[rows.slots_R[:1].long(), 0], torch.tensor([63], device="cuda")
+    store_slots_(vectors, vectors[:, :128].contiguous(), held, keys, torch.zeros(keys.shape[:2], device="cuda"), *where)
+    found = chosen_values(*given)
+    assert found[0].isnan().all() and found[1].isfinite().all()
