@@ -76,12 +76,13 @@ class Readers:
 
     def _manage(self) -> None:
         with self._changed:
-            while not self._closed:
+            while (self._queue or self._running) and not self._closed:
                 seconds = self._look()
                 if self._queue and sum(not one.slow for one in self._running) < READERS:
                     self._start(self._queue.popleft())
                 else:
                     self._changed.wait(seconds)
+            self._manager = None
 
     def _look(self) -> float | None:
         """Find who is slow by now. How long until the next one may be."""
