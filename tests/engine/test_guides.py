@@ -177,3 +177,21 @@ def test_an_ended_sequence_looks_at_no_further_draft(library: Library, make_guid
     gate.set()
     make_guide(alone=True)  # behind it on the same thread
     assert library.made[-1] == () and (5, 6, 7) not in library.made
+
+
+def test_a_grammar_that_is_used_again_and_again_is_compiled_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others come and go beside it: the one that was used longest ago is given up."""
+    compiled: list[str] = []
+    monkeypatch.setattr(grammar, "KEPT", 2)
+    monkeypatch.setattr(grammar, "compile_grammar", lambda _, text: compiled.append(text) or Matcher(library))
+    tokenizer: Any = SimpleNamespace(decode_bytes=bytes)
+    guides = grammar.Guides(lambda: tokenizer)
+    for text in ("a", "b", "a", "c", "a", "d", "a", "b"):
+        request: Any = SimpleNamespace(grammar=Grammar(text=text))
+        guide = guides(request)
+        guide.wait(LONG)
+        assert guide.ready and guide.error is None
+        guide.close()
+    assert compiled == ["a", "b", "c", "d", "b"]

@@ -125,6 +125,7 @@ class Guides:
             compiled = self._compiled[text] = pool.submit(lambda: compile_grammar(self._tokenizer(), text))
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
+        self._compiled.move_to_end(text)
         self._waiting[text] += 1
         return GrammarGuide(self._tokenizer, compiled, self._looks, grammar, lambda: self._left(text, compiled))
 
