@@ -24,7 +24,7 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 # Sockets have addresses of 108 bytes, in which a test's directory has to leave room for names.
-if len(tempfile.gettempdir()) > 30:
+if len(tempfile.gettempdir()) > len("/var/tmp"):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
 
 # A shell's background jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.

@@ -41,7 +41,11 @@ served = cases.map(
 )
 
 
-@settings(max_examples=effort(25, 120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=effort(25, 120),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(served, st.sampled_from([0, 2]))
 def test_equals_attention_row_by_row(case: Case, spare: int) -> None:
     got, want = run(replace(case, spare_columns=spare), FlashInferBackend())

@@ -126,7 +126,7 @@ def test_they_end_without_a_word_when_their_core_is_killed(tmp_path: Path) -> No
 
 
 AT_EXIT = """
-import os, signal
+import os, signal, threading
 from pagerunner import LLM
 from pagerunner.engine.core.executors.watch import RankWatch
 
@@ -135,7 +135,8 @@ end = RankWatch._end
 
 def interrupted(self, reason):
     end(self, reason)
-    os.kill(os.getpid(), signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():  # the watch may see that the ranks end, and ends them too
+        os.kill(os.getpid(), signal.SIGINT)
 
 llm = LLM("demo", tensor_parallel_size=2, device="cpu", max_model_len=64, use_tqdm=False)
 watch = llm._core._executor._ranks.watch
