@@ -7,11 +7,17 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner import LLM, ConfigError, EngineArgs, SamplingParams
+from pagerunner.engine.startup.exchange import page_fields
+from pagerunner.engine.startup.resolve import resolve
 
 OPTIONS: dict[str, Any] = {
     "use_tqdm": False, "dtype": "float32", "batch_invariant": True, "num_gpu_blocks_override": 400, "max_model_len": 256,
@@ -19,6 +25,11 @@ OPTIONS: dict[str, Any] = {
 RANDOM = Random(5)
 PROMPTS = [[RANDOM.randrange(3, 300) for _ in range(length)] for length in (131, 1, 2, 17, 40, 64, 65, 90)]
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=3)
+
+ASKED: list[dict[str, Any]] = [
+    {}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.01}, {"temperature": 0.0}, {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.7}, {"logit_bias": {5: 2.0}}, {"min_tokens": 4, "logprobs": 0},
+]  # fmt: skip
 
 Numbers = list[list[tuple[int, float]]]
 
@@ -83,6 +94,58 @@ def test_eager_steps_and_preemption_change_nothing(path: Path, llm: LLM) -> None
     assert tight.stats().preemptions_total or path.name.startswith(
         ("gemma3", "gpt")
     )  # whose windows leave pages for all
+
+
+@pytest.mark.days(2)
+def test_hits_in_host_memory_change_nothing(path: Path, alone: list[Numbers]) -> None:
+    llm = LLM(str(path), kv_offloading_size=0.05, max_num_batched_tokens=64, **OPTIONS)
+    assert generated(llm) == alone
+    llm.generate(PROMPTS[:1], DRAWN, False)  # what is to be stored, the next plan says
+    llm._core._scheduler.manager.reset_prefix_cache()  # type: ignore[attr-defined]
+    outputs = llm.generate(PROMPTS, DRAWN, False)
+    assert [numbers(output) for output in outputs] == alone and outputs[0].num_cached_tokens
+    assert llm.stats().tier.hits_total
+
+
+def test_pages_of_other_machines_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk, and of other engines. Without the option last bits may differ anyway, and pages are found."""
+    path, found = str(make_checkpoint(tmp_path, "qwen3")), {}
+    for invariant in (False, True):
+        resolved = resolve(EngineArgs(model=path, dtype="float32", batch_invariant=invariant, max_model_len=64), 10**9)
+        for version in ("2.11.0", "2.12.0"):
+            monkeypatch.setattr(torch, "__version__", version)
+            found[invariant, version] = page_fields(resolved, resolved.plan, "weights")["batch_invariant"]
+    assert found[False, "2.11.0"] == found[False, "2.12.0"] and len(set(found.values())) == 3
+
+
+@pytest.mark.days(12)
+@pytest.mark.parametrize("kind", [*CONFIGS, *PACKED, "mxfp4", "online experts", "llama4"])
+def test_stored_weights_and_other_families(kind: str, tmp_path: Path) -> None:
+    """On a CPU weights in few bits are unpacked at the start, and then as all others. Rows ask for many things."""
+    options: dict[str, Any] = OPTIONS | {"skip_tokenizer_init": True}
+    if kind == "llama4":
+        path, _ = make_chunked_checkpoint(tmp_path)
+    elif kind == "mxfp4":
+        path = make_window_checkpoint(tmp_path, "gpt_oss", tokenizer=False)
+    elif kind == "online experts":
+        path, options = (
+            make_window_checkpoint(tmp_path, "qwen3_moe", tokenizer=False),
+            options | {"quantization": "fp8"},
+        )
+    else:
+        path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    if kind in (*CONFIGS, *PACKED, "mxfp4"):
+        quantise(path, kind)
+    llm = LLM(str(path), enable_prefix_caching=False, **options)
+    params = [structs.replace(DRAWN, **more) for more in ASKED]
+    want = [numbers(llm.generate([prompt], own, False)[0]) for prompt, own in zip(PROMPTS, params, strict=True)]
+    places = [place for place in range(len(PROMPTS)) for _ in range(20)]
+    RANDOM.shuffle(places)
+    found = llm.generate([PROMPTS[place] for place in places], [params[place] for place in places], False)
+    assert [numbers(output) for output in found] == [want[place] for place in places]
+    chunked = LLM(str(path), max_num_batched_tokens=23, **options)
+    for _ in range(2):
+        assert [numbers(output) for output in chunked.generate(PROMPTS, params, False)] == want
 
 
 def test_prefill_is_decode(llm: LLM, alone: list[Numbers]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+
+import torch
 
 from pagerunner.config import ExchangeConfig
 from pagerunner.engine.core.executors.base import Executor
@@ -30,7 +34,7 @@ def page_fields(resolved: Resolved, plan: MemoryPlan, weights: str) -> dict[str,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "weights": weights,
-        "batch_invariant": config.batch_invariant,
+        "batch_invariant": config.batch_invariant and _computed_by(config.device),
         "activation_quantization": resolved.args.activation_quantization,
         "quantization": resolved.args.quantization,
         "kv scales": resolved.kv_scales,
@@ -45,6 +49,15 @@ def page_fields(resolved: Resolved, plan: MemoryPlan, weights: str) -> dict[str,
         found[f"group {number} layers"] = [(part.layer, part.offset, repr(part.spec)) for part in group.layers]
         found[f"group {number} rule"] = repr(group.rule)
     return {name: _text(value) for name, value in found.items()}
+
+
+def _computed_by(device: str) -> str:
+    """What must be equal for pages of one prefix to have the same bits."""
+    version = importlib.import_module("pagerunner").__version__
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"{torch.cuda.get_device_name() if device == 'cuda' else cpu}, torch {torch.__version__}, pagerunner {version}"
+    )
 
 
 def _text(value: object) -> str:
