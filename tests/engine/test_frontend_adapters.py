@@ -163,3 +163,21 @@ def test_two_frontends_that_load_one_name_agree() -> None:
         assert len({engine.adapters["sql"].digest for engine in engines}) == 1
 
     asyncio.run(run())
+
+
+def test_a_request_does_not_go_over_all_names_of_several_engines() -> None:
+    class Unlisted(dict[str, AdapterInfo]):
+        def items(self) -> Any:
+            raise AssertionError("of a thousand names that takes 1 ms, in which nobody else is served")
+
+    async def run() -> None:
+        engines = [Engine({"/sql": "v0"}, number) for number in range(2)]
+        adapters = adapters_of(*engines)
+        await adapters.load(SQL)
+        for one in engines:
+            one.adapters = Unlisted(one.adapters)
+        assert await adapters.named(LoRARequest("sql")) == "sql" and adapters.number("sql") == 1
+        engines[1].adapters.clear()
+        assert adapters.get("sql") is None
+
+    asyncio.run(run())

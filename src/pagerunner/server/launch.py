@@ -150,7 +150,7 @@ def check_modules(args: EngineArgs, options: ServerOptions) -> None:
 async def load_modules(engine: AsyncEngine, modules: Sequence[LoRARequest]) -> None:
     """Load adapters unless another process of the server does. Raises ConfigError."""
     for module in modules:
-        while module.lora_name not in engine.adapters.infos:
+        while engine.adapters.get(module.lora_name) is None:
             try:
                 number = engine.adapters.number(module.lora_name)
                 await engine.adapters.load(msgspec.structs.replace(module, lora_int_id=number))

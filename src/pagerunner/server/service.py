@@ -113,7 +113,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise HttpError 404 for a model that isn't served here."""
-        if model and model not in self.model_names and model not in self.engine.adapters.infos:
+        if model and model not in self.model_names and self.engine.adapters.get(model) is None:
             there = [*self.model_names, *islice(self.engine.adapters.infos, _SHOWN_ADAPTERS)]
             raise HttpError(404, f"The model {short(model)!r} does not exist; there is {', '.join(there)}.", "model")
 

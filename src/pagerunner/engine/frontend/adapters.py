@@ -30,17 +30,30 @@ class EngineAdapters:
 
     @property
     def infos(self) -> dict[str, AdapterInfo]:
-        """What requests may name, by name: what all engines that live know."""
-        first, *others = [one for one in self._replicas if one.client.death is None] or self._replicas
+        """What requests may name, by name: what all engines that live know. It is made anew for several engines, so `get` is for one name."""
+        first, *others = self._living
         if not others:
-            return first.adapters
-        return {name: info for name, info in first.adapters.items() if all(name in one.adapters for one in others)}
+            return first
+        return {name: info for name, info in first.items() if all(name in one for one in others)}
+
+    def get(self, name: str) -> AdapterInfo | None:
+        """What requests get by a name, None if they may not name it."""
+        found = [infos.get(name) for infos in self._living]
+        return found[0] if all(found) else None
+
+    @property
+    def _living(self) -> list[dict[str, AdapterInfo]]:
+        """What each engine that lives knows; of all engines if none does."""
+        return [one.adapters for one in self._replicas if one.client.death is None] or [
+            one.adapters for one in self._replicas
+        ]
 
     def number(self, name: str) -> int:
         """The lora_int_id for an adapter whose user has said none: the one that it has, or the next."""
-        infos = self.infos
-        known = infos.get(name)
-        return max((one.lora_int_id for one in infos.values()), default=0) + 1 if known is None else known.lora_int_id
+        known = self.get(name)
+        if known is not None:
+            return known.lora_int_id
+        return max((one.lora_int_id for one in self.infos.values()), default=0) + 1
 
     async def load(self, request: LoRARequest) -> None:
         """Have all engines read an adapter; requests may name it afterwards. With `load_inplace` the name gets what the directory holds now.
@@ -101,11 +114,11 @@ class EngineAdapters:
         if request.load_inplace:
             await self._load_in_place(request)
             return request.lora_name
-        while (load := self._loads.get(request.lora_name)) is not None and request.lora_name not in self.infos:
+        while (load := self._loads.get(request.lora_name)) is not None and self.get(request.lora_name) is None:
             error = await asyncio.shield(load.ended)
             if error is not None and load.request.lora_path == request.lora_path:
                 raise error
-        known = self.infos.get(request.lora_name)
+        known = self.get(request.lora_name)
         if known is not None:
             known.check(request)
         elif request.lora_path:

@@ -56,7 +56,7 @@ class AdapterControl:
     async def unload(self, request: Request) -> Response:
         """Forget an adapter's name. Calls that run with it go on."""
         asked = await read_as(request, UnloadAdapterRequest)
-        if asked.lora_name not in self._service.engine.adapters.infos:
+        if self._service.engine.adapters.get(asked.lora_name) is None:
             raise HttpError(404, f"There is no adapter {short(asked.lora_name)!r}.", "lora_name")
         await self._service.engine.adapters.unload(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")

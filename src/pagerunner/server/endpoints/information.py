@@ -69,7 +69,7 @@ class Information:
 
     def _card(self, name: str) -> ModelCard:
         service = self._service
-        root, parent, adapter = service.model_root, None, service.engine.adapters.infos.get(name)
+        root, parent, adapter = service.model_root, None, service.engine.adapters.get(name)
         if adapter is not None:
             root, parent = adapter.path, adapter.base_model_name or service.model_names[0]
         length = service.engine.max_model_len
