@@ -247,7 +247,7 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
         if self.enable_lora and self.teams > 1:
             raise ConfigError(
-                f"enable_lora isn't there for data_parallel_size={self.teams} with enable_expert_parallel: a team's ranks would compute other teams' adapters. "
+                f"enable_lora isn't there for data_parallel_size={self.teams} with enable_expert_parallel: a rank computes experts for other teams' tokens, and has its own team's adapters alone. "
                 f"Leave enable_expert_parallel out, or take tensor_parallel_size={self.num_ranks} with data_parallel_size=1."
             )
 

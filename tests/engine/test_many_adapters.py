@@ -342,3 +342,27 @@ def test_a_disk_gives_pages_to_the_same_content_alone(base: Path, tmp_path: Path
     assert found(later, LoRARequest("c", 3, first)) == 96
     tier = later.stats().tier
     assert tier is not None and tier.disk is not None and tier.disk.hits == 3 * 96
+
+
+def test_host_memory_gives_pages_to_the_same_content_alone(base: Path, tmp_path: Path) -> None:
+    """As above, when the device's pages are gone: what host memory holds of a prompt is found by content, and not by name."""
+    llm = LLM(
+        str(base), enable_lora=True, max_loras=3, max_lora_rank=8, kv_offloading_size=0.05, max_model_len=256, num_gpu_blocks_override=64,
+        skip_tokenizer_init=True, use_tqdm=False,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def found(prompt: list[int], name: str = "", path: str = "", **more: Any) -> int | None:
+        lora = LoRARequest(name, 1, path, **more) if name else None
+        [output] = llm.generate([{"prompt_token_ids": prompt}], greedy, False, lora_request=lora)
+        return output.num_cached_tokens
+
+    first, second, third = (str(path) for path in versions(base, tmp_path, 3))
+    prompt, other = ([(n * i) % 490 + 4 for i in range(100)] for n in (7, 11))
+    assert [found(prompt), found(prompt, "a", first), found(prompt, "b", second)] == [0, 0, 0]
+    assert found(other) == 0  # what is to be stored, the next plan says
+    llm._core._scheduler.manager.reset_prefix_cache()  # type: ignore[attr-defined]
+    assert found(prompt, "b", third, load_inplace=True) == 0, "the name's new content"
+    assert [found(prompt), found(prompt, "a", first), found(prompt, "c", second)] == [96, 96, 96]
+    tier = llm.stats().tier
+    assert tier is not None and tier.hits_total == 3 * 96

@@ -236,3 +236,28 @@ def test_modules_of_the_command_line(base: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             check_modules(engine, {"lora_modules": options})
+
+
+def test_two_engines_have_one_content_under_a_name(
+    base: Path, paths: list[Path], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Loaded, not loaded as the files are damaged, changed in place, and unloaded, with two engines' processes."""
+    args = EngineArgs(model=str(base), enable_lora=True, data_parallel_size=2, **OPTIONS)
+    with running_server(args, core_factory=DEFAULT_FACTORY, admin_keys=["secret"]) as two:
+
+        def both(name: str) -> list[list[int]]:
+            return [tokens(two, name, extra_headers={"X-data-parallel-rank": str(rank)}) for rank in range(2)]
+
+        assert load(two, "a", paths[0]).status_code == 200
+        assert both("a") == [expected[0]] * 2
+        damaged = shutil.copytree(paths[1], tmp_path / "damaged")
+        (damaged / "adapter_model.safetensors").write_bytes(b"8")
+        assert load(two, "a", damaged, load_inplace=True).status_code == 400
+        assert both("a") == [expected[0]] * 2
+        assert load(two, "a", paths[1], load_inplace=True).status_code == 200
+        assert both("a") == [expected[1]] * 2
+        assert two.post("/v1/unload_lora_adapter", {"lora_name": "a"}, **ADMIN).status_code == 200
+        for rank in range(2):
+            with pytest.raises(openai.NotFoundError):
+                tokens(two, "a", extra_headers={"X-data-parallel-rank": str(rank)})
+        assert [card["id"] for card in two.get("/v1/models").json()["data"]] == [MODEL]
