@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import pagerunner
+from helpers.adapters import random_adapter
 from helpers.effort import effort
 from helpers.patience import LONG
 from helpers.serving import MODEL, RunningServer, running_server
@@ -187,7 +188,7 @@ def test_files_that_cannot_be_used(demo: RunningServer, tmp_path: Path, capsys: 
         assert words_ in errors
 
 
-def command(source: Path, target: Path) -> subprocess.Popen[str]:
+def command(source: Path, target: Path, adapter: Path) -> subprocess.Popen[str]:
     words = [
         "run-batch",
         "-i",
@@ -198,6 +199,9 @@ def command(source: Path, target: Path) -> subprocess.Popen[str]:
         "256",
         "--max-concurrency",
         "2",
+        "--enable-lora",
+        "--lora-modules",
+        f"sums={adapter}",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(pagerunner.__file__).parents[1])}
     return subprocess.Popen(
@@ -217,9 +221,12 @@ def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(
     long = [
         {"ignore_eos": True, "max_tokens": 20 if number < 8 else 100} for number in range(count)
     ]  # not done before the signal
-    source = write(tmp_path / "in.jsonl", *(sum_line(number, "demo", **long[number]) for number in range(count)))
+    models = ("demo", "sums")
+    source = write(
+        tmp_path / "in.jsonl", *(sum_line(number, models[number % 2], **long[number]) for number in range(count))
+    )
     target = tmp_path / "out.jsonl"
-    running = command(source, target)
+    running = command(source, target, random_adapter(demo_path(), tmp_path / "sums", rank=2, seed=0))
     deadline = time.monotonic() + LONG
     while not target.exists() or target.read_text().count("\n") < 5:
         assert time.monotonic() < deadline and running.poll() is None
@@ -229,6 +236,7 @@ def test_a_model_of_ones_own_answers_and_ctrl_c_keeps_what_is_under_way(
     assert running.returncode == 130 and out == "", err
     before = read(target)
     assert 5 <= len(before) < count and all(answer["error"] is None for answer in before.values())
+    assert {answer["response"]["body"]["model"] for answer in before.values()} == {*models}
     write(source, *(sum_line(number) for number in range(count)))  # shorter
     assert batch(source, target, "--base-url", demo.url) == 0
     assert f"{len(before)} were there before; 0 of all are errors" in capsys.readouterr().err
@@ -253,10 +261,11 @@ def test_outputs_that_are_no_files_are_refused_before_anything_is_asked(tmp_path
         ["-i", str(source), "-o", str(source)],
         ["-i", str(source), "-o", str(tmp_path / "link")],
         ["-i", str(source), "-o", "-", "--retry-errors"],
+        ["-i", str(source), "-o", str(tmp_path / "out"), "--lora-modules", "a=b"],  # the server has adapters of its own
     ):
         assert main(["run-batch", *words, "--base-url", "http://127.0.0.1:1"]) == 2, words
         said = capsys.readouterr().err
-        assert "regular file" in said or "same file" in said or "standard" in said, said
+        assert "regular file" in said or "same file" in said or "standard" in said or "lora-modules" in said, said
     assert source.read_bytes() == before and not (tmp_path / "out").exists()
 
 

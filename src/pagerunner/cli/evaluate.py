@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pagerunner.cli.options import (
+    ADAPTERS,
     Parser,
     add_common_options,
     add_engine_options,
@@ -26,7 +27,7 @@ def build_parser() -> Parser:
         "--num-examples", type=positive, default=50, metavar="N", help="per task (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_engine_options(parser, without=("served_model_name", "kv_cache_metrics_sample"))
+    add_engine_options(parser, without=ADAPTERS | {"served_model_name", "kv_cache_metrics_sample"})
     add_common_options(parser)
     return parser
 

@@ -105,12 +105,12 @@ _SERVER_ONLY = frozenset(
         "per_request_spec_decode_metrics",
     }
 )
-# What `generate` and `chat` have no use for.
-_ADAPTERS = frozenset({"lora_target_modules", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"})
-TEXT_EXCLUDED = _SERVER_ONLY | _ADAPTERS | {"enable_sleep_mode", "weight_transfer_config"}
+# What `generate`, `chat` and `eval` have no use for.
+ADAPTERS = frozenset({"lora_target_modules", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"})
+TEXT_EXCLUDED = _SERVER_ONLY | ADAPTERS | {"enable_sleep_mode", "weight_transfer_config"}
 BENCH_EXCLUDED = (
     _SERVER_ONLY
-    | _ADAPTERS
+    | ADAPTERS
     | {
         "weight_transfer_config",
         "tokenizer",
@@ -375,6 +375,12 @@ def _add_engine_option(
             short = ()  # other verbs have no -q, as --quiet would be expected of it
         several: dict[str, Any] = {"nargs": "+"} if field.name == "lora_target_modules" else {}
         group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text, **several)
+
+
+def add_lora_modules(parser: argparse.ArgumentParser) -> None:
+    """The flag with adapters that a server loads; `parse_module` reads its values."""
+    text = "adapters to load at the start: name=path, or JSON with name, path, base_model_name and is_3d_lora_weight; needs --enable-lora"
+    named_group(parser, "adapters").add_argument("--lora-modules", nargs="+", default=(), metavar="MODULE", help=text)
 
 
 def named_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from pagerunner.cli.options import Parser, add_common_options, add_engine_options, positive
+from pagerunner.cli.options import Parser, add_common_options, add_engine_options, add_lora_modules, positive
 from pagerunner.cli.session import note, resolve_model, show_progress
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
+from pagerunner.types.lora import LoRARequest, parse_module
 
 if TYPE_CHECKING:
     from pagerunner.engine.frontend.async_engine import AsyncEngine
@@ -45,6 +46,7 @@ def build_parser() -> Parser:
     add("--max-concurrency", type=positive, default=256, metavar="N", help="requests at once (default: %(default)s)")
     add("--retry-errors", action="store_true", help="take the answers that are errors out of the output and ask again")
     add_engine_options(parser, without=("enable_sleep_mode", "kv_cache_metrics_sample"))
+    add_lora_modules(parser)
     add_common_options(parser)
     return parser
 
@@ -91,6 +93,10 @@ def _check_words(namespace: argparse.Namespace, source: Path) -> None:
     to_stdout = namespace.output_file == "-"
     if to_stdout and namespace.retry_errors:
         raise ConfigError("--retry-errors needs the answers of earlier runs, so a file as -o, not standard output.")
+    if namespace.base_url is not None and namespace.lora_modules:
+        raise ConfigError(
+            "--lora-modules is for a model of one's own; lines name the adapters that a server has (--base-url)."
+        )
     check_files(source, None if to_stdout else Path(namespace.output_file))
 
 
@@ -112,13 +118,17 @@ async def _serve(namespace: argparse.Namespace, answering: Answering) -> bool:
         key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGERUNNER_API_KEY")
         await answering(namespace.base_url, {"Authorization": f"Bearer {key}"} if key else {}, lambda: False)
         return False
+    from pagerunner.server.launch import check_modules
+
     args, _ = resolve_model(namespace)
+    modules = [parse_module(one) for one in namespace.lora_modules]
+    check_modules(args, {"lora_modules": modules})
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pagerunner.server").setLevel(logging.ERROR)  # refusals are in the output
-    return await _with_own_server(args, answering)
+    return await _with_own_server(args, answering, modules)
 
 
-async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
+async def _with_own_server(args: EngineArgs, answering: Answering, modules: list[LoRARequest]) -> bool:
     from pagerunner.server.batch_files import BatchEndedError
     from pagerunner.server.http_logs import HttpLogs
     from pagerunner.server.launch import serve
@@ -132,7 +142,9 @@ async def _with_own_server(args: EngineArgs, answering: Answering) -> bool:
 
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    serving = asyncio.create_task(serve(args, listener, api_keys=[key], logs=HttpLogs(access=False), on_ready=on_ready))
+    serving = asyncio.create_task(
+        serve(args, listener, api_keys=[key], logs=HttpLogs(access=False), lora_modules=modules, on_ready=on_ready)
+    )
     try:
         either: list[asyncio.Future[Any]] = [serving, ready]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

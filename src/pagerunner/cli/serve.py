@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 
-from pagerunner.cli.options import UnreadableError, add_engine_options, named_group, parse_number
+from pagerunner.cli.options import UnreadableError, add_engine_options, add_lora_modules, named_group, parse_number
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
@@ -36,8 +36,7 @@ def build_parser() -> ConfiguredParser:
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     common.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
     add_engine_options(parser, without=("served_model_name", "max_in_flight", "poison_fresh_pages"))
-    modules_help = "adapters to load at the start: name=path, or JSON with name, path, base_model_name and is_3d_lora_weight; needs --enable-lora"
-    named_group(parser, "adapters").add_argument("--lora-modules", nargs="+", metavar="MODULE", help=modules_help)
+    add_lora_modules(parser)
     _add_chat_options(named_group(parser, "tools and reasoning"))
     security = named_group(parser, "security")
     admin_help = "key for the control endpoints (sleep, memory ...); repeatable; $PAGERUNNER_ADMIN_KEY like the other"
@@ -120,7 +119,7 @@ def run(namespace: argparse.Namespace) -> int:
         ),
         docs=not namespace.disable_fastapi_docs,
         otlp_traces_endpoint=namespace.otlp_traces_endpoint,
-        lora_modules=[parse_module(one) for one in namespace.lora_modules or ()],
+        lora_modules=[parse_module(one) for one in namespace.lora_modules],
         chat=ChatOptions(
             tool_parser=namespace.tool_call_parser,
             auto_tools=namespace.enable_auto_tool_choice,
