@@ -108,8 +108,9 @@ class Adapters:
         """The sequence has ended: it uses no slot."""
         self.held.pop(sequence.request_id, None)
         if sequence.adapter is not None:
-            self._unfinished[sequence.adapter.digest] -= 1
-            self._unfinished += Counter()  # without those that have none left
+            left = self._unfinished.pop(sequence.adapter.digest)
+            if left > 1:
+                self._unfinished[sequence.adapter.digest] = left - 1
         if sequence is self._first:
             self._first, self._changed = None, True
         if sequence.adapter_slot >= 0:
