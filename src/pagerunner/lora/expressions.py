@@ -108,7 +108,6 @@ class _Go(NamedTuple):
 
 
 _Program = list["_One | _At | _Go"]
-_END = -1  # before the first character, and behind the last one
 
 
 class Expression:

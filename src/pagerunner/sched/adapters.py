@@ -152,8 +152,7 @@ class Adapters:
     def lose_all(self, sequences: Iterable[Sequence]) -> None:
         """The device's copies are gone, and no step runs. These sequences are all there are."""
         for sequence in sequences:
-            if sequence.adapter_slot >= 0:
-                sequence.adapter_slot = -1
+            sequence.adapter_slot = -1
         self._slots = [_Slot() for _ in self._slots]
         self._place.clear()
         self._fills.clear()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pagerunner.types import SpeculativeMetrics
-
-Detail = Literal["none", "summary", "detailed"]
 
 
 @dataclass(slots=True, eq=False)

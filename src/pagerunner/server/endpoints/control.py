@@ -17,7 +17,6 @@ from pagerunner.types.weights import (
     WeightTransferUpdateRequest,
 )
 
-CONTROL_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/pause", "/resume"))
 QUERIES: dict[str, dict[str, tuple[str, ...]]] = {
     "/sleep": {"level": ("0", "1", "2"), "mode": ("abort", "wait", "keep")},
     "/wake_up": {"tags": ("weights", "kv_cache")},
