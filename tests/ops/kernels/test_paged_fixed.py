@@ -76,7 +76,10 @@ def test_wanted_tokens_alone() -> None:
 def _attend(
     order: list[tuple[int, int, int]], one_token: bool, splits: int, reach: int, dtype: torch.dtype, dim: int = 16
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Attention of rows (sequence, first token, tokens) in one step, by sequence and token. All keys of both sequences are in pages."""
+    """Attention of rows (sequence, first token, tokens) in one step, by sequence and token. All keys of both sequences are in pages.
+
+    A `reach` is a window, with which there are sinks and a softcap, or, negative, a chunk of so many tokens.
+    """
     generator = torch.Generator().manual_seed(7)
     length, heads, kv_heads, page = 100, 4, 2, 4
     q, k, v = (torch.randn(2, length, n, dim, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads))
@@ -88,14 +91,15 @@ def _attend(
     rows = replace(rows, one_token=one_token)
     places = [(s, first + i) for s, first, count in order for i in range(count)]
     new = [torch.stack([x[s, at] for s, at in places]) for x in (q, k, v)]
-    plan = PagedPlan(window=reach, one_token=one_token, fixed=True)
+    plan = PagedPlan(window=max(reach, 0), chunk=max(-reach, 0), one_token=one_token, fixed=True)
+    scores = Scores(0.25, 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])) if reach > 0 else Scores(0.25)
     dot = paged_fixed.tl.float32 if dtype == torch.float32 else paged_fixed.tl.float16
-    out = paged_fixed.attend(*new, pages, table, rows, plan, Scores(0.25), dot, splits)
+    out = paged_fixed.attend(*new, pages, table, rows, plan, scores, dot, splits)
     return dict(zip(places, out, strict=True))
 
 
-@pytest.mark.days(2)
-@pytest.mark.parametrize("reach", [0, 21])
+@pytest.mark.days(3)
+@pytest.mark.parametrize("reach", [0, 21, -24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_changes_no_bit(reach: int, dtype: torch.dtype) -> None:
     """Whole prompts; chunks beside another sequence; each token for itself; pieces by one program, and by several."""
