@@ -196,14 +196,7 @@ class RankWatch:
                 for (team, number), one in done.items()
             ]
 
-        with self._changed:
-            self.check()
-            found = ended()
-            if not found and seconds > 0:
-                self._changed.wait(seconds)
-                self.check()
-                found = ended()
-            return found
+        return self._soon(ended, seconds)
 
     def ended_adapters(self, seconds: float) -> Mapping[int, Mapping[int, AdapterEnd]]:
         """Work on adapters that all ranks have ended, each given once. With none, wait for some for up to so many seconds.
@@ -215,6 +208,9 @@ class RankWatch:
             done = [number for number, of_ranks in self._of_adapters.items() if len(of_ranks) == self._ranks]
             return {number: self._of_adapters.pop(number) for number in done}
 
+        return self._soon(ended, seconds)
+
+    def _soon(self, ended: Callable[[], _FoundT], seconds: float) -> _FoundT:
         with self._changed:
             self.check()
             found = ended()
