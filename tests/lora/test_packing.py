@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.adapters import pair, write_adapter
+from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
@@ -107,3 +108,15 @@ def test_experts_with_ranks_of_their_own_are_no_stack(tmp_path: Path) -> None:
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"].T
         assert torch.equal(a_RI[: len(a)], a) and not a_RI[len(a) :].any() and len(a_RI) == -(-len(a) // TILE) * TILE
         assert torch.equal(b_RO[: len(b)], b) and not b_RO[len(b) :].any()
+
+
+def test_the_expert_whose_numbers_are_none_is_named(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for expert in range(EXPERTS):
+        tensors |= pair(f"experts.{expert}.down_proj", FEATURES, INNER, 4, seed=expert)
+    tensors["experts.1.down_proj.lora_B.weight"][3, 2] = 1e5
+    config = {"target_modules": ["down_proj"], "alpha_pattern": {r"experts\.1\..*": 4}}
+    with pytest.raises(
+        CheckpointError, match=r"experts\.1\.down_proj\.lora_B\.weight holds 1e\+05, which times the scale 1 "
+    ):
+        read(write_adapter(tmp_path, config, tensors), torch.float16)
