@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from pagerunner.cli.options import Parser, add_common_options, add_engine_options, add_lora_modules, positive
+from pagerunner.cli.options import Parser, add_common_options, add_engine_options, add_lora_modules, flag_of, positive
 from pagerunner.cli.session import note, resolve_model, show_progress
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
@@ -93,9 +93,14 @@ def _check_words(namespace: argparse.Namespace, source: Path) -> None:
     to_stdout = namespace.output_file == "-"
     if to_stdout and namespace.retry_errors:
         raise ConfigError("--retry-errors needs the answers of earlier runs, so a file as -o, not standard output.")
-    if namespace.base_url is not None and namespace.lora_modules:
+    ours = [
+        name
+        for name in ("lora_modules", *EngineArgs.__struct_fields__)
+        if getattr(namespace, name, None) not in (None, ())
+    ]
+    if namespace.base_url is not None and ours:
         raise ConfigError(
-            "--lora-modules is for a model of one's own; lines name the adapters that a server has (--base-url)."
+            f"{flag_of(ours[0])} is for a model of one's own, and --base-url names a server, which has its own; leave one out."
         )
     check_files(source, None if to_stdout else Path(namespace.output_file))
 
