@@ -53,14 +53,15 @@ def test_preparing(fp8: bool) -> None:
     found = []
     for device, op in (("cpu", prepare_vectors_.twin), (DEVICE, prepare_vectors_)):
         pages = torch.zeros(3, 16, 512).bfloat16()
-        own = in_fp8(pages, 63)[0] if fp8 else pages
+        own = in_fp8(pages, 8)[0] if fp8 else pages
         mine = moved((q.clone(), window.vectors_TD.clone(), norm, angles, own), device)
         op(*mine, entries.to(device), offsets.to(device))
-        held = [mine[4]] if isinstance(mine[4], torch.Tensor) else [part.float() for part in mine[4]]
-        found.append([part.cpu() for part in (mine[0], mine[1], *held)])
-    near = 8e-2 if fp8 else 2e-2  # a code of three bits more may be another
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=near, atol=near)
+        at = torch.arange(48, device=device) // 16, torch.arange(48, device=device) % 16
+        held = mine[4] if isinstance(mine[4], torch.Tensor) else torch.cat(mine[4].read(*at), -1)
+        found.append([part.cpu() for part in (mine[0], mine[1], held)])
+    near = 0.13 if fp8 else 2e-2  # a number may round to its neighbour
+    for want, got, most in zip(*found, (2e-2, near, near), strict=True):
+        torch.testing.assert_close(got, want, rtol=most, atol=2e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])

@@ -135,7 +135,7 @@ def in_fp8(slots: torch.Tensor, block: int) -> tuple[Latents, torch.Tensor]:
     """Slots [.., D] whose last 8 elements are rotary, as pages hold their vectors and behind these their scales, and what they are then."""
     size = slots.shape[-1] - 8
     held = torch.zeros(*slots.shape[:-1], size + 16, dtype=torch.uint8)
-    scales = torch.zeros(*slots.shape[:-1], 8, dtype=torch.uint8)
+    scales = torch.zeros(*slots.shape[:-1], -(-size // block // 8) * 8, dtype=torch.uint8)
     pages = Latents(
         held[..., :size].view(torch.float8_e4m3fn),
         held[..., -16:].view(torch.bfloat16),
