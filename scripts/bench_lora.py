@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.bench.workloads import WORKLOADS, workload, write_model
-from pagerunner.lora.region import Products
+from pagerunner.lora.blocks import Products
 from pagerunner.models.checkpoint.loader import build_model
 from pagerunner.models.configs.reader import read_model_config
 

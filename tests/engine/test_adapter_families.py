@@ -12,13 +12,14 @@ from helpers.device import as_on_cuda, counted_graphs
 from helpers.families import MAKERS
 from helpers.forward import load
 from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
-from pagerunner.lora.region import Products
+from pagerunner.lora.blocks import Products
 
 OPTIONS: dict[str, Any] = {
     "use_tqdm": False,
     "dtype": "float32",
     "num_gpu_blocks_override": 96,
     "max_model_len": 128,
+    "block_size": 32,  # a page has room for a block of any family
     "skip_tokenizer_init": True,
 }
 PROMPTS = [[7, 8, 9, 10 + n] * 5 for n in range(3)]
@@ -86,7 +87,7 @@ def test_slots_have_room_for_what_may_be_adapted(tmp_path: Path) -> None:
     base = made("qwen3_moe", tmp_path / "base")
     model, _ = load(base)
     whole, few = Products.of(model), Products.of(model, ("q_proj", "o_proj"))
-    assert few.elements(16) * 3 < whole.elements(16) and not any("experts" in name for name in few.sizes)
+    assert few.num_pages(16, 8192) * 3 < whole.num_pages(16, 8192) and not any("experts" in name for name in few.sizes)
     llm = LLM(str(base), enable_lora=True, lora_target_modules=["q_proj", "o_proj"], **OPTIONS)
     tensors, names = {}, [name for name in few.sizes if name.endswith(("q_proj", "o_proj"))]
     for name in names:

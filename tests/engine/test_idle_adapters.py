@@ -51,6 +51,9 @@ class Calls(TorchDispatchMode):
 def ran(llm: LLM, adapters: Any = None) -> tuple[Any, ...]:
     """What some requests run, without an adapter or with these: graphs, calls outside of them, and what comes of it."""
     llm.reset_prefix_cache()
+    if adapters:  # what is on the device already keeps no row waiting while others run
+        one = SamplingParams(max_tokens=1)
+        llm.generate([{"prompt_token_ids": [5]}] * len(adapters), one, lora_request=adapters)
     with counted_graphs() as count, Calls() as calls:
         outputs = llm.generate(PROMPTS, PARAMS, lora_request=adapters)
     found = [(one.outputs[0].token_ids, str(one.outputs[0].logprobs)) for one in outputs]

@@ -203,7 +203,9 @@ def test_an_interrupt_at_any_line_of_the_work_on_adapters_ends_the_call_and_noth
     rooms = tuple(os.path.join(SOURCES, one) for one in ("engine/core/adapters.py", "sched/adapters.py"))
     base = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     loras = [LoRARequest(f"n{n}", 1, str(random_adapter(base, tmp_path / str(n), rank=2, seed=n))) for n in range(3)]
-    llm = LLM(str(base), use_tqdm=False, max_model_len=64, max_num_seqs=4, enable_lora=True, max_lora_rank=8)
+    llm = LLM(
+        str(base), use_tqdm=False, max_model_len=64, max_num_seqs=4, enable_lora=True, max_lora_rank=8, block_size=32
+    )
 
     def answers() -> list[list[int]]:
         outputs = llm.generate(PROMPTS, params("greedy"), use_tqdm=False, lora_request=loras)

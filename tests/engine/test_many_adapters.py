@@ -75,11 +75,11 @@ def account(engine: Engine) -> dict[str, Any]:
     scheduler.manager.check_integrity()
     gc.collect()
     state = scheduler.memory_state()
-    assert state.adapters is not None and not any(slot.requests or slot.arriving for slot in state.adapters.slots)
+    assert state.adapters is not None and not any(one.requests or one.used for one in state.adapters.there)
     return {
         "pages": list(scheduler.manager.pool.used),
-        "slots": [slot.num_bytes for slot in state.adapters.slots],
-        "host": sum(packed.elements.nbytes for packed in loader._kept.values()),
+        "whole": core.adapters.books.stats([]).resident,
+        "host": sum(packed.pages.nbytes for packed in loader._kept.values()),
         "kept": len(loader._kept),
         "tensors": sum(isinstance(one, torch.Tensor) for one in gc.get_objects()),
         "threads": threading.active_count(),
@@ -105,7 +105,7 @@ def test_a_thousand_adapters_of_which_many_are_used_in_turn(base: Path, tmp_path
     first, second, third = accounts
     assert third == second and second["kept"] == KEPT and second["pages"] == first["pages"]
     stats = engine.core.adapters.books.stats([])
-    assert (stats.registered, stats.resident) == (REGISTERED, slots)
+    assert stats.registered == REGISTERED and stats.resident > slots  # the pool keeps more than may run at once
     assert (
         stats.hits_total + stats.fills_total == 20 + 2 * IN_TURN and stats.hits_total < IN_TURN
     )  # who is in a slot may pass others
@@ -167,7 +167,7 @@ def test_directories_that_do_not_answer(
     assert not engine.ended(late[1])
     gates[str(paths[0])].set()
     until(lambda: not any(str(paths[0]) == one.path for one in loader._readers._running))
-    assert loader.region.blocks.places.eq(-1).all(), "the engine sleeps"
+    assert loader.table.blocks.places.eq(-1).all(), "the engine sleeps"
     core.wake_up()
     assert engine.tokens(late[1]) == wanted
     engine.close()
@@ -193,7 +193,7 @@ def test_an_interrupt_ends_the_wait_for_a_directory(
 ) -> None:
     """The directory answers before the adapter is asked for again, or while that is waited for. It is read once."""
     llm = LLM(
-        str(base), enable_lora=True, max_lora_rank=8, use_tqdm=False, max_model_len=64, num_gpu_blocks_override=16
+        str(base), enable_lora=True, max_lora_rank=8, use_tqdm=False, max_model_len=64, num_gpu_blocks_override=32
     )
     [path], gate, read = versions(base, tmp_path, 1), threading.Event(), loader_module.read_adapter
 
@@ -254,7 +254,7 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
         str(base),
         None,
         max_loras=2,
-        num_gpu_blocks_override=8,
+        num_gpu_blocks_override=8 + (22 if ways else 15),  # an adapter takes so many
         max_model_len=64,
         enable_sleep_mode=True,
         kv_cache_memory_bytes=None,
@@ -286,6 +286,127 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
     assert len(core.adapters._copies) <= 2, "host memory of old versions is free again"
     engine.close()
     whole.close()
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("ways", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+def test_forty_adapters_in_a_pool_that_holds_three(
+    base: Path, tmp_path: Path, forked: None, ways: dict[str, Any]
+) -> None:
+    """Adapters and prompts evict each other, requests are preempted and aborted, the engine sleeps. Each request's tokens are those of its own adapter."""
+    count, each = effort(12, 40), 22 if ways else 15
+    paths = versions(base, tmp_path, count)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 5, "poison_fresh_pages": True}
+    whole = Engine(str(base), None, max_loras=4, **options)
+    requests = [LoRARequest(f"n{n}", 1, str(path)) for n, path in enumerate(paths)]
+    whole.core.load_adapters(requests)
+    wanted = [run(whole, [whole.add(prompt, tokens=20, lora=f"n{n}") for prompt in PROMPTS]) for n in range(count)]
+    few = {"max_model_len": 64, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 3 * each + 9}
+    engine = Engine(str(base), None, max_loras=4, enable_sleep_mode=True, **few, **options, **ways)
+    core, rng = engine.core, random.Random(TEST_DAY)
+    assert {info.num_pages for info in core.load_adapters(requests)} == {each}
+    scheduler = core._scheduler
+    came: dict[str, list[int]] = {}
+    for turn in range(2 * count):
+        number, prompt = rng.randrange(count), rng.randrange(len(PROMPTS))
+        came[engine.add(PROMPTS[prompt], tokens=20, lora=f"n{number}")] = wanted[number][prompt]
+        if turn % 5 == 4:
+            gone = rng.choice(list(came))
+            engine.take(core.abort([gone]))
+            came.pop(gone)
+        for _ in range(rng.randrange(8)):
+            engine.step()
+            core.adapters.books.check(scheduler._state.sequences.values())
+            scheduler.manager.check_integrity()
+        if turn % 20 == 19:
+            engine.take(core.sleep(1, "keep") or ())
+            assert not any(scheduler.manager.pool.used) and core.adapters.books.stats([]).num_bytes == 0
+            core.wake_up()
+    assert dict(zip(came, run(engine, list(came)), strict=True)) == came
+    while core.adapters.busy:
+        core.poll_adapters(0.01)
+    stats = core.stats().lora
+    assert stats is not None and 1 <= stats.resident <= 3 and not stats.used_bytes
+    assert stats.hits_total and stats.fills_total > count / 2 and core.stats().preemptions_total
+    whole.close()
+    engine.close()
+
+
+def test_a_fill_that_fails_leaves_nothing_to_be_found(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the pages are copied before it fails. Its requests end with the reason, and those that come later have all pages filled."""
+    [path] = versions(base, tmp_path, 1)
+    engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8, poison_fresh_pages=True)
+    core, table = engine.core, loader_of(engine.core).table
+    [info] = core.load_adapters([LoRARequest("a", 1, str(path))])
+    whole = type(table).fill
+
+    def half(self: Any, slot: int, packed: Any, offsets: list[int], missing: list[int]) -> None:
+        whole(self, slot, packed, offsets, missing[: len(missing) // 2])
+        raise RuntimeError("the bus is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(table), "fill", half)
+        ended = engine.last(engine.add(PROMPTS[0], lora="a"))
+        assert ended.finish_reason == "error" and "the bus is gone" in str(ended.error)
+        state = core.memory_state().adapters
+        assert state is not None and not state.there and not any(core._scheduler.manager.pool.used)
+    wanted = engine.tokens(engine.add(PROMPTS[0], lora="a"))
+    assert core.adapters.books.stats([]).fill_bytes_total == info.num_pages * core.memory_plan.groups[0].page_bytes
+    core.reset_prefix_cache()
+    assert engine.tokens(engine.add(PROMPTS[0], lora="a")) == wanted, "filled again"
+    engine.close()
+
+
+def test_what_goes_on_after_an_interrupt_waits_for_fills(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pages are free then, and a fill of before still writes to some of them. It ends once somebody waits for it."""
+    [path] = versions(base, tmp_path, 1)
+    engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
+    core, loader = engine.core, loader_of(engine.core)
+    core.load_adapters([LoRARequest("a", 1, str(path))])
+    gate, order = threading.Event(), list[str]()
+    fill, drain = loader.table.fill, loader.drain
+
+    def slow(*given: Any) -> None:
+        gate.wait(60)
+        fill(*given)
+        order.append("filled")
+
+    with monkeypatch.context() as slowed:
+        slowed.setattr(loader.table, "fill", slow)
+        slowed.setattr(loader, "drain", lambda: (gate.set(), drain()))
+        engine.add(PROMPTS[0], lora="a")
+        engine.step()
+        core.recover([])
+        order.append("recovered")
+        gate.set()
+    assert order == ["filled", "recovered"] and not any(core._scheduler.manager.pool.used)
+    wanted = engine.tokens(engine.add(PROMPTS[0], lora="a"))
+    core.reset_prefix_cache()
+    assert engine.tokens(engine.add(PROMPTS[0], lora="a")) == wanted
+    engine.close()
+
+
+def test_an_adapter_that_never_fits_is_refused(base: Path, tmp_path: Path) -> None:
+    [path] = versions(base, tmp_path, 1)
+    few: dict[str, Any] = {"kv_cache_memory_bytes": None, "max_model_len": 64, "enable_lora": True, "max_lora_rank": 8}
+    small = Engine(str(base), None, num_gpu_blocks_override=15, **few)
+    with pytest.raises(
+        ConfigError, match="needs 16 pages for 1 tokens, 15 pages of its adapter among them; the pool has 15"
+    ):
+        small.core.load_adapters([LoRARequest("a", 1, str(path))])
+    small.close()
+    engine = Engine(str(base), None, num_gpu_blocks_override=17, **few)
+    engine.core.load_adapters([LoRARequest("a", 1, str(path))])
+    with pytest.raises(
+        InvalidRequestError, match="The request needs 18 pages for 34 tokens, 15 pages of its adapter among them"
+    ):
+        engine.add(PROMPTS[0], tokens=10, lora="a")
+    assert len(engine.tokens(engine.add(PROMPTS[0], tokens=8, lora="a"))) == 8
+    engine.close()
 
 
 @pytest.mark.parametrize("change", ["load_inplace", "unload"])

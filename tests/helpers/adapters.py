@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.forward import load
 from pagerunner.lora.adapter import Targets, read_adapter
-from pagerunner.lora.region import Products
+from pagerunner.lora.blocks import Products
 from pagerunner.models.checkpoint.loader import own_name
 
 PREFIX = "base_model.model."

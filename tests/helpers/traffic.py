@@ -26,6 +26,7 @@ from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
+from pagerunner.types.lora import AdapterInfo
 from pagerunner.types.steps import StepShape
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -210,6 +211,10 @@ class Traffic(RuleBasedStateMachine):
         """The name of a new request's adapter, or ""."""
         return ""
 
+    def info_of(self, name: str) -> AdapterInfo | None:
+        """What a name of an adapter stands for."""
+        return None
+
     @rule(
         text=st.integers(0, len(TEXTS) - 1),
         length=st.integers(1, 150),
@@ -256,7 +261,8 @@ class Traffic(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except InvalidRequestError:
-                assert length >= self.max_len or self.manager.refusal(min(length + max_tokens, self.max_len))
+                info = self.info_of(request.lora)
+                assert length >= self.max_len or self.manager.refusal(min(length + max_tokens, self.max_len), info)
                 continue
             self.requests[request.request_id] = request
             self.outputs[request.request_id] = []
@@ -270,7 +276,9 @@ class Traffic(RuleBasedStateMachine):
         self.failed = True
         plan = self.scheduler.schedule()
         if plan is not None:
-            assert sum(row.num_tokens for row in plan.rows) <= self.batched and (plan.rows or plan.transfers)
+            assert sum(row.num_tokens for row in plan.rows) <= self.batched and (
+                plan.rows or plan.transfers or plan.admitted
+            )
             assert all(row.start + row.num_tokens <= self.max_len for row in plan.rows)
             if not self.chunked and not all(row.samples for row in plan.rows):
                 assert sum(row.num_tokens for row in plan.rows) == self.batched, "a prompt is spread over steps"
@@ -356,7 +364,7 @@ class Traffic(RuleBasedStateMachine):
             assert self.drafts == [spec.num_drafts, spec.num_draft_tokens, spec.num_accepted_tokens]
         self.manager.check_integrity()
         assert not any(self.manager.pool.used), "pages are still in use after the last request"
-        if not self.caching:
+        if not self.caching and not any(self.manager.index.adapters):
             assert self.manager.pool.free_slabs == self.plan.num_slabs
         assert self.scheduler.reset_prefix_cache()
         assert self.manager.pool.free_slabs == self.plan.num_slabs

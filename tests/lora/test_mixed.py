@@ -18,24 +18,34 @@ from pagerunner.errors import ConfigError
 from pagerunner.layers import linear
 from pagerunner.layers.linear import Linear
 from pagerunner.lora.adapter import Adapter, Stack, Targets, read_adapter
-from pagerunner.lora.region import Products, Region
+from pagerunner.lora.blocks import AdapterTable, Products
 from pagerunner.ops.lora import Adapters
 from pagerunner.quant.ranked import Summed
 
 RANKS = {0: 4, 1: 20}
 
 
+PAGES, PAGE = 64, 8192
+
+
+def put(table: AdapterTable, slot: int, adapter: Adapter) -> None:
+    """Bring an adapter to every second page, from the last one on; the other slot has the others."""
+    packed = table.products.pack(adapter, 32, torch.float32, table.page)
+    pages = range(len(packed.pages))
+    table.fill(slot, packed, [(2 * (PAGES - 1 - page) + slot) * PAGE for page in pages], pages)
+
+
 class Adapted(Harness):
     """A harness whose rows have adapters, by their prompts' first tokens."""
 
-    region: Region
+    table: AdapterTable
     slots: dict[int, int]
 
     def _batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
         batch = super()._batch(work)
         own = torch.tensor([self.slots.get(sequence.tokens[0], -1) for sequence, _ in work], dtype=torch.int32)
-        rows, region = batch.rows, self.region
-        adapters = Adapters.of_rows(own, rows.query_start_R1, rows.row_T, region.slots, region.blocks)
+        rows, table = batch.rows, self.table
+        adapters = Adapters.of_rows(own, rows.query_start_R1, rows.row_T, table.slots, table.blocks)
         return replace(batch, adapters=adapters, last_alone=False)
 
 
@@ -44,7 +54,9 @@ def harness(base: Path, directory: Path, slots: dict[int, int]) -> Adapted:
     model, config = load(base)
     known, products = Targets.of(model), Products.of(model)
     made = Adapted(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
-    made.region = Region(products, torch.zeros(2 * products.elements(32)), 2, 32)
+    made.table = AdapterTable(
+        products, torch.zeros(2 * PAGES, PAGE, dtype=torch.uint8).flatten(), PAGE, torch.float32, 2, 32
+    )
     made.slots = slots
     products.adapt()
     for slot, rank in RANKS.items():
@@ -52,8 +64,10 @@ def harness(base: Path, directory: Path, slots: dict[int, int]) -> Adapted:
         for number, (name, (outputs, inputs)) in enumerate(products.sizes.items()):
             tensors |= pair(name, outputs, inputs, rank, seed=100 * slot + number)
         asked: dict[str, Any] = {"target_modules": list(products.sizes), "r": rank, "lora_alpha": 0.1}
-        made.region.put(
-            slot, read_adapter(write_adapter(directory / str(slot), asked, tensors), known, torch.float32, 32)
+        put(
+            made.table,
+            slot,
+            read_adapter(write_adapter(directory / str(slot), asked, tensors), known, torch.float32, 32),
         )
     return made
 
@@ -117,7 +131,7 @@ def test_adapters_are_what_merged_weights_are(
 
 def test_products_that_no_layer_computes_are_refused(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    region = harness(base, tmp_path / "a", {}).region
+    table = harness(base, tmp_path / "a", {}).table
     one = Stack(["model.layers.0.mlp.experts.3.gate_proj"], torch.zeros(1, 4, 64), torch.zeros(1, 64, 4))
     with pytest.raises(ConfigError, match=r"experts\.3\.gate_proj can't have an adapter"):
-        region.put(0, Adapter("", "", [one]))
+        put(table, 0, Adapter("", "", [one]))

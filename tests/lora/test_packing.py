@@ -1,4 +1,4 @@
-"""Adapters of experts as they lie in a slot: products are packed many at a time, and each has its own bits."""
+"""Adapters of experts as they lie in pages: products are packed many at a time, each has its own bits, and none crosses the end of a page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, ExpertSizes
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
-from pagerunner.lora.region import Packed, Products
+from pagerunner.lora.blocks import Packed, Products, lay
 from pagerunner.ops.lora import TILE
 
 EXPERTS, FEATURES, INNER, RANK = 3, 32, 24, 20
+PAGE = 3 * TILE * FEATURES - 5 * TILE  # two of the larger blocks, and sometimes one of the smaller ones
 NAMES = "gate_proj", "up_proj", "down_proj"
 
 
@@ -30,7 +31,7 @@ def read(path: Path, dtype: torch.dtype) -> tuple[Adapter, Packed, Products]:
     layer = Layer()
     products = Products.of(layer)
     adapter = read_adapter(path, Targets.of(layer), dtype, 64)
-    return adapter, products.pack(adapter, 64, dtype), products
+    return adapter, products.pack(adapter, 64, dtype, PAGE), products
 
 
 def one_by_one(packed: Packed, products: Products) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -41,7 +42,8 @@ def one_by_one(packed: Packed, products: Products) -> dict[str, tuple[torch.Tens
         for both in places:
             for side, at, size in zip(sides, both, (inputs, outputs), strict=True):
                 if at >= 0:
-                    side.append(packed.elements[at : at + TILE * size].view(TILE, size))
+                    page, first = divmod(at, PAGE)
+                    side.append(packed.pages[page, first : first + TILE * size].view(TILE, size))
         if sides[0]:
             found[name] = torch.cat(sides[0]), torch.cat(sides[1])
     return found
@@ -75,7 +77,8 @@ def test_both_forms_of_experts_are_packed_bit_by_bit(tmp_path: Path, dtype: torc
         adapter, packed, products = read(write_adapter(tmp_path / str(number), config, tensors), dtype)
         digests.add(adapter.digest)
         assert len(adapter.stacks) == 3, "a stack for each matrix of the experts"
-        assert packed.elements.numel() == sum(2 * TILE * sum(size) for size in products.sizes.values())
+        whole = sum(2 * TILE * sum(size) for size in products.sizes.values())
+        assert whole <= packed.pages.numel() <= whole * 5 / 4 and len(packed.pages) == products.num_pages(RANK, PAGE)
         found = one_by_one(packed, products)
         assert found.keys() == want.keys()
         for name, sides in found.items():
@@ -120,3 +123,13 @@ def test_the_expert_whose_numbers_are_none_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"experts\.1\.down_proj\.lora_B\.weight holds 1e\+05, which times the scale 1 "
     ):
         read(write_adapter(tmp_path, config, tensors), torch.float16)
+
+
+def test_blocks_lie_in_pages() -> None:
+    """Each page has the largest blocks that fit. None overlaps another one, or the end of its page, and equal ones follow each other."""
+    sizes = [48, 16, 80, 16, 48, 64, 16, 80]
+    places, pages = lay(sizes, 96)
+    assert places == [288, 80, 0, 176, 336, 192, 256, 96] and pages == 4
+    taken = [at for place, size in zip(places, sizes, strict=True) for at in range(place, place + size)]
+    assert len(set(taken)) == sum(sizes)
+    assert lay([], 96) == ([], 0)

@@ -70,9 +70,9 @@ def compare(base: Path, model: Any, config: dict[str, Any], path: Path) -> None:
     tuned.save_pretrained(path)
     if "gate.weight" in (tuned.peft_config["default"].target_parameters or ()):
         with pytest.raises(ConfigError, match=r"mlp\.gate can't have an adapter: it is a router"):
-            engine(base, enable_lora=True).generate([[1]], lora_request=LoRARequest("a", 1, str(path)))
+            engine(base, enable_lora=True, block_size=32).generate([[1]], lora_request=LoRARequest("a", 1, str(path)))
         return
-    llm = engine(base, enable_lora=True, max_lora_rank=32)
+    llm = engine(base, enable_lora=True, max_lora_rank=32, block_size=32)
     one = LoRARequest("a", 1, str(path), is_3d_lora_weight="target_parameters" in config)
     params = SamplingParams(
         temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False

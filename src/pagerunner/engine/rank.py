@@ -262,9 +262,7 @@ class Rank:
                 case orders.PrepareSleep() | orders.Sleep() | orders.WakeUp() | orders.ChangeWeights():
                     error = self._call(worker, order)
                     self._reports.send(orders.Done(self._launch.rank, order.call_id, worker.sleep_level, error))
-                case orders.ReadAdapter() | orders.FillAdapter() | orders.ForgetAdapter() if (
-                    worker.adapters is not None
-                ):
+                case _ if isinstance(order, orders.OfAdapters) and worker.adapters is not None:
                     self._of_adapters(worker.adapters, order)
                 case _ if isinstance(order, orders.OfPages) and self._pages is not None:
                     self._pages.put(order)
@@ -279,6 +277,8 @@ class Rank:
                 loader.fill(fill)
             case orders.ForgetAdapter(digest):
                 loader.forget(digest)
+            case orders.DrainAdapters():
+                loader.drain()
 
     def _call(self, worker: Worker, call: orders.Call) -> WireError | None:
         try:

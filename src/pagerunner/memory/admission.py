@@ -1,6 +1,6 @@
 """Admission: what a new request finds in the prefix index or with a sibling, and whether the rest of its pages can be had.
 
-A request is admitted for all groups at once, or not at all. What it still has to compute is promised to it, and the pages of its prompt's snapshots. Where these
+A request is admitted for all groups at once, and with its adapter's pages, or not at all. What it still has to compute is promised to it, and the pages of its prompt's snapshots. Where these
 alone lack, it waits for other prompts' snapshots and for transfers, and does without where none gives pages back. It waits for no text that is generated.
 """
 
@@ -82,9 +82,13 @@ class Admission:
         taken = [count - others for count, others in zip(grant.num_pages, lent, strict=True)]
         needs = [max(rule.pages_needed(len(tokens)) - count, 0) for rule, count in zip(self._rules, taken, strict=True)]
         positions = self._snapshot_positions(grant, hit) if shares else []
-        waits = bool(positions) and self.snapshots_wait(self._snapshots.pages_beside(needs, len(positions)))
+        beside, adapters = list(needs), self._books.adapters
+        if chain.adapter is not None:
+            grant.adapter = adapters.join(chain.adapter)
+            beside[adapters.group] += grant.adapter.num_lacking
+        waits = bool(positions) and self.snapshots_wait(self._snapshots.pages_beside(beside, len(positions)))
         self._books.grants[grant] = None
-        fits = not waits and self._room.reserve(needs)
+        fits = not waits and self._room.reserve(beside)
         lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
         if not fits or lost:
             self._holdings.release(grant)
@@ -92,6 +96,8 @@ class Admission:
                 return None
             # Making room has cost the very snapshot. The hit's other pages are of no use without it.
             return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
+        if grant.adapter is not None:
+            adapters.complete(grant.adapter)
         grant.cached_tokens = hit
         if hit and self._sampler is not None:
             self._sampler.used(grant.pages)

@@ -11,6 +11,7 @@ from pagerunner.memory.rules import FOREVER
 from pagerunner.memory.slabs import SlabPool
 
 if TYPE_CHECKING:
+    from pagerunner.memory.adapters import AdapterLease
     from pagerunner.memory.leases import Lease
 
 NO_PAGE = -1  # stands in a grant's list, and in a table write, for a page that was given back or never allocated
@@ -25,13 +26,14 @@ class Grant:
     """
 
     __slots__ = (
-        "asks_again", "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "holds_snapshots", "latest_snapshot",
+        "adapter", "asks_again", "borrowed", "cached_tokens", "capacity", "chain", "epoch", "first", "group_hits", "holds_snapshots", "latest_snapshot",
         "next_publish", "next_save", "num_pages", "pages", "passed", "promise", "published", "reserve", "saves", "sent", "slot",
         "snapshot_positions", "starts", "superseded", "target",
     )  # fmt: skip
 
     def __init__(self, slot: int, chain: PrefixChain, groups: int, epoch: int) -> None:
         self.slot = slot
+        self.adapter: AdapterLease | None = None
         self.chain = chain
         self.epoch = epoch
         self.pages: list[list[int]] = [[] for _ in range(groups)]
@@ -100,16 +102,18 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request can never run, in numbers; `str()` is the sentence for the user."""
+    """Why a request can never run, in numbers; `str()` is the sentence for the user. `adapter`: of what is needed, the pages that its adapter takes."""
 
     tokens: int
     needed: int
     available: int
     what: str
+    adapter: int = 0
 
     def __str__(self) -> str:
+        adapter = f", {self.adapter:,} pages of its adapter among them" if self.adapter else ""
         return (
-            f"needs {self.needed:,} {self.what} for {self.tokens:,} tokens; the pool has {self.available:,}. "
+            f"needs {self.needed:,} {self.what} for {self.tokens:,} tokens{adapter}; the pool has {self.available:,}. "
             "Lower max_tokens or raise kv_cache_memory_bytes / num_gpu_blocks_override."
         )
 

@@ -20,7 +20,7 @@ class Holdings:
     def __init__(self, books: Books, moves: PageMoves) -> None:
         self._pool, self._index, self._work = books.pool, books.index, books.work
         self._promises, self._rules, self._grants = books.promises, books.rules, books.grants
-        self._moves = moves
+        self._moves, self._adapters = moves, books.adapters
         keeps_all = any(not rule.forgets and not rule.snapshots for rule in self._rules)
         self._hits_at_states = keeps_all and any(rule.snapshots for rule in self._rules)
 
@@ -128,6 +128,8 @@ class Holdings:
         for group, pages in enumerate(grant.pages):
             held = [page for page in pages[grant.first[group] :] if page != NO_PAGE]
             self._pool.release(group, held[::-1])
+        if grant.adapter is not None:
+            self._adapters.leave(grant.adapter)
         self._promises.withdraw(grant)
         del self._grants[grant]
         self._work.drop(grant)

@@ -49,6 +49,7 @@ class Leases:
 
     def __init__(self, books: Books) -> None:
         self._books, self._pool, self._index = books, books.pool, books.index
+        self._adapters = books.adapters
         self._saving: dict[Lease, None] = {}
         self._transfers: dict[int, Lease] = {}
         self._kept: dict[Lease, None] = {}
@@ -78,6 +79,7 @@ class Leases:
         for lease in self._saving:
             if source in lease.pages[group]:
                 lease.pages[group][:] = [target]
+        self._adapters.moved(group, source, target)
 
     # -- transfers
 
@@ -183,8 +185,9 @@ class Leases:
                 lease.distrusted |= lease.state == "arriving" and page in lease.pages[group]
 
     def would_fit(self, needs: Sequence[int]) -> bool:
-        """Whether `needs` could be had if all transfers ended now that haven't failed."""
+        """Whether `needs` could be had if all transfers ended now that haven't failed, and fills of adapters that nobody runs with."""
         back = [0] * len(needs)
+        back[self._adapters.group] = self._adapters.coming_back()
         for lease in self._transfers.values():
             if lease.state != "quarantined":
                 for group, pages in enumerate(lease.pages):
@@ -236,14 +239,14 @@ class Leases:
     def holders(self, group: int) -> Counter[int]:
         """How many leases each page of the group is in."""
         leases = (*self._saving, *self._kept, *self._transfers.values())
-        return Counter(page for lease in leases for page in lease.pages[group])
+        return Counter(page for lease in leases for page in lease.pages[group]) + self._adapters.holders(group)
 
     def check(self) -> None:
         """Recount. Raises AssertionError where a page is pinned that no transfer uses, or a key arrives that none brings."""
         for group, arriving in enumerate(self.arriving):
             leases = (*self._kept, *self._transfers.values())
             pinned = Counter(page for lease in leases for page in lease.pages[group])
-            assert pinned == self._pool.pinned[group], "pinned pages"
+            assert pinned + self._adapters.pinned(group) == self._pool.pinned[group], "pinned pages"
             brought = {
                 key for lease in self._transfers.values() if lease.state == "arriving" for key in lease.keys[group]
             }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from pagerunner.memory.adapters import AdapterLease, AdapterPages
 from pagerunner.memory.admission import Admission, Awaited
 from pagerunner.memory.books import Books
 from pagerunner.memory.events import BlockLog, LoggedIndex
@@ -68,7 +69,8 @@ class KVManager:
         self._work = StepWork(plan, list_fresh_pages=list_fresh_pages)
         self._promises = Promises(self.pool)
         rules = tuple(group.rule for group in plan.groups)
-        self._books = books = Books(plan, self.index, self.pool, self._work, self._promises, rules)
+        self.adapters = AdapterPages(plan, self.pool, self.index, self._work)
+        self._books = books = Books(plan, self.index, self.pool, self._work, self._promises, rules, self.adapters)
         self._leases = leases = Leases(books)
         self._moves = PageMoves(books, leases)
         self._snapshots = Snapshots(books, leases, keep=enable_prefix_caching)
@@ -86,14 +88,15 @@ class KVManager:
         """Changes whenever pages were given back. Until then, a request that didn't fit need not be tried again."""
         return self._room.version
 
-    def refusal(self, tokens: int) -> Refusal | None:
-        """Why a request of `tokens` tokens could not finish even alone; None if it could."""
-        plan = self.plan
-        if plan.slabs_needed(tokens) <= plan.num_slabs:
+    def refusal(self, tokens: int, adapter: AdapterInfo | None = None) -> Refusal | None:
+        """Why a request of `tokens` tokens could not finish even alone with its `adapter`; None if it could."""
+        plan, pages = self.plan, 0 if adapter is None else adapter.num_pages
+        needed = plan.slabs_needed(tokens, pages)
+        if needed <= plan.num_slabs:
             return None
         if len(plan.groups) == 1:
-            return Refusal(tokens, plan.groups[0].pages_needed(tokens), plan.num_pages(0), "pages")
-        return Refusal(tokens, plan.slabs_needed(tokens), plan.num_slabs, "slabs")
+            return Refusal(tokens, plan.groups[0].pages_needed(tokens) + pages, plan.num_pages(0), "pages", pages)
+        return Refusal(tokens, needed, plan.num_slabs, "slabs", pages)
 
     def chain(self, cache_salt: str = "", parent_id: str = "", adapter: AdapterInfo | None = None) -> PrefixChain:
         """The prefix chain of a new request. Requests may share pages if salts, parents and the digests of their adapters are equal."""
@@ -272,6 +275,13 @@ class KVManager:
         The copies must run in this order, before anything else touches pages.
         """
         return self._work.take_copies()
+
+    # -- adapters
+
+    def end_fill(self, lease: AdapterLease, *, well: bool) -> None:
+        """An adapter's pages are filled, or couldn't be."""
+        self._room.version += 1
+        self.adapters.filled(lease, well=well)
 
     # -- transfers
 

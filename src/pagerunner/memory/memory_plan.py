@@ -63,7 +63,7 @@ class GroupPlan:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Every byte of the page memory and, by name, what is allocated outside it (`other`). `host_bytes` of host memory hold pages too, and
-    `disk_bytes` of a disk; both are those of a rank.
+    `disk_bytes` of a disk; both are those of a rank. An adapter of the highest rank and of all matrices takes `adapter_pages` pages of the largest group.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -75,6 +75,7 @@ class MemoryPlan:
     other: tuple[tuple[str, int], ...] = ()
     host_bytes: int = 0
     disk_bytes: int = 0
+    adapter_pages: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -151,9 +152,12 @@ class MemoryPlan:
             return list(pages) if page_units == 1 else [page * page_units for page in pages]
         return [page // per_slab * slab_units + page % per_slab * page_units for page in pages]
 
-    def slabs_needed(self, tokens: int) -> int:
-        """Slabs that one request of `tokens` tokens takes when it is alone."""
-        return sum(-(-group.pages_needed(tokens) // group.pages_per_slab) for group in self.groups)
+    def slabs_needed(self, tokens: int, adapter_pages: int = 0) -> int:
+        """Slabs that one request of `tokens` tokens takes when it is alone, with so many pages of the largest group for its adapter."""
+        needs = [group.pages_needed(tokens) for group in self.groups]
+        if adapter_pages:
+            needs[self.largest_group] += adapter_pages
+        return sum(-(-need // group.pages_per_slab) for need, group in zip(needs, self.groups, strict=True))
 
     def request_bytes(self, tokens: int) -> int:
         """Bytes of the pages that one request of `tokens` tokens must be able to get.

@@ -100,29 +100,31 @@ class ExchangeState(msgspec.Struct, frozen=True, kw_only=True):
     pulled_total: int
 
 
-class AdapterSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot of the memory for adapters: the digest of what it holds ("": nothing), the names that stand for that now, requests that use it, and its bytes.
-
-    With `arriving` they are on their way.
+class AdapterPagesState(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter of which pages are on the device: its digest, the names that stand for that now, its `slot` (-1: none), requests that have this slot, and the bytes that are
+    there. They are `used` by running requests, or else cache. With `arriving` they are on their way.
     """
 
     digest: str
     names: list[str]
+    slot: int
     requests: int
     num_bytes: int
+    used: bool
     arriving: bool
 
 
 class AdaptersState(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory for adapters: all of its bytes, and its slots."""
+    """Adapters in the page memory: how many may run at once, their bytes, those of them that running requests use, and the adapters that are `there`."""
 
+    max_loras: int
     num_bytes: int
-    slots: list[AdapterSlot]
+    used_bytes: int
+    there: list[AdapterPagesState]
 
 
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, what other engines have to do with it, and the memory for
-    `adapters`.
+    """The page memory at one moment, between two steps, the `host` memory for pages if there is one, what other engines have to do with it, and the `adapters` in it.
 
     Of `prefix_queries_total` tokens of prompts, the page memory had `prefix_hits_total`.
     """

@@ -39,6 +39,7 @@ def plan_memory(
     chunked_prefill: bool = True,
     other: Sequence[tuple[str, int]] = (),
     stages: Sequence[int] = (),
+    page_unit: int = ALIGNMENT,
 ) -> MemoryPlan:
     """Cut the budget into slabs and pages for the layers `specs` (one per piece of memory, in layer order).
 
@@ -48,7 +49,7 @@ def plan_memory(
     Without `chunked_prefill` a step of `max_num_batched_tokens` is never shortened, and windows are promised the pages of such a
     step. `stages` says by which stage of a pipeline each of the layers is run, if there are several; each stage has pages of its own, of the
     same sizes, at the same places. `max_in_flight` costs no pages: steps run in order, so a step may take the pages that the step before gave back.
-    With `num_drafts` guessed tokens a row, windows are wider by what the steps in flight may accept.
+    With `num_drafts` guessed tokens a row, windows are wider by what the steps in flight may accept. A page has a multiple of `page_unit` bytes.
 
     Raises:
         CapacityError: one request of max_model_len (for "auto": of 2 tokens) doesn't fit.
@@ -65,7 +66,7 @@ def plan_memory(
     make = partial(
         make_rule, step_tokens=max_num_batched_tokens, whole_steps=not chunked_prefill, open_tokens=open_tokens
     )
-    groups = _form_groups(specs, page_tokens, make, stages or (0,) * len(specs))
+    groups = _form_groups(specs, page_tokens, make, stages or (0,) * len(specs), page_unit)
     auto = max_model_len in ("auto", -1)
     wanted = _wanted_length(model_max_len if auto or max_model_len is None else max_model_len, model_max_len)
     if num_pages_override is not None:
@@ -132,6 +133,7 @@ def _form_groups(
     page_tokens: int | Mapping[Hashable, int],
     make: Callable[[Spec, int], GroupRule],
     stages: Sequence[int],
+    page_unit: int,
 ) -> list[GroupPlan]:
     """Layers of one lifetime become a group; their slices follow each other in layer order. Slabs are not chosen yet."""
     if not specs:
@@ -148,6 +150,7 @@ def _form_groups(
         if isinstance(page_tokens, int):
             size = _page_tokens(size, [spec for _, spec in layers], cell)
         slices, end = _slices(layers, size, stages)
+        end = -(-end // page_unit) * page_unit
         first = layers[0][1]
         groups.append(
             GroupPlan(

@@ -109,13 +109,14 @@ class PrefixIndex:
     """Which page holds which content, per group. Knows nothing of reference counts: the pool asks it what is worth keeping.
 
     `pages[group]` maps a key to a page; `keys[group]` maps a page to its key. `epoch` counts how often everything was forgotten:
-    what began in an earlier epoch publishes nothing.
+    what began in an earlier epoch publishes nothing. `adapters[group]` are the pages that hold parts of adapters.
     """
 
     def __init__(self, num_groups: int) -> None:
         self.epoch = 0
         self.pages: list[dict[PageKey, int]] = [{} for _ in range(num_groups)]
         self.keys: list[dict[int, PageKey]] = [{} for _ in range(num_groups)]
+        self.adapters: list[set[int]] = [set() for _ in range(num_groups)]
 
     def find(self, group: int, key: PageKey) -> int | None:
         """The page that holds the content."""
@@ -140,17 +141,25 @@ class PrefixIndex:
             for key, page in zip(keys, pages, strict=True):
                 PrefixIndex.publish(self, group, key, page)
 
+    def publish_adapter(self, group: int, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
+        """As `publish_all`, of an adapter's pages, of which readers of KV events aren't told. No other pages are findable under these keys."""
+        PrefixIndex.publish_all(self, group, keys, pages)
+        self.adapters[group].update(pages)
+
     def forget(self, group: int, page: int) -> None:
         """The page's content is no longer findable."""
         key = self.keys[group].pop(page, None)
         if key is not None:
             del self.pages[group][key]
+            self.adapters[group].discard(page)
 
     def forget_all(self, group: int, pages: Iterable[int]) -> None:
         """As `forget`, of many pages."""
         keys, held = self.keys[group], self.pages[group]
         for key in filter(None, map(keys.pop, pages, repeat(None))):
             del held[key]
+        if self.adapters[group]:
+            self.adapters[group].difference_update(pages)
 
     def move(self, group: int, source: int, target: int) -> None:
         """The content of page `source` is now in page `target`."""
@@ -158,13 +167,17 @@ class PrefixIndex:
         if key is not None:
             self.pages[group][key] = target
             self.keys[group][target] = key
+            if source in self.adapters[group]:
+                self.adapters[group].remove(source)
+                self.adapters[group].add(target)
 
     def clear(self) -> None:
         """Forget everything."""
         self.epoch += 1
-        for pages, keys in zip(self.pages, self.keys, strict=True):
+        for pages, keys, adapters in zip(self.pages, self.keys, self.adapters, strict=True):
             pages.clear()
             keys.clear()
+            adapters.clear()
 
 
 class HitCounts:

@@ -52,6 +52,10 @@ def plan_table(plan: MemoryPlan) -> str:
             if size
         ),
     ]
+    if plan.adapter_pages:
+        size, group = plan.adapter_pages, plan.groups[plan.largest_group]
+        said = f"up to {size:,} pages each, {human_bytes(size * group.page_bytes)}; alone, {plan.num_gpu_blocks // size:,} fill the pages"
+        held.append(("adapters", said))
     cut = [
         ("slabs", f"{plan.num_slabs:,} of {human_bytes(plan.slab_bytes)}, each cut into pages of one group"),
         ("waste", f"{plan.waste:.2%}"),
@@ -86,6 +90,7 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "host_tokens": plan.host_tokens,
         "disk_bytes": plan.disk_bytes,
         "disk_tokens": plan.disk_tokens,
+        "adapter_pages": plan.adapter_pages,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [
             {

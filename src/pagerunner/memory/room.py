@@ -2,11 +2,11 @@
 
 Pages are looked for in this order. Whoever asks says how far down the list it may go.
 
-1. Pages that are free, or cached and unused for longest: the pool hands them out.
+1. Pages that are free, or cached and unused for longest, those of idle adapters among them: the pool hands them out.
 2. A shorter step, where a group forgets: `Growth` asks for less until it `fits`.
 3. Pages that a transfer has brought for requests that wait are given up, and then snapshots in the making: for a new request not those of prompts.
 4. Pages are moved together.
-5. The request waits: for the next step, if that may move what is missing; or for a transfer, if that gives back what is missing.
+5. The request waits: for the next step, if that may move what is missing; or for a transfer or the fill of an adapter, if that gives back what is missing.
 6. The scheduler preempts.
 
 Example: a running request of 8,192 tokens a step doesn't fit. A step of 1,024 fits, so 3 to 6 don't happen.
@@ -51,7 +51,7 @@ class Room:
         fresh = self._pool.allocate(needs)
         if fresh is None and self._make(needs, self._grants):
             fresh = self._pool.allocate(needs)
-        if fresh is None and self._leases:
+        if fresh is None:
             self.awaits_transfer |= self._leases.would_fit(needs)
         return fresh
 

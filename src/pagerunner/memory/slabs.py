@@ -26,7 +26,7 @@ _LISTED = 4_096  # free slabs, and free pages of a huge slab, that are listed at
 class SlabPool:
     """Reference-counted pages of several groups over one set of slabs.
 
-    With `keep_cached` a published page whose last owner leaves stays findable until evicted; without, it is freed at once.
+    With `keep_cached` a published page whose last owner leaves stays findable until evicted; without, it is freed at once, unless it holds part of an adapter.
     """
 
     def __init__(
@@ -284,7 +284,8 @@ class SlabPool:
     def release(self, group: int, pages: Sequence[int]) -> None:
         """Drop one reference of each page. Of pages that become cached, the first is evicted first."""
         refs, per_slab = self.refs[group], self.per_slab[group]
-        keys, cached = self.index.keys[group] if self.keep_cached else {}, self.cached[group]
+        keys = self.index.keys[group] if self.keep_cached else self.index.adapters[group]
+        cached = self.cached[group]
         self._clock += 1
         clock, slab, idle = self._clock, -1, 0  # so many pages in a row that nobody holds any more lie in this slab
         for page in pages:

@@ -17,9 +17,9 @@ import torch
 from pagerunner.errors import CapacityError
 from pagerunner.memory.units import human_bytes
 
-Tag = Literal["weights", "kv", "lora"]
-TAGS: tuple[Tag, ...] = ("weights", "kv", "lora")
-NAMES: dict[Tag, str] = {"weights": "weights", "kv": "pages", "lora": "adapters"}
+Tag = Literal["weights", "kv"]
+TAGS: tuple[Tag, ...] = ("weights", "kv")
+NAMES: dict[Tag, str] = {"weights": "weights", "kv": "pages"}
 
 
 class Arena(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
 from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows
-from pagerunner.lora.region import RowAdapters
+from pagerunner.lora.blocks import RowAdapters
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.ahead import rehearsing
 from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows

@@ -173,6 +173,9 @@ class ModelRunner:
         if plan.guesses:
             self._take(plan.guesses)
         pages.prepare(step)
+        for move in plan.adapter_moves:
+            assert self._builder.adapters is not None, "no request has an adapter"
+            self._builder.adapters.table.place(move.slot, move.offsets)
         if plan.transfers and self._transfers is not None:
             self._transfers.load(plan.transfers)
         if not plan.rows:

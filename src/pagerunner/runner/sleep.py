@@ -19,7 +19,7 @@ from pagerunner.runner.arena import TAGS, Arena, Tag
 from pagerunner.runner.host_copy import HostCopy
 
 SleepState = Literal["running", "parking", "parked", "waking", "failed"]
-_TAG_NAMES: dict[str, tuple[Tag, ...]] = {"weights": ("weights",), "kv": ("kv", "lora"), "kv_cache": ("kv", "lora")}
+_TAG_NAMES: dict[str, Tag] = {"weights": "weights", "kv": "kv", "kv_cache": "kv"}
 LEVELS = (0, 1, 2)
 SMALL_TENSOR = 2**20  # bytes; torch's allocator keeps tensors up to this size in segments of twice as much
 
@@ -32,13 +32,13 @@ def checked_level(level: int) -> int:
 
 
 def parse_tags(tags: Sequence[str] | None) -> tuple[Tag, ...]:
-    """Region tags from user names ("weights", "kv_cache" or "kv"); None is all of them. Adapters go with the pages. Raises ConfigError."""
+    """Region tags from user names ("weights", "kv_cache" or "kv"); None is all of them. Raises ConfigError."""
     if tags is None:
         return TAGS
     unknown = [tag for tag in tags if tag not in _TAG_NAMES]
     if unknown:
         raise ConfigError(f"wake_up tags must be among weights and kv_cache, got {unknown[0]!r}.")
-    return tuple(region for tag in tags for region in _TAG_NAMES[tag])
+    return tuple(_TAG_NAMES[tag] for tag in tags)
 
 
 class WeightsStore:
@@ -213,8 +213,6 @@ class Sleeper:
             self._weights.leave()
         if level >= 1:
             self._unmap("kv")
-            if "lora" in self._arena.mapped_bytes():
-                self._unmap("lora")
         if level == 2 or (level == 1 and self._weights.frees_at_level_1):
             self._unmap("weights")
         if level >= 1:

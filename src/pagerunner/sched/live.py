@@ -91,7 +91,7 @@ def live_requests(state: SchedulerState, *, paused: bool = False) -> list[LiveRe
     groups = state.manager.plan.groups
     held = state.guided.held.values()
     wait = why_first_waits(state)
-    listed: list[tuple[Sequence, Wait]] = [(sequence, "") for sequence in state.running]
+    listed: list[tuple[Sequence, Wait]] = [(one, "adapter" if one.awaits_adapter else "") for one in state.running]
     listed += [(sequence, "grammar") for sequence in islice(held, MAX_WAITING)]
     if state.adapters is not None:
         listed += [(sequence, "adapter") for sequence in islice(state.adapters.held.values(), MAX_WAITING)]
@@ -129,11 +129,11 @@ def why_first_waits(state: SchedulerState, *, paused: bool = False) -> Wait:
 
 def page_books(manager: KVManager) -> tuple[bytes, bytes, list[bytes]]:
     """Int32 ids of the slabs that a group owns, one byte for each of them with its group, and, by group, the int32 ids of the
-    pages that only the prefix index holds.
+    pages that are found by their content, but aren't in a request's table: those that only the prefix index holds, and those of adapters that requests run with.
     """
-    pool = manager.pool
+    pool, adapters = manager.pool, manager.adapters
     return (
         array("i", pool.owner).tobytes(),
         bytes(pool.owner.values()),
-        [array("i", list(cached)).tobytes() for cached in pool.cached],
+        [array("i", [*cached, *adapters.holders(group)]).tobytes() for group, cached in enumerate(pool.cached)],
     )

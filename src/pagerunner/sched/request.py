@@ -23,7 +23,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "admitted_time", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "host_drafts", "in_flight", "key", "looked_up",
+        "adapter", "adapter_slot", "admitted_time", "awaits_adapter", "awaits_transfer", "blocked", "cached_tokens", "chain", "drafts", "external_tokens", "fetched", "finished", "found", "grant", "guide", "host_drafts", "in_flight", "key", "looked_up",
         "max_total",
         "min_total", "parent_id", "passed", "pending",
         "preemptions", "prompt_len", "prompt_logprobs", "refill", "reported", "request", "request_id", "retry_budget",
@@ -48,6 +48,7 @@ class Sequence:
         self.shares = shares
         self.adapter = adapter
         self.adapter_slot = -1
+        self.awaits_adapter = False  # it was admitted, and its adapter's pages are being filled
         self.passed = 0  # how many went before it while it waited for a slot of adapters
         # of a request that has siblings
         self.parent_id = request.parent_id if shares and request.parent_id != request.request_id else ""

@@ -112,8 +112,7 @@ class Scheduler:
 
     def check(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> None:
         """Raise what `add` raises."""
-        if adapter is None:
-            self._adapter(request)
+        adapter = adapter or self._adapter(request)
         prompt_len = len(request.prompt_token_ids)
         if prompt_len == 0:
             raise InvalidRequestError("The prompt has no tokens; at least 1 is needed.", param="prompt")
@@ -125,7 +124,7 @@ class Scheduler:
             )
         if request.request_id in self._state.sequences:
             raise InvalidRequestError(f"request_id {request.request_id!r} is already in use.", param="request_id")
-        refusal = self.manager.refusal(min(prompt_len + request.max_tokens, self.max_model_len))
+        refusal = self.manager.refusal(min(prompt_len + request.max_tokens, self.max_model_len), adapter)
         if refusal is not None:
             raise InvalidRequestError(f"The request {refusal}", param="max_tokens")
 
@@ -305,7 +304,9 @@ class Scheduler:
         Statistics don't count this as preemptions: those are signs of too little memory. Transfers must have ended: the pages
         that they read and write go too.
         """
-        assert not self.manager.num_transfers, "transfers are under way"
+        assert not self.manager.num_transfers, (
+            "transfers are under way"
+        )  # fills of adapters are waited for, before their pages go
         while self._state.running:
             self._state.send_back(self._state.running.pop())
         if self.tiers is not None:

@@ -9,6 +9,7 @@ from bisect import insort
 from collections import deque
 from typing import Literal
 
+from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.guide import MakeGuide
@@ -49,7 +50,7 @@ class SchedulerState:
         self.tiers = tiers
         self.by_priority = policy == "priority"
         if adapters is not None:
-            adapters.restart()
+            adapters.restart(manager)
             adapters.order = (lambda one: one.key) if self.by_priority else (lambda one: one.key[2])
         self.waiting: WaitingQueue = PriorityQueue() if self.by_priority else FcfsQueue()
         self.running: list[Sequence] = []
@@ -82,8 +83,14 @@ class SchedulerState:
         """What the runner must know of a sequence that takes a slot."""
         return SlotInit(slot, sequence.request, sequence.tokens[sequence.prompt_len :], sequence.adapter_slot)
 
+    def must_wait(self, sequence: Sequence, grant: Grant) -> bool:
+        """Whether a sequence that is admitted with this grant has no row in the plan in the making: it borrows pages that the plan fills, or its adapter isn't there yet."""
+        return self.manager.must_wait(grant) or (self.adapters is not None and self.adapters.must_wait(sequence, grant))
+
     def run(self, sequence: Sequence) -> None:
         """A sequence that was admitted runs. It has what was set aside for it."""
+        if self.adapters is not None and sequence.grant is not None:
+            self.adapters.admitted(sequence, sequence.grant)
         if self.by_priority:
             insort(self.running, sequence, key=lambda one: one.key)
         else:
@@ -130,6 +137,7 @@ class SchedulerState:
         self.manager.release(grant)
         heapq.heappush(self.free_slots, grant.slot)
         sequence.grant = None
+        sequence.awaits_adapter = False
         sequence.scheduled = 0
         sequence.retry_version = -1
         sequence.looked_up = sequence.fetched = False

@@ -55,6 +55,9 @@ class StepPlanner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
         self._stages = stages
+        self._is_full = (
+            False  # a prompt that runs whole, and is admitted, waits for a step with room: nobody goes before it
+        )
 
     def next_plan(self) -> StepPlan | None:
         """Choose the rows of a step and take their pages; None if there is nothing to run."""
@@ -72,15 +75,17 @@ class StepPlanner:
         if state.adapters is not None:
             for sequence in reversed(state.adapters.settle()):  # in reverse, so that the line keeps its order
                 state.waiting.put_back(sequence)
+        self._is_full = False
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
             state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences, runs=bool(state.running))
-        if state.waiting and state.free_slots and preempted == state.counts.preemptions and not manager.waits:
+        may_admit = preempted == state.counts.preemptions and not (manager.waits or self._is_full)
+        if state.waiting and state.free_slots and may_admit:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
         for steps in range(self._stages - 1, 0, -1):  # if nobody else can run, a step may wait for another one's tokens
             if not rows:
                 budget = self._schedule_running(budget, rows, sequences, steps)
-        if not rows and not manager.transfers_wait:
+        if not rows and not admitted and not manager.transfers_wait:
             return None
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
         if rows:
@@ -102,6 +107,7 @@ class StepPlanner:
             copies=manager.take_copies(),
             state_saves=saves,
             transfers=manager.take_transfers(),
+            adapter_moves=[] if state.adapters is None else state.adapters.take_moves(),
             masks=_masks(guided, rows, sequences),
             tell_drafts=guided if made else [],
             num_drafts=made,
@@ -129,9 +135,8 @@ class StepPlanner:
             if not budget:
                 break
             total = len(sequence.tokens) + sequence.pending
-            if (
-                total >= sequence.max_total or sequence.blocked
-            ):  # all its tokens are in flight, or its next mask isn't known yet
+            # all its tokens are in flight, or its next mask isn't known yet, or its adapter isn't there
+            if total >= sequence.max_total or sequence.blocked or sequence.awaits_adapter:
                 continue
             start = sequence.scheduled
             generates = start >= sequence.refill
@@ -151,6 +156,9 @@ class StepPlanner:
                 end = total
             else:
                 end = total if total - start <= budget else start + budget
+                if end < total and not self._enable_chunked_prefill and self._waits_for_room(sequence, budget):
+                    self._is_full = True
+                    continue
                 if (end := self._pace.end(start, end)) == start:
                     continue
             grant = sequence.grant
@@ -176,6 +184,11 @@ class StepPlanner:
                 rows.append(self._row(sequence, grant, start, end))
             sequences.append(sequence)
         return budget
+
+    def _waits_for_room(self, sequence: Sequence, budget: int) -> bool:
+        """Whether none of an admitted prompt was computed, which waited for its adapter, and the step has less room than it may have."""
+        assert sequence.grant is not None
+        return sequence.scheduled == sequence.grant.cached_tokens and budget < self._max_num_batched_tokens
 
     def _ahead(self, sequence: Sequence, end: int) -> int:
         """How far there should be pages for a row that generates and ends at `end`: its drafter goes on behind it. A prompt's last row has none of these
@@ -323,7 +336,7 @@ class StepPlanner:
                 passed += 1
                 continue
             start = grant.cached_tokens
-            waits = manager.must_wait(grant)
+            waits = state.must_wait(sequence, grant)
             end = min(known, start + budget)
             if end < known and not waits and not self._enable_chunked_prefill and budget < self._max_num_batched_tokens:
                 manager.release(grant)  # nothing was computed or published

@@ -84,13 +84,16 @@ _COSTS = {
 }
 _LORA_MOMENTS = {
     "registered": ("pagerunner:lora_adapters", "Adapters that requests may name."),
-    "resident": ("pagerunner:lora_adapters_on_device", "Adapters that are in slots of the device's memory."),
-    "num_bytes": ("pagerunner:lora_bytes", "The device's memory for adapters, all slots."),
-    "used_bytes": ("pagerunner:lora_used_bytes", "Bytes of the adapters that are in slots."),
+    "resident": ("pagerunner:lora_adapters_on_device", "Adapters that are in pages of the device whole."),
+    "num_bytes": ("pagerunner:lora_bytes", "Bytes of the page memory that hold adapters."),
+    "used_bytes": ("pagerunner:lora_used_bytes", "Those of adapters that running requests use; the others are cache."),
 }
 _LORA_TOTALS = {
-    "hits_total": ("pagerunner:lora_hits", "Requests that found their adapter in a slot, or on its way to one."),
-    "fills_total": ("pagerunner:lora_fills", "Adapters that were brought to slots of the device's memory."),
+    "hits_total": ("pagerunner:lora_hits", "Admitted requests whose adapter was on the device, or on its way."),
+    "fills_total": (
+        "pagerunner:lora_fills",
+        "Times that an adapter, or missing pages of one, was brought to the device.",
+    ),
     "fill_bytes_total": ("pagerunner:lora_fill_bytes", "Their bytes."),
 }
 _TIER_MOMENTS = {

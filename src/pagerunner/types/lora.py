@@ -89,7 +89,9 @@ def parse_module(text: str) -> LoRARequest:
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, what its config calls its base, and its user's number of it."""
+    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, what its config calls its base, its user's number of it, and the
+    pages that it takes on the device.
+    """
 
     name: str
     path: str
@@ -97,6 +99,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     rank: int
     base_model_name: str = ""
     lora_int_id: int = 1
+    num_pages: int = 0
 
     def check(self, request: LoRARequest) -> None:
         """Raise InvalidRequestError for a request that means another directory by this name."""
@@ -111,7 +114,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 class AdapterEnd(msgspec.Struct, frozen=True):
     """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`, which may be that the directory is `missing`.
 
-    A fill says how many bytes it has copied. `separate`: experts have tensors of their own.
+    What was read takes `num_pages`, of several ranks on the one where it takes most. `separate`: experts have tensors of their own.
     """
 
     number: int
@@ -119,25 +122,35 @@ class AdapterEnd(msgspec.Struct, frozen=True):
     rank: int = 0
     base: str = ""
     error: str = ""
-    num_bytes: int = 0
+    num_pages: int = 0
     missing: bool = False
     separate: bool = False
 
 
 class AdapterFill(msgspec.Struct, frozen=True):
-    """Bring the adapter of this content to a slot of the device. Its files are read again if its copy in host memory is gone."""
+    """Bring the adapter of this content, of which host memory has a copy, to a slot of the device. Its pages lie at `offsets` of the page memory, in bytes. The
+    `missing` ones of them are to be copied; the others hold what they should.
+    """
 
     number: int
     slot: int
     digest: str
-    path: str
+    offsets: list[int]
+    missing: list[int]
+
+
+class AdapterMove(msgspec.Struct, frozen=True, array_like=True):
+    """The pages of a slot's adapter lie at these offsets from this step on."""
+
+    slot: int
+    offsets: list[int]
 
 
 class LoraStats(msgspec.Struct, frozen=True):
-    """Adapters of requests that run and that wait, by name; how many may run at once, how many are registered, and how many are in slots.
+    """Adapters of requests that run and that wait, by name; how many may run at once, how many are registered, and how many are on the device whole.
 
-    `num_bytes` is the memory of all slots, and `used_bytes` are those of the adapters in them. So far `hits_total` requests found their adapter in a slot or on its
-    way to one; others had `fills_total` slots filled, with `fill_bytes_total`.
+    `num_bytes` are those of the page memory that hold adapters, and running requests use `used_bytes` of them. So far `hits_total` admissions found the adapter in pages or on
+    its way; for others there were `fills_total`, with `fill_bytes_total`.
     """
 
     max_loras: int

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagerunner.types.lora import AdapterMove
 from pagerunner.types.request import EngineRequest, TokenLogprobs
 
 NO_TOKEN_ALLOWED = (
@@ -120,14 +121,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the runner does in one step, in this order: slots, table writes, copies (in list order), zeroing, forward,
     sampling.
 
-    A request may be admitted a step before its first row: its first pages are copies of what this step computes.
+    A request may be admitted steps before its first row: its first pages are copies of what this step computes, or its adapter is being filled.
     `zero` lists the byte offsets of fresh pages, one list per group, for groups that ask for it. A fresh page may have
     been the source of one of the step's copies, so copies come first.
     `masks` has bitmasks of some of the rows that sample, one for each place of the row: a bit for each token that the row may take there, lowest bit
     first, or None where it may take any. `tell_drafts` are rows whose new drafts the result tells.
     `transfers` begin with the step and end whenever they do, in any order: pages are loaded once the step has copied and zeroed,
     and stored once its forward has run. No step touches pages that are loaded, and none writes pages that are stored. A plan
-    without rows is made where only transfers are to begin.
+    without rows is made where only transfers are to begin, or fills of adapters behind it. `adapter_moves` say where pages of adapters lie from this step on.
     Rows may share pages that another row of the same step writes: within a layer all writes precede all reads.
     After the step, `num_drafts` drafts are made for each slot that samples, for its next row. Where the host drafts, rows have `guesses` instead.
     Where there are several teams of ranks, `most_tokens` are those of the team that has most of them in this step, and `graphs` says which graphs
@@ -142,6 +143,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: list[PageCopy] = []
     state_saves: list[StateSave] = []
     transfers: list[PageTransfer] = []
+    adapter_moves: list[AdapterMove] = []
     masks: dict[int, list[bytes | None]] = {}
     tell_drafts: list[int] = []
     num_drafts: int = 0

@@ -24,11 +24,15 @@ class Loader(Protocol):
         ...
 
     def fill(self, fill: AdapterFill) -> None:
-        """Bring an adapter to a slot that no step uses which is launched from now on. It is kept in host memory."""
+        """Copy an adapter, which is kept in host memory, to pages and a slot that no step uses which is launched from now on."""
         ...
 
     def forget(self, digest: str) -> None:
         """Give up the copy in host memory."""
+        ...
+
+    def drain(self) -> None:
+        """Have all steps that are launched from now on wait for the fills that were asked for before."""
         ...
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
@@ -37,12 +41,14 @@ class Loader(Protocol):
 
 
 class AdapterWork:
-    """Loads that users have asked for, and fills of slots that the scheduler wants. Host memory keeps the last `most` that were used, and those that
+    """Loads that users have asked for, and what the scheduler wants to be read or filled. Host memory keeps the last `most` that were used, and those that
     unfinished sequences have and no name stands for any more."""
 
     def __init__(self, books: Adapters, loader: Loader, most: int) -> None:
         self.books, self._loader, self._most = books, loader, most
         self._copies: OrderedDict[str, None] = OrderedDict()  # digests in host memory; the one used last stands last
+        self._forgetting = ""  # the one that is being given up
+        books.copies = self._copies
         self._loads: dict[int, LoRARequest] = {}
         self._named_later: set[int] = set()
         self._read: dict[str, AdapterInfo] = {}  # by their names to be
@@ -100,7 +106,9 @@ class AdapterWork:
         self.version += 1
 
     def fill(self) -> None:
-        """Begin the fills that the scheduler wants, behind the steps that were launched."""
+        """Begin the reads that the scheduler wants, and its fills behind the steps that were launched."""
+        for number, path in self.books.take_reads():
+            self._loader.read(number, path)
         for fill in self.books.take_fills():
             if fill.digest in self._copies:
                 self._copies.move_to_end(fill.digest)
@@ -111,17 +119,21 @@ class AdapterWork:
         self._copies.move_to_end(digest)
 
     def forget_some(self) -> None:
-        """Give up the copies that were used longest ago. Beside the last `most` there are those that a directory may not have any more: what a name stands for
+        """Give up the copies that were used longest ago, but for those that slots may be filled from, of which there are no more than `most`. Beside these there are those that a directory may not have any more: what a name stands for
         that is being loaded again, and what it stood for before, as long as sequences have that."""
         if len(self._copies) <= self._most:
             return
         names = self.books.names
         loading = {one.lora_name for one in self._loads.values()} | self._read.keys()
         needed = {names[name].digest for name in loading if name in names} | self.books.without_name()
-        spare = [digest for digest in self._copies if digest not in needed]
-        for digest in spare[: max(len(spare) - self._most, 0)]:
+        others = [digest for digest in self._copies if digest not in needed]
+        to_fill = self.books.to_fill()
+        spare = [digest for digest in others if digest not in to_fill]
+        for digest in spare[: max(len(others) - self._most, 0)]:
+            self._forgetting = digest
             self._loader.forget(digest)
             del self._copies[digest]
+            self._forgetting = ""
 
     def poll(self, seconds: float) -> None:
         """Take what has ended; with nothing, wait for up to so many seconds."""
@@ -129,7 +141,7 @@ class AdapterWork:
             if (request := self._loads.pop(end.number, None)) is not None:
                 self._take(request, end)
             else:
-                self.books.ended(end)  # nobody waits for a fill of before a sleep
+                self.books.ended(end)  # nobody waits for what was begun before a sleep
             if end.digest and end.number != IN_VAIN:
                 self._keep(end.digest)
             elif end.digest and end.digest not in self._copies:
@@ -146,20 +158,28 @@ class AdapterWork:
             self.loaded[end.number] = (MissingAdapterError if end.missing else ConfigError)(error)
             return
         base = request.base_model_name or end.base
-        info = AdapterInfo(request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id)
+        info = AdapterInfo(
+            request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id, end.num_pages
+        )
+        if (refusal := self.books.manager.refusal(1, info)) is not None:
+            self.loaded[end.number] = ConfigError(f"{request.lora_path}: a request with this adapter {refusal}")
+            return
         self.loaded[end.number] = self._read[info.name] = info
         if not later:
             self.name(info.name)
 
     def restart(self) -> None:
-        """An interrupt may have lost ends of loads: what is being read gets no name any more."""
+        """An interrupt may have lost ends of loads: what is being read gets no name any more. No step that is launched from now on runs beside a fill of before."""
         for one in (self._loads, self._named_later, self._read, self.loaded):
             one.clear()
+        self._loader.forget(self._forgetting)
+        self._copies.pop(self._forgetting, None)
+        self._loader.drain()
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._loads) or self.books.filling
+        return bool(self._loads) or self.books.busy
 
     def infos(self) -> Sequence[AdapterInfo]:
         """All names, and what they stand for."""

@@ -230,12 +230,13 @@ class EngineCore:
         while len(self._in_flight) < self._max_in_flight:
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
+            if plan is not None:
+                launched = time.monotonic()
+                self._in_flight.append((plan, self._executor.run(plan), launched))
             if self._adapters is not None:
                 self._adapters.fill()
             if plan is None:
                 break
-            launched = time.monotonic()
-            self._in_flight.append((plan, self._executor.run(plan), launched))
         updates += self._scheduler.take_failed()
         if self._in_flight:
             updates += self._commit_oldest()

@@ -142,7 +142,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         raise
     logger.info("memory plan:\n%s\n%s", plan_table(plan), startup.text())
     costs = CostModel(startup.steps, key_bytes(plan)) if config.prices_steps else None
-    adapters = Adapters(config.max_loras, dict(plan.other)["adapters"]) if config.enable_lora else None
+    adapters = Adapters(config.max_loras) if config.enable_lora else None
     build = partial(build_scheduler, costs=costs, adapters=adapters) if config.teams == 1 else build_teams
     return EngineCore(
         partial(build, config, plan, _make_guides(resolved), below),

@@ -14,6 +14,7 @@ import msgspec
 
 from pagerunner import limits
 from pagerunner.config import (
+    DTYPE_BYTES,
     KV_DTYPE_NAMES,
     Dtype,
     EngineArgs,
@@ -38,6 +39,8 @@ from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import (
     Weights,
+    adapted_products,
+    adapter_pages,
     adapters_row,
     check_rows_of_adapters,
     count_weights,
@@ -47,7 +50,7 @@ from pagerunner.engine.startup.weights import (
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.planner import plan_memory
+from pagerunner.memory.planner import ALIGNMENT, plan_memory
 from pagerunner.memory.specs import Spec, with_journal
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.drafters import with_draft_model
@@ -59,6 +62,7 @@ from pagerunner.models.configs.base import ExpertShare, ModelConfig
 from pagerunner.models.configs.drafter import check_draft_length
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.batch import StepTensors
+from pagerunner.ops.lora import TILE
 from pagerunner.runner.sampling.sampler import Sampler
 from pagerunner.runner.spec.made import drafting_bytes
 from pagerunner.tiers.host import cut_host
@@ -404,6 +408,13 @@ class _Wish:
         return [(own, of_stage) for own in self.of_ranks for of_stage in layers]
 
     @property
+    def spec_stages(self) -> list[int]:
+        """By which stage each of the specs' layers is run; a drafter's are behind the others, and there is one stage then."""
+        layers = self.model.spec_layers
+        of_layers = [stage for layer in layers for stage, own in enumerate(self.stages) if layer in own]
+        return of_layers + [0] * (len(self.specs) - len(layers))
+
+    @property
     def in_flight(self) -> int:
         """How many steps may be under way: one in each stage, and one more that waits for the first."""
         stages = len(self.stages)
@@ -434,7 +445,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     counted = _most_weights(wish)
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
-    adapters = adapters_row(model, wish.parts, wish.dtype, wish.device, args)
+    products = adapted_products(model, wish.parts, wish.dtype, wish.device, args)
     num_groups = len({spec.lifetime for spec in specs})
     host_bytes = wish.kv_transfer.host_bytes
     num_drafts = wish.drafts.num_speculative_tokens if wish.drafts is not None else 0
@@ -447,7 +458,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
                 "step inputs",
                 StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups, num_drafts),
             ),
-            *adapters,
+            *adapters_row(products, args),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * (1 + num_drafts) * model.vocab_size),
             *drafting_bytes(wish.drafts, max_num_seqs, length, num_groups),
@@ -482,14 +493,13 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             max_num_batched_tokens=wish.batched_tokens,
             max_in_flight=wish.in_flight,
             num_drafts=num_drafts,
-            stages=[stage for layer in model.spec_layers for stage, own in enumerate(wish.stages) if layer in own]
-            + [0] * (len(specs) - len(model.spec_layers)),  # a drafter's: there is one stage then
+            stages=wish.spec_stages,
             chunked_prefill=args.enable_chunked_prefill,
+            page_unit=TILE * DTYPE_BYTES[wish.dtype] if products else ALIGNMENT,
         )
 
-    if args.num_gpu_blocks_override is not None:
+    if (asked := args.num_gpu_blocks_override) is not None:
         made = plan(None)
-        asked = args.num_gpu_blocks_override
         _check_fixed(made, "num_gpu_blocks_override", asked, counted.size + counted.drafter, wish.memory(memory_bytes))
     elif args.kv_cache_memory_bytes is not None:
         made = plan(args.kv_cache_memory_bytes)
@@ -506,6 +516,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
         host_bytes = cut_host(made, host_bytes).num_bytes  # it may refuse
     disk = wish.kv_transfer.disk
     disk_bytes = 0 if disk is None else disk.max_bytes // args.num_ranks
+    made = replace(made, adapter_pages=adapter_pages(products, made, wish.dtype, args))
     return replace(made, other=other(made.max_model_len, width), host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 

@@ -17,7 +17,8 @@ from pagerunner.layers.embedding import Embedding
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, ExpertSizes, Router
 from pagerunner.layers.shares import numbers_of_ranks
-from pagerunner.lora.region import Products, Whole
+from pagerunner.lora.blocks import Products, Whole
+from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
@@ -25,6 +26,7 @@ from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import configs_of_ranks
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.quantization_fields import ALL
+from pagerunner.ops.lora import TILE
 from pagerunner.ops.native.mixture import experts_memory
 from pagerunner.ops.panels import product_memory
 from pagerunner.quant.expert_panels import ExpertsInPanels
@@ -99,15 +101,15 @@ def count_weights(model: ModelConfig, dtype: Dtype, device: str, tokens: int, la
     return Weights(f"weights ({method}: size unknown, counted in {dtype})", *_divided_bytes(made))
 
 
-def adapters_row(
+def adapted_products(
     model: ModelConfig, parts: Sequence[tuple[ModelConfig, range | None]], dtype: Dtype, device: str, args: EngineArgs
-) -> tuple[tuple[str, int], ...]:
-    """A plan's row of bytes on the device for `max_loras` adapters of `max_lora_rank`, of the rank with most of them; none without `enable_lora`.
+) -> list[Products]:
+    """The products of each rank that may have adapters; none without `enable_lora`.
 
     `parts` are the ranks' configs and layers. Raises ConfigError for a model without layers that take adapters.
     """
     if not args.enable_lora:
-        return ()
+        return []
     whole, only = build_model(model, dtype, keep_forms=device == "cuda"), args.lora_target_modules
     products = [Products.of(whole, only)]
     if not products[0].sizes:
@@ -115,8 +117,32 @@ def adapters_row(
     if parts != [(model, None)]:
         of_ranks = [build_model(own, dtype, keep_forms=device == "cuda", layers=layers) for own, layers in parts]
         products = [Products.of(own, only, Whole(whole)) for own in of_ranks]
-    sizes = (one.num_bytes(args.max_loras, args.max_lora_rank, DTYPE_BYTES[dtype]) for one in products)
-    return (("adapters", max(sizes)),)
+    return products
+
+
+def adapters_row(products: Sequence[Products], args: EngineArgs) -> tuple[tuple[str, int], ...]:
+    """A plan's row of bytes of the tables that say where adapters lie, on the rank with most products; none without `enable_lora`."""
+    sizes = [one.table_bytes(args.max_loras, args.max_lora_rank) for one in products]
+    return (("tables of adapters", max(sizes)),) if sizes else ()
+
+
+def adapter_pages(products: Sequence[Products], plan: MemoryPlan, dtype: Dtype, args: EngineArgs) -> int:
+    """Pages of the plan's largest group that an adapter of the highest rank takes, on the rank where it takes most; 0 without `enable_lora`.
+
+    Raises ConfigError if the pages are too small for a block of an adapter.
+    """
+    if not products:
+        return 0
+    largest, size = plan.groups[plan.largest_group], DTYPE_BYTES[dtype]
+    widest = max(one.widest for one in products) * size
+    if widest > largest.page_bytes:
+        growing = (group for group in plan.groups if not group.rule.snapshots)
+        enough = min((-(-widest // group.page_bytes) * group.page_tokens for group in growing), default=0)
+        raise ConfigError(
+            f"enable_lora: {TILE} rows of an adapter's largest matrix are {widest:,} bytes, and must lie in one page of keys and values, which has "
+            f"{largest.page_bytes:,} with block_size={args.block_size}; raise block_size to {enough}."
+        )
+    return max(one.num_pages(args.max_lora_rank, largest.page_bytes // size) for one in products)
 
 
 def check_rows_of_adapters(args: EngineArgs, max_num_seqs: int, drafts: int) -> None:

@@ -23,8 +23,8 @@ from pagerunner.engine.worker.card import Card
 from pagerunner.layers import linear, moe
 from pagerunner.layers.shares import Share
 from pagerunner.lora.adapter import Targets
+from pagerunner.lora.blocks import AdapterTable, Products, RowAdapters, Whole
 from pagerunner.lora.loader import AdapterLoader
-from pagerunner.lora.region import Products, Region, RowAdapters, Whole
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
@@ -145,10 +145,10 @@ def make_runner(
     stage: Stage | None,
     teams: Comm | None,
     transfers: Transfers | None,
-    region: Region | None = None,
+    table: AdapterTable | None = None,
 ) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage.
-    `region` has the adapters, if requests may have some.
+    `table` says where adapters lie, if requests may have some.
     """
     config, plan = resolved.config, resolved.plan
     everybody = teams or (comm if stage is None else stage.world)
@@ -173,7 +173,7 @@ def make_runner(
     if device.type == "cuda":  # for the warm-up; CPUs have none, so their ranks needn't load in equal times
         unpacks = any(union(everybody, [unpacks]))
     vocabulary = None if share is None or comm.size == 1 else DividedVocabulary(comm, token_ids(share))
-    adapters = None if region is None else RowAdapters(region, config.max_num_seqs)
+    adapters = None if table is None else RowAdapters(table, config.max_num_seqs)
     builder = BatchBuilder(plan, tables, state, pages.layers, backends, config.max_num_batched_tokens, adapters)
     pieces = len(pages.layers) - len(resolved.model.spec_layers)
     drafter = make_drafter(drafts, state, plan.max_model_len, builder, model.drafter, pieces, vocabulary)
@@ -232,12 +232,13 @@ def _choice_kernels(top_k: int, ratio: int, length: int) -> Hashable:
 
 
 def make_adapters(
-    config: EngineConfig, model: Model, share: Share | None, device: torch.device, arena: Arena, card: Card | None
+    resolved: Resolved, model: Model, share: Share | None, kv_bytes: torch.Tensor, card: Card | None
 ) -> AdapterLoader | None:
-    """What has the adapters, in a region of the arena, and loads them. On a `card` their host memory is page-locked.
+    """What loads adapters into the page memory, and says where they lie. On a `card` their host memory is page-locked.
 
     A rank reads whole adapters, so that each finds the same faults and the same digest, and keeps what belongs to its `share`.
     """
+    config, plan, device = resolved.config, resolved.plan, kv_bytes.device
     if not config.enable_lora:
         return None
     whole = None
@@ -245,13 +246,12 @@ def make_adapters(
         assert isinstance(share.whole, Model)
         whole = Whole(share.whole, share.parts)
     products, dtype = Products.of(model, config.lora_target_modules, whole), getattr(torch, config.dtype)
-    elements = max(config.max_loras * products.elements(config.max_lora_rank), 1)  # a stage may have none
-    pool = arena.reserve("lora", elements * dtype.itemsize).view(dtype)
     products.adapt(device)
-    region = Region(products, pool, config.max_loras, config.max_lora_rank)
+    page_bytes = plan.groups[plan.largest_group].page_bytes
+    table = AdapterTable(products, kv_bytes, page_bytes, dtype, config.max_loras, config.max_lora_rank)
     make = HostBuffers(None if card is None else CudaHostMemory(device)).take
     targets = Targets.of(model if whole is None else whole.model)
-    return AdapterLoader(targets, region, dtype, make)
+    return AdapterLoader(targets, table, make)
 
 
 def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None) -> Transfers | None:

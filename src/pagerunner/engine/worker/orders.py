@@ -147,7 +147,11 @@ class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget_adapter"):
     digest: str
 
 
-OfAdapters = ReadAdapter | FillAdapter | ForgetAdapter
+class DrainAdapters(msgspec.Struct, frozen=True, tag="drain_adapters"):
+    """Call `drain` of the worker's adapters. Plans that come later wait for that."""
+
+
+OfAdapters = ReadAdapter | FillAdapter | ForgetAdapter | DrainAdapters
 OfPages = MovePages | ForgetPages | ClearPages | CancelPages | ClosePages
 Call = PrepareSleep | Sleep | WakeUp | ChangeWeights | Compare
 Order = Join | TakePages | Run | OfAdapters | OfPages | Call

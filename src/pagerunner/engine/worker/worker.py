@@ -310,14 +310,14 @@ def load_worker(
             staged = ranks_share_devices()
             stage = StagedStage(stage, rehearsing) if staged else NcclStage(stage, device, rehearsing)
     model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
-    with meter.phase("adapters"):
-        adapters = make_adapters(config, model, share, device, arena, card)
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
+    with meter.phase("adapters"):
+        adapters = make_adapters(resolved, model, share, kv_bytes, card)
     with meter.phase("tables", "tables and sampling state"):
         transfers = make_transfers(resolved, kv_bytes, card)
-        region = None if adapters is None else adapters.region
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, region)
+        table = None if adapters is None else adapters.table
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, table)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels)

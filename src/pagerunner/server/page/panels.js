@@ -68,7 +68,7 @@ export class Figures {
       ["drafts", "Drafts accepted", "Tokens that a row with a draft gets in a step, and how often the draft's first, second, ... token is accepted: of the last two seconds"],
       ["costs", "Steps foreseen", "By how much the engine was wrong about what its steps take, of their time: all steps so far"],
       ["host", "Host memory · loads", "Share of the host memory for pages that holds some, and loads and stores that are under way"],
-      ["adapters", "Adapters · hits · loads", "Adapters in slots of the device's memory, and how many slots there are; share of the slots' bytes that these adapters have; share of requests with an adapter that found it there; adapters that were brought there so far"],
+      ["adapters", "Adapters · hits · loads", "Adapters in pages of the device, their bytes, and those of them that requests use now; share of admitted requests with an adapter that found it there; how often one was brought there so far"],
       ["disk", "Disk · hits", "Bytes of the disk tier's directory, prompt tokens whose pages were read from it, and requests that wait for pages"],
       ["peers", "Other engines", "Loans of pages to other engines that last; prompts whose pages have come from others, and those whose pages are being pulled"],
     ]) {
@@ -100,7 +100,7 @@ export class Figures {
     texts.drafts = model.drafts ? [model.drafts.length.toFixed(2), ...model.drafts.rates.slice(0, 8).map((rate) => percent(rate, 1))].join(" · ") : "–";
     texts.costs = stats.costs?.measured_seconds_total ? `${percent(stats.costs.error_seconds_total, stats.costs.measured_seconds_total)} off` : "–";
     const disk = stats.tier?.disk, peers = stats.exchange, lora = stats.lora;
-    texts.adapters = lora ? `${lora.resident} of ${lora.max_loras} (${percent(lora.used_bytes, lora.num_bytes)}) · ${percent(lora.hits_total, lora.hits_total + lora.fills_total)} · ${number(lora.fills_total)} ↑` : "";
+    texts.adapters = lora ? `${lora.resident} (${(lora.num_bytes / 2 ** 20).toFixed(0)} MiB, ${percent(lora.used_bytes, lora.num_bytes)} in use) · ${percent(lora.hits_total, lora.hits_total + lora.fills_total)} · ${number(lora.fills_total)} ↑` : "";
     texts.disk = disk ? `${(disk.bytes / 2 ** 30).toFixed(1)} GiB · ${number(disk.hits)}${disk.waiting ? ` · ${disk.waiting} wait` : ""}` : "";
     texts.peers = peers ? `${peers.loans} lent · ${number(peers.pulled_total)} came${peers.pulls ? ` · ${peers.pulls} wait` : ""}` : "";
     for (const [key, there] of [["drafts", stats.spec], ["costs", stats.costs], ["host", stats.tier], ["adapters", lora], ["disk", disk], ["peers", peers]]) this.values[key].parentElement.hidden = !there;

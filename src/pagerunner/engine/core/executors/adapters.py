@@ -44,6 +44,10 @@ class RanksLoader:
         """See Loader."""
         self._send(orders.ForgetAdapter(digest))
 
+    def drain(self) -> None:
+        """See Loader."""
+        self._send(orders.DrainAdapters())
+
     def ended(self, seconds: float) -> list[AdapterEnd]:
         """See Loader."""
         if not self._under_way:
@@ -58,8 +62,8 @@ class RanksLoader:
         """The end of all, and of copies that some ranks have in vain."""
         first, digests = of_ranks[0], {end.digest for end in of_ranks.values() if end.digest}
         errors = {rank: end.error for rank, end in of_ranks.items() if end.error}
-        if not errors and len(digests) == 1:
-            return [msgspec.structs.replace(first, num_bytes=max(end.num_bytes for end in of_ranks.values()))]
+        if not errors and len(digests) <= 1:  # none of a fill
+            return [msgspec.structs.replace(first, num_pages=max(end.num_pages for end in of_ranks.values()))]
         if not errors:
             other = min(rank for rank, end in of_ranks.items() if end.digest != first.digest)
             said = f"{self._who(other)} has read another content than rank 0: all ranks must find the same files under the adapter's path."

@@ -1,16 +1,19 @@
-"""A fixed region of memory for adapters: every slot has room for one adapter of the highest rank.
+"""An adapter's blocks, packed into pages of the page memory, and the table that says where they lie.
 
-The table says where each block lies, so the region's order is known here alone. Example: two slots, rank 32, a matrix of 64 inputs and 96
-outputs have 2 * 2 blocks of A with 1,024 elements each, and 2 * 2 of B with 1,536.
+A block lies in one page, and a page has as many blocks as fit. Which pages an adapter has, the memory manager decides (`memory/adapters.py`): a page may
+lie anywhere. Example: a page has 8,192 elements, and an adapter of rank 16 has a matrix of 64 inputs and 96 outputs. Its A has 1,024
+elements and its B 1,536, so three such matrices share a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from pagerunner.batch import ForwardBatch
 from pagerunner.errors import ConfigError
@@ -27,9 +30,9 @@ MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
 
 
 class Packed(NamedTuple):
-    """An adapter as it lies in a slot: all its blocks one behind the other, and where each begins, -1 for those that it doesn't have."""
+    """An adapter's pages, and where each block begins: page * elements of a page + place in it, -1 for those that it doesn't have."""
 
-    elements: torch.Tensor
+    pages: torch.Tensor  # [pages, elements of a page]
     places: torch.Tensor  # [products, blocks, 2] int64
     holder: object
     experts: bool
@@ -97,14 +100,19 @@ class Products:
         experts = frozenset(name for name in names if isinstance(every[name].owner, Experts))
         return cls(sizes, tuple(layers.items()), names, experts, divided, only)
 
-    def elements(self, max_rank: int) -> int:
-        """Those of one adapter of the highest rank."""
-        return -(-max_rank // TILE) * TILE * sum(outputs + inputs for outputs, inputs in self.sizes.values())
+    @property
+    def widest(self) -> int:
+        """Elements of the largest block: a page must have as many."""
+        return TILE * max(map(max, self.sizes.values()), default=0)
 
-    def num_bytes(self, slots: int, max_rank: int, itemsize: int) -> int:
-        """Bytes of a region with so many slots, and of its table."""
-        table = 16 * len(self.sizes) * -(-max_rank // TILE)
-        return slots * (self.elements(max_rank) * itemsize + table)
+    def num_pages(self, max_rank: int, page: int) -> int:
+        """Pages of so many elements that an adapter of all products takes."""
+        blocks = -(-max_rank // TILE)
+        return lay([TILE * size for sizes in self.sizes.values() for size in sizes for _ in range(blocks)], page)[1]
+
+    def table_bytes(self, slots: int, max_rank: int) -> int:
+        """Bytes of the table of so many slots."""
+        return slots * 16 * len(self.sizes) * -(-max_rank // TILE)
 
     def adapt(self, device: torch.device | str = "cpu") -> None:
         """Tell the layers that they may have adapters from now on."""
@@ -128,32 +136,32 @@ class Products:
         return f"lora_target_modules, {', '.join(self.only or ())}, leaves it out"
 
     def pack(
-        self, adapter: Adapter, max_rank: int, dtype: torch.dtype, make_buffer: MakeBuffer = plain_buffer
+        self, adapter: Adapter, max_rank: int, dtype: torch.dtype, page: int, make_buffer: MakeBuffer = plain_buffer
     ) -> Packed:
-        """The adapter, or a rank's part of it, in the order of a slot. Raises what `check` raises."""
+        """The adapter, or a rank's part of it, in pages of so many elements. Raises what `check` raises."""
         self.check(adapter)
         numbers = {name: number for number, name in enumerate(self.sizes)}
         here = [stack for stack in map(self._part_of, adapter.stacks) if stack.names]
-        count = sum(
-            _blocks(stack) * TILE * (stack.b_POR.shape[1] + stack.a_PRI.shape[2]) * len(stack.names) for stack in here
-        )
-        elements, holder = make_buffer(max(count, 1), dtype)  # a stage may have none of an adapter's layers
+        sides = [
+            (names, side, all_PRX) for names, a_PRI, b_POR in here for side, all_PRX in enumerate((a_PRI, b_POR.mT))
+        ]
+        counts = [len(names) * -(-all_PRX.shape[1] // TILE) for names, _, all_PRX in sides]
+        sizes = [TILE * all_PRX.shape[2] for *_, all_PRX in sides]
+        begins, num_pages = lay([size for size, count in zip(sizes, counts, strict=True) for _ in range(count)], page)
+        elements, holder = make_buffer(max(num_pages, 1) * page, dtype)  # a stage may have none of an adapter's layers
         elements.zero_()
         places = torch.full((len(self.sizes), -(-max_rank // TILE), 2), -1, dtype=torch.int64)
-        at = 0
-        for stack in here:
-            names, a_PRI, b_POR = stack
-            blocks, (_, rank, inputs), outputs = _blocks(stack), a_PRI.shape, b_POR.shape[1]
-            shape, size = (len(names), blocks), TILE * (outputs + inputs)
-            own = elements[at : at + len(names) * blocks * size].view(*shape, size)
-            begins = at + torch.arange(len(names) * blocks).view(shape) * size
-            places[[numbers[name] for name in names], :blocks] = torch.stack([begins + TILE * outputs, begins], 2)
-            for to, whole_PRX in zip(own.split([TILE * outputs, TILE * inputs], 2), (b_POR.mT, a_PRI), strict=True):
-                for block, first in enumerate(range(0, rank, TILE)):
-                    some = whole_PRX[:, first : first + TILE]
-                    to[:, block].unflatten(1, (TILE, -1))[:, : some.shape[1]].copy_(some)
-            at += own.numel()
-        return Packed(elements, places, holder, any(stack.names[0] in self.experts for stack in adapter.stacks))
+        all_at = torch.tensor(begins, dtype=torch.int64).split(counts)
+        for (names, side, all_PRX), size, at in zip(sides, sizes, all_at, strict=True):
+            blocks = len(at) // len(names)
+            places[[numbers[name] for name in names], :blocks, side] = at.view(-1, blocks)
+            rows = F.pad(all_PRX, (0, 0, 0, -all_PRX.shape[1] % TILE)).reshape(-1, size)
+            ends = [*(torch.nonzero(at.diff() != size).flatten() + 1).tolist(), len(at)]
+            for first, end in pairwise([0, *ends]):  # those that follow each other in a page are one copy
+                place = int(at[first])
+                elements[place : place + (end - first) * size].view(-1, size).copy_(rows[first:end])
+        experts = any(stack.names[0] in self.experts for stack in adapter.stacks)
+        return Packed(elements.view(-1, page)[:num_pages], places, holder, experts)
 
     def _part_of(self, stack: Stack) -> Stack:
         """What a rank has of some products, which may be none."""
@@ -174,37 +182,62 @@ class Products:
         return Stack(names, a_PRI, b_POR)
 
 
-def _blocks(stack: Stack) -> int:
-    """How many blocks a product has."""
-    return -(-int(stack.a_PRI.shape[1]) // TILE)
-
-
 def _ends(name: str, ends: tuple[str, ...]) -> bool:
     """Whether a module has one of these names, or a name that ends so."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-class Region:
-    """The adapters on a device, by slot. `pool` has `slots` times `Products.elements`."""
+def lay(sizes: Sequence[int], page: int) -> tuple[list[int], int]:
+    """Where blocks of these sizes begin, in pages of so many elements that follow each other, and how many pages that takes. Each page takes the largest
+    blocks that still fit.
+    """
+    left: dict[int, list[int]] = {}
+    for number in reversed(range(len(sizes))):
+        left.setdefault(sizes[number], []).append(number)
+    places, pages, wanting = [0] * len(sizes), 0, sorted(left, reverse=True)
+    assert not wanting or wanting[0] <= page, "a block doesn't fit a page"
+    while wanting:
+        at = 0
+        for size in wanting:
+            while left[size] and at + size <= page:
+                places[left[size].pop()] = pages * page + at
+                at += size
+        wanting = [size for size in wanting if left[size]]
+        pages += 1
+    return places, pages
 
-    def __init__(self, products: Products, pool: torch.Tensor, slots: int, max_rank: int) -> None:
-        self.products, self.slots, self.max_rank = products, slots, max_rank
+
+class AdapterTable:
+    """Where the blocks of the adapters in slots lie in the page memory `kv_bytes`, whose pages have `page_bytes`."""
+
+    def __init__(
+        self, products: Products, kv_bytes: torch.Tensor, page_bytes: int, dtype: torch.dtype, slots: int, max_rank: int
+    ) -> None:
+        self.products, self.dtype, self.slots, self.max_rank = products, dtype, slots, max_rank
+        self.page = page_bytes // dtype.itemsize
         shape = slots, len(products.sizes), -(-max_rank // TILE), 2
-        self.blocks = Blocks(pool, torch.full(shape, -1, dtype=torch.int64, device=pool.device))
+        places = torch.full(shape, -1, dtype=torch.int64, device=kv_bytes.device)
+        self.blocks = Blocks(kv_bytes.view(dtype), places)
+        self._laid: dict[int, torch.Tensor] = {}  # the places of `Packed`, by slot
         self.of_experts: set[int] = set()
         """Slots whose adapters have products of experts."""
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot that no step in flight uses. What was there is gone. Raises what `Products.check` raises."""
-        self.fill(slot, self.products.pack(adapter, self.max_rank, self.blocks.pool.dtype))
-
-    def fill(self, slot: int, packed: Packed) -> None:
-        """As `put`, on the current stream."""
-        pool, places = self.blocks
-        at = slot * self.products.elements(self.max_rank)
-        pool[at : at + packed.elements.numel()].copy_(packed.elements, non_blocking=True)
-        places[slot].copy_(torch.where(packed.places < 0, packed.places, packed.places + at), non_blocking=True)
+    def fill(self, slot: int, packed: Packed, offsets: Sequence[int], missing: Sequence[int]) -> None:
+        """Copy the `missing` ones of an adapter's pages to their places (`offsets`, in bytes, of all its pages), on the current stream. They are the slot's from then on."""
+        pool = self.blocks.pool
+        for number in missing:
+            if number < len(packed.pages):  # other ranks may have more
+                at = offsets[number] // self.dtype.itemsize
+                pool[at : at + self.page].copy_(packed.pages[number], non_blocking=True)
+        self._laid[slot] = packed.places
         (self.of_experts.add if packed.experts else self.of_experts.discard)(slot)
+        self.place(slot, offsets)
+
+    def place(self, slot: int, offsets: Sequence[int]) -> None:
+        """The pages of the slot's adapter lie here now."""
+        laid, bases = self._laid[slot], torch.tensor(offsets, dtype=torch.int64) // self.dtype.itemsize
+        places = bases[laid.clamp(min=0) // self.page] + laid % self.page
+        self.blocks.places[slot].copy_(torch.where(laid < 0, laid, places), non_blocking=True)
 
     def clear(self) -> None:
         """Forget all adapters."""
@@ -215,12 +248,12 @@ class Region:
 class RowAdapters:
     """Which slot of adapters each request's slot has, on the device and as far as the host must know it."""
 
-    def __init__(self, region: Region, max_num_seqs: int) -> None:
-        self._region = region
-        self._own = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=region.blocks.places.device)
+    def __init__(self, table: AdapterTable, max_num_seqs: int) -> None:
+        self.table = table
+        self._own = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=table.blocks.places.device)
         self._has: dict[int, int] = {}
         self._max_num_seqs = max_num_seqs
-        self.may_be_of_experts = bool(region.products.experts)
+        self.may_be_of_experts = bool(table.products.experts)
         """Whether adapters may have products of experts."""
 
     def set(self, slot: int, adapter: int) -> None:
@@ -235,7 +268,7 @@ class RowAdapters:
         """Have all slots' requests have this slot of adapters, or -1. It may be empty, and is one of adapters that have all products."""
         self._own.fill_(adapter)
         self._has = dict.fromkeys(range(self._max_num_seqs), adapter) if adapter >= 0 else {}
-        self._region.of_experts = {adapter} if adapter >= 0 and self.may_be_of_experts else set()
+        self.table.of_experts = {adapter} if adapter >= 0 and self.may_be_of_experts else set()
 
     def any(self, slots: tuple[int, ...] | list[int]) -> bool:
         """Whether any of these requests has an adapter."""
@@ -243,10 +276,10 @@ class RowAdapters:
 
     def of_experts(self, slots: Sequence[int]) -> bool:
         """Whether any of these requests has an adapter with products of experts."""
-        return any(self._has.get(slot, -1) in self._region.of_experts for slot in slots)
+        return any(self._has.get(slot, -1) in self.table.of_experts for slot in slots)
 
     def of(self, batch: ForwardBatch, experts: bool) -> Adapters:
         """The adapters of a batch's tokens, which may have products of `experts`: two launches."""
-        rows, region = batch.rows, self._region
+        rows, table = batch.rows, self.table
         own_R = self._own.index_select(0, rows.slots_R)
-        return Adapters.of_rows(own_R, rows.query_start_R1, rows.row_T, region.slots, region.blocks, experts=experts)
+        return Adapters.of_rows(own_R, rows.query_start_R1, rows.row_T, table.slots, table.blocks, experts=experts)
