@@ -108,8 +108,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         engine/startup/kv_transfer.py). `speculative_config`, a mapping or JSON in vLLM's words, says how tokens are drafted (see
     engine/startup/speculation.py); with `per_request_spec_decode_metrics` "summary" or "detailed" answers tell what became of them.
         `enable_lora`: requests may name adapters (docs/adapters.md). Those of `max_loras` adapters run at once, each with a rank of at most
-        `max_lora_rank`; `max_cpu_loras` are kept in host memory (default: as many). With `lora_target_modules`, as ["q_proj", "o_proj"], slots have room
-        for modules whose names end so alone.
+        `max_lora_rank`; `max_cpu_loras` are kept in host memory (default: as many). With `lora_target_modules`, as ["q_proj", "o_proj"], adapters may be of
+        modules alone whose names end so.
         `batch_invariant`: log-probabilities are bitwise the same whatever else a step computes (docs/batch-invariance.md).
         `target_itl_ms`: while some requests generate, steps that compute prompts beside them take about so many milliseconds
         at most; None doesn't bound them (see sched/pace.py). `kv_events_config`, a mapping or JSON, says where the prefix cache's changes are published (see
