@@ -96,6 +96,8 @@ def test_the_memory_for_adapters_is_shown(server: RunningServer, expected: list[
     [first] = [one for one in state["there"] if one["names"] == ["first"]]
     page_bytes = plan["groups"][0]["page_bytes"]
     assert 0 < first["num_bytes"] <= page_bytes * plan["adapter_pages"] and first["num_bytes"] % page_bytes == 0
+    kept = {"name": "adapters that are kept", "bytes": plan["adapter_copies"]}
+    assert kept in plan["other"] and plan["adapter_copies"] > first["num_bytes"], "this one's rank isn't the highest"
     assert (first["slot"], first["requests"], first["used"], first["arriving"]) == (0, 0, False, False)
     assert len(first["digest"]) == 32 and state["max_loras"] == 2
     assert sum(one["num_bytes"] for one in state["there"]) == state["num_bytes"] and not state["used_bytes"]

@@ -64,6 +64,7 @@ class GroupPlan:
 class MemoryPlan:
     """Every byte of the page memory and, by name, what is allocated outside it (`other`). `host_bytes` of host memory hold pages too, and
     `disk_bytes` of a disk; both are those of a rank. An adapter of the highest rank and of all matrices takes `adapter_pages` pages of the largest group.
+    Host memory keeps copies of adapters in up to `adapter_copies` bytes.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -76,6 +77,7 @@ class MemoryPlan:
     host_bytes: int = 0
     disk_bytes: int = 0
     adapter_pages: int = 0
+    adapter_copies: int = 0
 
     @property
     def kv_bytes(self) -> int:

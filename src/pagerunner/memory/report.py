@@ -56,6 +56,7 @@ def plan_table(plan: MemoryPlan) -> str:
         size, group = plan.adapter_pages, plan.groups[plan.largest_group]
         said = f"up to {size:,} pages each, {human_bytes(size * group.page_bytes)}; alone, {plan.num_gpu_blocks // size:,} fill the pages"
         held.append(("adapters", said))
+        held.append(("in host memory", f"copies of adapters, up to {human_bytes(plan.adapter_copies)}"))
     cut = [
         ("slabs", f"{plan.num_slabs:,} of {human_bytes(plan.slab_bytes)}, each cut into pages of one group"),
         ("waste", f"{plan.waste:.2%}"),
@@ -91,6 +92,7 @@ def plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "disk_bytes": plan.disk_bytes,
         "disk_tokens": plan.disk_tokens,
         "adapter_pages": plan.adapter_pages,
+        "adapter_copies": plan.adapter_copies,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [
             {

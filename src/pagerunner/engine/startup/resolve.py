@@ -40,6 +40,7 @@ from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import (
     Weights,
     adapted_products,
+    adapter_copies,
     adapter_pages,
     adapters_row,
     check_rows_of_adapters,
@@ -446,6 +447,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     # on a card that is there, it is part of what the warm-up measures
     unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
     products = adapted_products(model, wish.parts, wish.dtype, wish.device, args)
+    copies = adapter_copies(products, wish.dtype, args)
     num_groups = len({spec.lifetime for spec in specs})
     host_bytes = wish.kv_transfer.host_bytes
     num_drafts = wish.drafts.num_speculative_tokens if wish.drafts is not None else 0
@@ -478,7 +480,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
             work_space=counted.work_space,
             eager=args.enforce_eager or args.num_ranks > 1,
         )
-        host = (("host memory for pages", host_bytes),) if host_bytes else ()
+        held = ("host memory for pages", host_bytes), ("adapters that are kept", copies)
+        host = tuple((name, size) for name, size in held if size)
         return (*always, ("activations", counted.activations), *steps, *_told_by_ranks(wish), *host)
 
     def plan(budget: int | None) -> MemoryPlan:
@@ -514,10 +517,14 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     width = sum(group.table_width for group in made.groups)
     if host_bytes:
         host_bytes = cut_host(made, host_bytes).num_bytes  # it may refuse
+    made = replace(made, adapter_pages=adapter_pages(products, made, wish.dtype, args), adapter_copies=copies)
+    return replace(made, other=other(made.max_model_len, width), host_bytes=host_bytes, disk_bytes=_disk_bytes(wish))
+
+
+def _disk_bytes(wish: _Wish) -> int:
+    """Those of one rank."""
     disk = wish.kv_transfer.disk
-    disk_bytes = 0 if disk is None else disk.max_bytes // args.num_ranks
-    made = replace(made, adapter_pages=adapter_pages(products, made, wish.dtype, args))
-    return replace(made, other=other(made.max_model_len, width), host_bytes=host_bytes, disk_bytes=disk_bytes)
+    return 0 if disk is None else disk.max_bytes // wish.args.num_ranks
 
 
 def _told_by_ranks(wish: _Wish) -> tuple[tuple[str, int], ...]:

@@ -126,6 +126,13 @@ def adapters_row(products: Sequence[Products], args: EngineArgs) -> tuple[tuple[
     return (("tables of adapters", max(sizes)),) if sizes else ()
 
 
+def adapter_copies(products: Sequence[Products], dtype: Dtype, args: EngineArgs) -> int:
+    """Bytes of host memory for `max_cpu_loras` adapters of the highest rank, on the rank where they take most."""
+    elements = max((sum(map(sum, one.sizes.values())) for one in products), default=0)
+    ranks = -(-args.max_lora_rank // TILE) * TILE
+    return (args.max_cpu_loras or args.max_loras) * elements * ranks * DTYPE_BYTES[dtype]
+
+
 def adapter_pages(products: Sequence[Products], plan: MemoryPlan, dtype: Dtype, args: EngineArgs) -> int:
     """Pages of the plan's largest group that an adapter of the highest rank takes, on the rank where it takes most; 0 without `enable_lora`.
 
