@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from helpers.plans import one_group
 from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.manager import KVManager
@@ -53,3 +55,25 @@ def test_readers_of_kv_events_are_not_told() -> None:
     filled(manager)
     manager.release(admitted(manager, None, tokens=16 * 8))  # which evicts them
     assert manager.adapters.find(THREE) == [NO_PAGE] * 3 and manager.events.take() == [] and not manager.events.blocks
+
+
+def test_statistics_go_over_adapters_and_not_over_their_pages() -> None:
+    """They are made ten times in a second. With 42 pages, each of 1,000 idle adapters, they had taken 20 ms of a step's time."""
+
+    class Uncountable(dict[int, str]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("each page is looked at")
+
+        keys = values = items = __iter__  # type: ignore[assignment]
+
+    manager = KVManager(one_group(8))
+    filled(manager)
+    index = manager.index
+    index.adapters[0], index.keys[0] = Uncountable(index.adapters[0]), Uncountable(index.keys[0])  # type: ignore[assignment]
+    running = admitted(manager, THREE)
+    assert manager.adapters.counts() == {"0123": 3} and manager.adapters.num_there == manager.adapters.num_used == 3
+    manager.release(running)
+    other = admitted(manager, None, tokens=16 * 6)
+    assert manager.adapters.counts() == {"0123": 2} and not manager.adapters.num_used
+    manager.release(other)
+    assert manager.reset_prefix_cache() and not manager.adapters.counts()

@@ -245,7 +245,8 @@ class _FindsTooEarly(AdapterPages):
     """Pages can be found while they are being filled, so a fill that fails later was believed."""
 
     def fill(self, lease: AdapterLease) -> list[int]:
-        self._index.publish_adapter(self.group, adapter_keys(lease.digest, len(lease.pages)), lease.pages)
+        keys = adapter_keys(lease.digest, len(lease.pages))
+        self._index.publish_adapter(self.group, lease.digest, keys, lease.pages)
         return super().fill(lease)
 
 

@@ -23,14 +23,11 @@ from pagerunner.memory.slabs import SlabPool
 from pagerunner.memory.step_work import StepWork
 from pagerunner.types.lora import AdapterInfo
 
-_PREFIX = b"adapter "
-_NUMBER_BYTES = 4
-
 
 @lru_cache(maxsize=256)
 def adapter_keys(digest: str, num_pages: int) -> tuple[PageKey, ...]:
     """The keys of an adapter's pages, which are unlike the hashes of tokens."""
-    return tuple(_PREFIX + digest.encode() + number.to_bytes(_NUMBER_BYTES, "little") for number in range(num_pages))
+    return tuple(b"adapter " + digest.encode() + number.to_bytes(4, "little") for number in range(num_pages))
 
 
 class AdapterLease:
@@ -118,9 +115,8 @@ class AdapterPages:
         elif lease.epoch == self._index.epoch and lease.missing:
             keys = adapter_keys(lease.digest, len(lease.pages))
             numbers, lease.missing = lease.missing, []
-            self._index.publish_adapter(
-                self.group, [keys[number] for number in numbers], [lease.pages[number] for number in numbers]
-            )
+            found, pages = [keys[number] for number in numbers], [lease.pages[number] for number in numbers]
+            self._index.publish_adapter(self.group, lease.digest, found, pages)
         lease.missing = []
         if not lease.users:
             self._end(lease)
@@ -176,8 +172,7 @@ class AdapterPages:
 
     def counts(self) -> Counter[str]:
         """By digest, as many pages."""
-        keys, there = self._index.keys[self.group], self._index.adapters[self.group]
-        found = Counter(_digest(keys[page]) for page in there)
+        there, found = self._index.adapters[self.group], self._index.num_of_adapter.copy()
         for lease in self._leases:
             found[lease.digest] += sum(page not in there for page in _held(lease))
         return found
@@ -196,7 +191,11 @@ class AdapterPages:
 
     def check(self, users: Counter[AdapterLease | None]) -> None:
         """Recount. Raises AssertionError where the books disagree with the leases that sequences have."""
-        there = self._index.pages[self.group]
+        there, adapters = self._index.pages[self.group], self._index.adapters[self.group]
+        assert self._index.num_of_adapter == Counter(adapters.values()), "how many pages an adapter has"
+        assert all(there.get(self._index.keys[self.group][page]) == page for page in adapters), (
+            "a page that nobody finds"
+        )
         for lease in self._leases:
             assert lease.users == users.pop(lease, 0), "users of a lease"
             assert lease.users or lease.filling, "a lease of nobody"
@@ -206,10 +205,6 @@ class AdapterPages:
             )
             assert not lease.missing or lease.filling, "nobody fills what is missing"
         assert not users, "a lease that has ended"
-
-
-def _digest(key: PageKey) -> str:
-    return key[len(_PREFIX) : -_NUMBER_BYTES].decode()
 
 
 def _held(lease: AdapterLease) -> list[int]:

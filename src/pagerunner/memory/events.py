@@ -12,7 +12,7 @@ Pages that no request of this engine has computed have no tokens yet (they were 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -311,7 +311,7 @@ class LoggedIndex(PrefixIndex):
         for key in keys:
             self._medium.changed(key)
 
-    def forget_all(self, group: int, pages: Iterable[int]) -> None:
+    def forget_all(self, group: int, pages: Sequence[int]) -> None:
         """See PrefixIndex."""
         for page in pages:
             self.forget(group, page)

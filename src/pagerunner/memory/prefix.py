@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import repeat
 
@@ -109,14 +110,16 @@ class PrefixIndex:
     """Which page holds which content, per group. Knows nothing of reference counts: the pool asks it what is worth keeping.
 
     `pages[group]` maps a key to a page; `keys[group]` maps a page to its key. `epoch` counts how often everything was forgotten:
-    what began in an earlier epoch publishes nothing. `adapters[group]` are the pages that hold parts of adapters.
+    what began in an earlier epoch publishes nothing. `adapters[group]` are the pages that hold parts of adapters, with these
+    adapters' digests; `num_of_adapter` says how many there are by digest, for statistics, which are made while steps wait.
     """
 
     def __init__(self, num_groups: int) -> None:
         self.epoch = 0
         self.pages: list[dict[PageKey, int]] = [{} for _ in range(num_groups)]
         self.keys: list[dict[int, PageKey]] = [{} for _ in range(num_groups)]
-        self.adapters: list[set[int]] = [set() for _ in range(num_groups)]
+        self.adapters: list[dict[int, str]] = [{} for _ in range(num_groups)]
+        self.num_of_adapter = Counter[str]()
 
     def find(self, group: int, key: PageKey) -> int | None:
         """The page that holds the content."""
@@ -141,25 +144,34 @@ class PrefixIndex:
             for key, page in zip(keys, pages, strict=True):
                 PrefixIndex.publish(self, group, key, page)
 
-    def publish_adapter(self, group: int, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
-        """As `publish_all`, of an adapter's pages, of which readers of KV events aren't told. No other pages are findable under these keys."""
+    def publish_adapter(self, group: int, digest: str, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
+        """As `publish_all`, of pages of the adapter with this digest, of which readers of KV events aren't told. No other pages are findable under these keys."""
         PrefixIndex.publish_all(self, group, keys, pages)
-        self.adapters[group].update(pages)
+        self.adapters[group].update(dict.fromkeys(pages, digest))
+        self.num_of_adapter[digest] += len(pages)
 
     def forget(self, group: int, page: int) -> None:
         """The page's content is no longer findable."""
         key = self.keys[group].pop(page, None)
         if key is not None:
             del self.pages[group][key]
-            self.adapters[group].discard(page)
+            if page in self.adapters[group]:
+                self._forget_adapter(group, page)
 
-    def forget_all(self, group: int, pages: Iterable[int]) -> None:
+    def forget_all(self, group: int, pages: Sequence[int]) -> None:
         """As `forget`, of many pages."""
         keys, held = self.keys[group], self.pages[group]
         for key in filter(None, map(keys.pop, pages, repeat(None))):
             del held[key]
-        if self.adapters[group]:
-            self.adapters[group].difference_update(pages)
+        if adapters := self.adapters[group]:
+            for page in filter(adapters.__contains__, pages):
+                self._forget_adapter(group, page)
+
+    def _forget_adapter(self, group: int, page: int) -> None:
+        digest = self.adapters[group].pop(page)
+        self.num_of_adapter[digest] -= 1
+        if not self.num_of_adapter[digest]:
+            del self.num_of_adapter[digest]
 
     def move(self, group: int, source: int, target: int) -> None:
         """The content of page `source` is now in page `target`."""
@@ -168,8 +180,7 @@ class PrefixIndex:
             self.pages[group][key] = target
             self.keys[group][target] = key
             if source in self.adapters[group]:
-                self.adapters[group].remove(source)
-                self.adapters[group].add(target)
+                self.adapters[group][target] = self.adapters[group].pop(source)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -178,6 +189,7 @@ class PrefixIndex:
             pages.clear()
             keys.clear()
             adapters.clear()
+        self.num_of_adapter.clear()
 
 
 class HitCounts:
