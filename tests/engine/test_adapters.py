@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.adapters import merged_checkpoint, random_adapter
@@ -15,6 +16,8 @@ from helpers.checkpoints_drafters import make_smaller
 from helpers.device import as_on_cuda
 from helpers.effort import TEST_DAY
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.resolve import resolve
 
 OPTIONS: dict[str, Any] = {"use_tqdm": False, "dtype": "float32", "num_gpu_blocks_override": 96, "max_model_len": 128}
 WAYS: list[dict[str, Any]] = [
@@ -201,3 +204,25 @@ def test_what_cannot_be_loaded_is_refused(llm: LLM, base: Path, adapters: list[L
     plain = LLM(str(base), **OPTIONS)
     with pytest.raises(ConfigError, match="enable_lora=True"):
         plain.generate(PROMPTS[:1], GREEDY, False, lora_request=adapters[0])
+
+
+def test_the_longest_length_that_fits_leaves_room_for_an_adapter(base: Path, adapters: list[LoRARequest]) -> None:
+    """Else each request with an adapter that names no max_tokens, and may grow to max_model_len, was refused."""
+    options = OPTIONS | {"num_gpu_blocks_override": 24, "max_model_len": "auto"}
+    llm = LLM(str(base), enable_lora=True, max_lora_rank=16, **options)
+    plan = llm.memory_plan
+    assert plan.adapter_pages > 0 and plan.max_model_len == 16 * (24 - plan.adapter_pages)
+    everything = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    [output] = llm.generate([PROMPTS[0]], everything, lora_request=adapters[2])
+    assert len(PROMPTS[0]) + len(output.outputs[0].token_ids) == plan.max_model_len
+
+
+def test_a_page_that_is_too_small_for_a_block_is_refused_with_a_size_that_serves(tmp_path: Path) -> None:
+    """Pages have 1, 2, 4, 8 or a multiple of 16 tokens: what twelve tokens take is enough here, and no page has twelve."""
+    model = str(make_checkpoint(tmp_path, "qwen3"))
+    for size in (1, 2, 4, 8):
+        args = EngineArgs(model=model, device="cpu", enable_lora=True, block_size=size, max_model_len=64)
+        with pytest.raises(ConfigError, match=f"block_size={size}; raise block_size to ") as refused:
+            resolve(args)
+        served = int(str(refused.value).rpartition(" ")[2].rstrip("."))
+        assert resolve(msgspec.structs.replace(args, block_size=served)).plan.adapter_pages

@@ -168,12 +168,14 @@ class MemoryPlan:
         """
         return sum(group.request_bytes(tokens) for group in self.groups)
 
-    def longest(self, most: int) -> int:
-        """The greatest length in tokens, at most `most`, that one request can have."""
+    def longest(self, most: int, adapter_pages: int = 0) -> int:
+        """The greatest length in tokens, at most `most`, that one request can have, with so many pages for its adapter."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.slabs_needed(middle) <= self.num_slabs else (low, middle - 1)
+            low, high = (
+                (middle, high) if self.slabs_needed(middle, adapter_pages) <= self.num_slabs else (low, middle - 1)
+            )
         return low
 
     @property

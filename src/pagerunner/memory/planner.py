@@ -103,11 +103,17 @@ def refit(plan: MemoryPlan, budget_bytes: int, other: Sequence[tuple[str, int]],
         plan, groups=groups, slab_bytes=slab_bytes, num_slabs=slabs, budget_bytes=budget, other=tuple(other)
     )
     longest = fitted.longest(plan.max_model_len)
+    if auto and longest >= 2:
+        return with_adapter(replace(fitted, max_model_len=longest), auto=auto)
     if longest >= plan.max_model_len:
         return fitted
-    if auto and longest >= 2:
-        return replace(fitted, max_model_len=longest)
     raise _too_small(fitted, 2 if auto else plan.max_model_len, longest)
+
+
+def with_adapter(plan: MemoryPlan, *, auto: bool) -> MemoryPlan:
+    """With `auto`, the plan with the longest max_model_len that a request can have beside an adapter of the highest rank; else, or if no such adapter fits, the same plan."""
+    longest = plan.longest(plan.max_model_len, plan.adapter_pages)
+    return replace(plan, max_model_len=longest) if auto and longest >= 2 else plan
 
 
 def _wanted_length(wanted: int | str, model_max_len: int) -> int:
@@ -189,6 +195,11 @@ def _page_tokens(block_size: int, specs: Sequence[Spec], cell: int) -> int:
     while size // slot < block_size and cell % (2 * size) == 0:
         size *= 2
     return size
+
+
+def least_page(tokens: int) -> int:
+    """The least page size of at least so many tokens that pages may have."""
+    return next((size for size in (1, 2, 4, 8) if size >= tokens), -(-tokens // UNIT_TOKENS) * UNIT_TOKENS)
 
 
 def _least_page(block_size: int, specs: Sequence[Spec]) -> int:

@@ -51,7 +51,7 @@ from pagerunner.engine.startup.weights import (
 from pagerunner.errors import CapacityError, CheckpointError, ConfigError
 from pagerunner.memory.events import BlockShape
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.planner import ALIGNMENT, plan_memory
+from pagerunner.memory.planner import ALIGNMENT, plan_memory, with_adapter
 from pagerunner.memory.specs import Spec, with_journal
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.drafters import with_draft_model
@@ -178,7 +178,7 @@ def resolve(
     wish = _Wish(
         args, model, of_ranks, stages, dtype, specs, wanted_length, max_num_seqs, batched_tokens, device, available, drafts
     )  # fmt: skip
-    plan = _plan(wish, card.free if card is not None else memory_bytes, card)
+    plan = with_adapter(_plan(wish, memory_bytes if card is None else card.free, card), auto=wanted_length == "auto")
     return Resolved(
         args,
         _engine_config(wish, plan, kv_dtype),

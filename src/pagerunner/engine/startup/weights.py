@@ -19,6 +19,7 @@ from pagerunner.layers.moe import Experts, ExpertSizes, Router
 from pagerunner.layers.shares import numbers_of_ranks
 from pagerunner.lora.blocks import Products, Whole
 from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.planner import least_page
 from pagerunner.memory.units import human_bytes
 from pagerunner.models.checkpoint.forms import loaded_unpacked_bytes, unpacked_bytes
 from pagerunner.models.checkpoint.loader import Model, build_model, checkpoint_files, weights_bytes
@@ -144,7 +145,7 @@ def adapter_pages(products: Sequence[Products], plan: MemoryPlan, dtype: Dtype, 
     widest = max(one.widest for one in products) * size
     if widest > largest.page_bytes:
         growing = (group for group in plan.groups if not group.rule.snapshots)
-        enough = min((-(-widest // group.page_bytes) * group.page_tokens for group in growing), default=0)
+        enough = least_page(min((-(-widest // group.page_bytes) * group.page_tokens for group in growing), default=1))
         raise ConfigError(
             f"enable_lora: {TILE} rows of an adapter's largest matrix are {widest:,} bytes, and must lie in one page of keys and values, which has "
             f"{largest.page_bytes:,} with block_size={args.block_size}; raise block_size to {enough}."
