@@ -10,10 +10,12 @@ import pytest
 import zmq
 
 from helpers.fake_core import FakeCore, FakeOptions
+from helpers.plans import one_group
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.adapters import AdapterWork, Loader
 from pagerunner.engine.core.process import CoreLoop
 from pagerunner.errors import InvalidRequestError
+from pagerunner.memory.manager import KVManager
 from pagerunner.sched.adapters import Adapters
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams
 from pagerunner.types.lora import AdapterEnd, LoRARequest
@@ -47,7 +49,9 @@ class Scripted(FakeCore):
     def __init__(self, script: Iterator[None], reads: Reads | None = None) -> None:
         super().__init__(FakeOptions(), 8)
         self.script, self.known = script, list[str]()
-        self._work = AdapterWork(Adapters(1), cast(Loader, reads), 1)
+        books = Adapters(1)
+        books.restart(KVManager(one_group(8)))
+        self._work = AdapterWork(books, cast(Loader, reads), 1)
 
     @property
     def adapters(self) -> AdapterWork:  # type: ignore[override]
