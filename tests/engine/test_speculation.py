@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from helpers.checkpoints import make_config
+from pagerunner.attention.torch_ref import TorchBackend
 from pagerunner.config import EngineArgs, SpeculativeConfig
 from pagerunner.demo import demo_path
 from pagerunner.engine.startup import speculation
@@ -16,6 +18,10 @@ from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.startup.speculation import SpeculativeOptions, read_options
 from pagerunner.errors import ConfigError
 from pagerunner.models.configs.reader import read_model_config
+from pagerunner.runner.spec.made import check_backends
+
+if TYPE_CHECKING:
+    from pagerunner.memory.memory_plan import GroupPlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "speculation.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -246,6 +252,14 @@ def test_every_field_is_taken_or_refused() -> None:
 def test_what_drafts_do_not_go_with(model: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolved(model, NGRAM, **options)
+
+
+def test_a_backend_that_plans_on_the_host_is_refused_by_name() -> None:
+    groups = [cast("GroupPlan", SimpleNamespace(name="full"))]
+    with pytest.raises(
+        ConfigError, match=r"'torch_ref', which serves the model's full layers: .*attention_backend=\"auto\""
+    ):
+        check_backends(groups, [TorchBackend()])
 
 
 def test_recurrent_layers_keep_a_journal_of_drafts_and_the_plan_counts_it() -> None:
