@@ -33,8 +33,8 @@ WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """Latents as they are copied: a warp has a vector."""
 BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0]))
 """The same of codes in fp8."""
-BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 4, 8], [8, 1, 1], [2, 1, 0]))
-"""The same, by blocks that have a scale each."""
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
+"""Latents by blocks that have a scale each, in fp8."""
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 """Rotary parts as they are copied."""
 FEW = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
@@ -104,22 +104,29 @@ def _copy(
 
 
 @gluon.jit
-def _convert(codes, scales, target):
-    """Make numbers of a tile's e4m3 codes, 8 vectors at a time. The words of PTX are those of `latent_decode._numbers`."""
+def numbers_of_codes(codes):
+    """Numbers of e4m3 codes. The words of PTX are those of `latent_decode._numbers`."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
+        prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+        and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
+        and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
+        "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _convert(codes, scales, target, H: gl.constexpr):
+    """Make numbers of a tile's e4m3 codes, as many at once as there are registers for: the compiler has a barrier before each store to `target`."""
     C: gl.constexpr = codes.shape[1]
     G: gl.constexpr = scales.shape[1]
-    for part in gl.static_range(N // 8):
-        numbers = gl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
-            prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
-            and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-            and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-            "=r,=r,r", [codes.slice(part * 8, 8).load(BYTES)], dtype=gl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-        numbers = gl.convert_layout(gl.reshape(numbers, [8, G, C // G]), BLOCKS, assert_trivial=True)
-        factors = scales.slice(part * 8, 8).load(gl.SliceLayout(2, BLOCKS)).to(gl.bfloat16)
-        numbers = gl.reshape(numbers * gl.expand_dims(factors, 2), [8, C])
-        target.slice(part * 8, 8).store(gl.convert_layout(numbers, BYTES, assert_trivial=True))
+    ROWS: gl.constexpr = N if H < 64 else N // 2
+    for part in gl.static_range(N // ROWS):
+        numbers = numbers_of_codes(codes.slice(part * ROWS, ROWS).load(WIDE))
+        numbers = gl.convert_layout(gl.reshape(numbers, [ROWS, G, C // G]), BLOCKS, assert_trivial=True)
+        factors = scales.slice(part * ROWS, ROWS).load(gl.SliceLayout(2, BLOCKS)).to(gl.bfloat16)
+        numbers = gl.reshape(numbers * gl.expand_dims(factors, 2), [ROWS, C])
+        target.slice(part * ROWS, ROWS).store(gl.convert_layout(numbers, WIDE, assert_trivial=True))
 
 
 @gluon.jit
@@ -212,7 +219,7 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
                 _copy_tile(held.index(later_stage), k_rope.index(later_stage), factors.index(later_stage), pages, rope, scales, wide_entry, wide_slot,
                            entry, slot, few_entry, few_slot, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, G, PAGE)  # fmt: skip
         if G > 0:
-            _convert(held.index(stage), factors.index(stage), k_latent.index(0))
+            _convert(held.index(stage), factors.index(stage), k_latent.index(0), H)
             fence_async_shared()
             gl.thread_barrier()
         latents = k_latent.index(0 if G > 0 else stage)
