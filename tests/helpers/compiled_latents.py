@@ -88,7 +88,7 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[
     types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
     types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
     constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
-    constants |= {"BN": GLUON_TILES.keys, "SPLIT": parts > 1, "NEW": new, "CHOSEN": chosen, "PDL": True}
+    constants |= {"SPLIT": parts > 1, "NEW": new, "CHOSEN": chosen, "PDL": True}
     strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
     aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
     return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)

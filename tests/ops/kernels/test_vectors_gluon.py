@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,42 +34,85 @@ def turned(x, cos, sin, D, P):
     return x
 
 
+def launched(monkeypatch: pytest.MonkeyPatch, parts: int) -> Launched:
+    plain = Launched(vectors_gluon, "vectors_kernel", _back=turned)
+    monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=plain))
+    monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
+    monkeypatch.setattr(kernels, "_parts", lambda *_: parts)
+    return plain
+
+
+def given(case: Case) -> tuple[Any, ...]:
+    (q, window, *others), _ = inputs(case)
+    held = window.pages if case.block else window.pages.contiguous()
+    return q, window._replace(pages=held), *others
+
+
 @pytest.mark.days(4)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
     torch.manual_seed(3)
-    (q, window, *others), _ = inputs(CASES[name])
-    arguments = (q, window._replace(pages=window.pages.contiguous()), *others)
-    launched = Launched(vectors_gluon, "vectors_kernel", _back=turned)
-    monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
-    monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
-    monkeypatch.setattr(kernels, "_parts", lambda *_: parts)
+    arguments, plain = given(CASES[name]), launched(monkeypatch, parts)
     want, got = vectors_attention.twin(*arguments), kernels.vectors_attention(*arguments)
-    assert launched.programs == arguments[0].shape[0] * parts
+    assert plain.programs == arguments[0].shape[0] * parts
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a query whose keys are divided among programs."""
-    (q, window, *others), _ = inputs(replace(FULL, rows=((63, 1), (9, 1)), ratio=0))
-    q[0] = float("nan")
-    launched = Launched(vectors_gluon, "vectors_kernel", _back=turned)
-    monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=launched))
-    monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
-    monkeypatch.setattr(kernels, "_parts", lambda *_: 2)
-    got = kernels.vectors_attention(q, window._replace(pages=window.pages.contiguous()), *others)
-    assert launched.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
+    arguments, plain = given(replace(FULL, rows=((63, 1), (9, 1)), ratio=0)), launched(monkeypatch, 2)
+    arguments[0][0] = float("nan")
+    got = kernels.vectors_attention(*arguments)
+    assert plain.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [16, 32, 80])
+def test_a_tile_with_fewer_heads(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """What a rank of several has, and a second block that isn't full."""
+    torch.manual_seed(3)
+    case = replace(FULL, rows=((200, 1), (3, 1)), heads=heads, top_k=40)
+    for parts in (1, 3):
+        arguments, plain = given(case), launched(monkeypatch, parts)
+        want, got = vectors_attention.twin(*arguments), kernels.vectors_attention(*arguments)
+        assert plain.programs == 2 * parts * -(-heads // 64)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("heads", "rows", "by_gluon"), [(32, ((0, 3),), True), (16, ((0, 3),), False), (16, ((5, 1), (9, 1)), True), (16, ((5, 1),) * 3, False)])  # fmt: skip
+def test_few_heads_of_many_tokens_go_by_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch, heads: int, rows: Any, by_gluon: bool
+) -> None:
+    """Prompts, and as many tokens as there are. Kernels that aren't there are asked for and nothing else."""
+    monkeypatch.setattr(kernels, "MANY_TOKENS", 3)
+    arguments, asked = given(replace(FULL, rows=rows, heads=heads, ratio=0)), []
+    launched(monkeypatch, 1)
+    for name in ("_launch_gluon", "_attend_kernel"):
+        monkeypatch.setattr(kernels, name, Asked(name, asked))
+    kernels.vectors_attention(*arguments)
+    assert asked == ["_launch_gluon" if by_gluon else "_attend_kernel"]
+
+
+class Asked(dict):  # type: ignore[type-arg]
+    """Notes that it is called, as a function or with a grid."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self.asked.append(self.name)
+
+    def __getitem__(self, grid: Any) -> Asked:
+        return self
 
 
 def test_what_does_not_fit_goes_by_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that begin 8 bytes into a line, heads or elements of other numbers, float32, and slots in fp8."""
+    """Pages that begin 8 bytes into a line, few heads, elements of other numbers, float32, and slots in fp8."""
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     (q, window, slots, *_), _ = inputs(FULL)
     assert not kernels.by_gluon(q, window, slots)
-    window = window._replace(pages=window.pages.contiguous())
+    q, window, slots, *_ = given(FULL)
     assert kernels.by_gluon(q, window, slots) and kernels.by_gluon(q, window, None)
-    for change in ({"heads": 48}, {"size": 256}, {"dtype": torch.float32}, {"block": 56}):
-        (q, window, slots, *_), _ = inputs(replace(FULL, **change))
-        own = window if change.get("block") else window._replace(pages=window.pages.contiguous())
-        assert not kernels.by_gluon(q, own, slots), change
+    for change in ({"heads": 8}, {"size": 256}, {"dtype": torch.float32}, {"block": 56}):
+        q, window, slots, *_ = given(replace(FULL, **change))
+        assert not kernels.by_gluon(q, window, slots), change

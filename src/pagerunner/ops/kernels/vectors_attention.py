@@ -399,6 +399,11 @@ class Tiles(NamedTuple):
 
 
 GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/vectors_gluon.py`
+GLUON_HEADS = 16  # fewer leave most of a tile's 64 queries empty
+MANY_HEADS, MANY_TOKENS = (
+    32,
+    129,
+)  # fewer heads go by Triton's kernel in prompts and from so many tokens on: its programs share a multiprocessor
 FEW_TOKENS = 32  # whose keys may be in parts of one tile
 
 
@@ -445,14 +450,19 @@ def _gluon() -> Any:
     return importlib.import_module("pagerunner.ops.kernels.vectors_gluon")
 
 
+def _is_new(rows: StepRows) -> bool:
+    """Whether rows have several tokens, whose vectors may be in no page."""
+    return not rows.one_token and not rows.stride
+
+
 def by_gluon(q_THD: torch.Tensor, window: Window, slots: Slots | None) -> bool:
-    """Whether `kernels/vectors_gluon.py` computes this: heads and vectors of its sizes, all of one type of two bytes, and aligned."""
+    """Whether `kernels/vectors_gluon.py` takes this: heads and vectors of its sizes, all of one type of two bytes, and aligned."""
     (_, heads, size), dtype = q_THD.shape, q_THD.dtype
     held, pages = window.pages, window.pages if slots is None else slots.pages
     if (
         isinstance(held, Latents)
         or isinstance(pages, Latents)
-        or heads % GLUON_TILES.heads
+        or heads < GLUON_HEADS
         or size != GLUON_SIZE
         or dtype.itemsize != 2
     ):
@@ -480,13 +490,13 @@ def _launch_gluon(
     pages, table, ratio, chosen = (held, window.table_SW, 0, None) if slots is None else slots
     assert isinstance(pages, torch.Tensor) and isinstance(held, torch.Tensor)
     picked = rows.row_T if chosen is None else chosen
-    _gluon().vectors_kernel[(tokens * parts, heads // GLUON_TILES.heads)](
+    _gluon().vectors_kernel[(tokens * parts, blocks(heads, GLUON_TILES.heads))](
         q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
         rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2), window.table_SW.shape[1],
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *held.stride()[:2],
         *pages.stride()[:2], picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.shape[1], SLOT_PAGE=pages.shape[1], D=size, P=angles.cos_T1D.shape[-1],
-        BN=GLUON_TILES.keys, SPLIT=parts > 1, NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+        SPLIT=parts > 1, NEW=_is_new(rows), CHOSEN=chosen is not None,
         num_warps=GLUON_TILES.warps, **dependent(q_THD.device),
     )  # fmt: skip
 
@@ -505,10 +515,12 @@ def vectors_attention(
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=device)
     if not tokens:
         return out_THD
-    gluon = by_gluon(q_THD, window, slots)
     pages, table, ratio, chosen = (window.pages, window.table_SW, 0, None) if slots is None else slots
     own, others = Stored.of(window.pages), Stored.of(pages)
     of = "windows" if slots is None else f"windows and slots of {slots.ratio} tokens"
+    gluon = by_gluon(q_THD, window, slots)
+    if gluon and heads < MANY_HEADS and (tokens >= MANY_TOKENS or _is_new(rows)):
+        gluon, of = False, of + " in prompts and large batches"
     say_kernel(of, "vectors_gluon", gluon, device, heads, size, q_THD.dtype, others.dtype)
     tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
     seen = window.size
@@ -530,7 +542,7 @@ def vectors_attention(
             WINDOW=window.size, RATIO=ratio, PAGE=own[0].shape[1], SLOT_PAGE=others[0].shape[1], D=size, **others.sizes,
             COMPILED=os.environ.get("TRITON_INTERPRET") != "1",
             P=angles.cos_T1D.shape[-1], HC=max(16, padded(size) // 2), BH=tiles.heads, BN=tiles.keys, SPLIT=parts > 1,
-            NEW=not rows.one_token and not rows.stride, CHOSEN=chosen is not None,
+            NEW=_is_new(rows), CHOSEN=chosen is not None,
             PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
         )  # fmt: skip
     if parts > 1:

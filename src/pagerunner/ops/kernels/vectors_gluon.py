@@ -1,12 +1,10 @@
-"""Attention to vectors and slots of `kernels/vectors_attention.py` for 64 heads of 512 on Hopper, in Gluon: Triton's language with layouts that the program chooses.
+"""Attention to vectors and slots of `kernels/vectors_attention.py` for heads of 512 on Hopper, in Gluon: Triton's language with layouts that the program chooses.
 
-A program has 64 heads of a token. Both groups of four warps work on each tile of keys: a group computes the scores of half of its keys, and the sums of half
+A program has 64 heads of a token; what a tile has beyond a rank's heads is left out at the end. Both groups of four warps work on each tile of keys: a group computes the scores of half of its keys, and the sums of half
 of their elements. Triton places chained products so that both groups compute all scores. Keys are copied into shared memory once, where they are the
 second operand of both products; the next tile's are on their way meanwhile.
 
 Window and slots are one list of keys: first the window, then slots. So a tile may have some of either, and of 128 + 512 keys each of ten tiles is full.
-
-Shape letters: BN keys of a tile.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ HELD = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """How matrix units want queries, keys and weights to lie in shared memory."""
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """Vectors as they are copied: a warp copies half of one at a time, 16 bytes a lane."""
+BN = gl.constexpr(64)
+"""Keys of a tile."""
 KEYS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
@@ -87,48 +87,74 @@ def _back(x, cos, sin, D: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def _finish(out, sinks, cos, sin, head, most, total, acc, D: gl.constexpr, P: gl.constexpr):
+def _finish(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.constexpr, P: gl.constexpr):
     """Give sinks their share, turn results back, and store them."""
-    sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
+    head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
     larger = gl.maximum(most, sink)
     shrink = gl.exp2(most - larger)
     y = _back(acc * (shrink / (total * shrink + gl.exp2(sink - larger)))[:, None], cos, sin, D, P)
-    d = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    gl.store(out + head[:, None] * D + d[None, :], y.to(out.dtype.element_ty))
+    y = gl.convert_layout(y.to(out.dtype.element_ty), COPIED)  # 16 bytes a lane
+    own = block + gl.arange(0, 64, gl.SliceLayout(1, COPIED))
+    d = gl.arange(0, D, gl.SliceLayout(0, COPIED))
+    gl.store(out + own[:, None] * D + d[None, :], y, mask=(own < num_heads)[:, None])
 
 
 @gluon.jit
-def _leave(parts, found, head, most, total, acc, some, D: gl.constexpr):
+def _leave(parts, found, head, there, most, total, acc, some, D: gl.constexpr):
     """Leave a part's result, normalised, and the log-sum-exp of its scores."""
-    there = total != 0  # what is no number is left as it is
-    total = gl.where(there, total, 1.0)
-    gl.store(found + head, gl.where(there, most + gl.log2(total), LOWEST))
+    seen = total != 0  # what is no number is left as it is
+    total = gl.where(seen, total, 1.0)
+    gl.store(found + head, gl.where(seen, most + gl.log2(total), LOWEST), mask=there)
     if some:
         d = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-        gl.store(parts + head[:, None] * D + d[None, :], acc * (1.0 / total)[:, None])
+        gl.store(parts + head[:, None] * D + d[None, :], acc * (1.0 / total)[:, None], mask=there[:, None])
 
 
 @gluon.jit
-def _take(q_smem, k_smem, p_smem, most, sums, acc, live, scale, BN: gl.constexpr):
-    """Take a tile of keys into the running softmax. `sums` are those of weights by key of a tile."""
-    scores = warpgroup_mma(
+def _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_heads, angle_stride, most, sums, acc, some, D: gl.constexpr,
+         P: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """Store a token's results, or what a part of its keys leaves to be merged."""
+    gl.thread_barrier()  # from here on, shared memory is anybody's
+    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SUMS))
+    most = gl.convert_layout(most, gl.SliceLayout(1, SUMS))
+    if not SPLIT:
+        angle = token * angle_stride
+        _finish(out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P)
+    else:
+        base = (token * num_parts + part) * num_heads
+        head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        _leave(parts + base * D, found + base, head, head < num_heads, most, total, acc, some, D)
+
+
+@gluon.jit
+def _copy_queries(q_smem, q_at, left, q_head, D: gl.constexpr):
+    """Begin to bring 64 heads' queries; those behind the last of `left` are its."""
+    head = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, COPIED)), left - 1)
+    async_copy.async_copy_global_to_shared(
+        q_smem, q_at + head[:, None] * q_head + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+    )
+
+
+@gluon.jit
+def _score(q_smem, k_smem):
+    """Begin the scores of a tile of keys."""
+    return warpgroup_mma(
         q_smem, k_smem.permute((1, 0)), gl.zeros((64, BN), gl.float32, SCORES), use_acc=False, is_async=True
     )
-    scores = warpgroup_mma_wait(0, deps=(scores,))
+
+
+@gluon.jit
+def _weigh(scores, p_smem, most, sums, live, scale):
+    """Take a tile's scores into the running softmax, and leave its weights in shared memory. `sums` are those of weights by key of a tile."""
     live = gl.convert_layout(live, gl.SliceLayout(0, SCORES))[None, :]
     scores = gl.where(live, scores * scale, LOWEST)
     larger = gl.maximum(most, gl.max(scores, 1))
     shrink = gl.exp2(most - larger)
     weights = gl.where(live, gl.exp2(scores - larger[:, None]), 0.0)
     p_smem.store(weights.to(p_smem.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
     sums = sums * shrink[:, None] + weights
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    acc = warpgroup_mma(p_smem, k_smem, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    gl.thread_barrier()  # both groups have used the tile
-    return larger, sums, acc
+    return larger, sums, gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
 
 
 @gluon.jit
@@ -162,7 +188,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
                    window_table, slot_table, num_heads, num_parts, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
                    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride,
                    slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
-                   D: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
+                   D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
                    CHOSEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of a token's parts of keys, 64 heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page."""
     start_next_and_wait(PDL)
@@ -182,11 +208,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     q_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, D], HELD)
     k_smem = gl.allocate_shared_memory(q.dtype.element_ty, [2, BN, D], HELD)
     p_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, BN], HELD)
-    at = (
-        gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None] * q_head
-        + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
-    )
-    async_copy.async_copy_global_to_shared(q_smem, q_at + at)
+    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     key = begin + gl.arange(0, BN, KEYS)
     number = _number(chosen_ptr, key, seen, stop, CHOSEN)
     after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
@@ -221,19 +243,18 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
         async_copy.wait_group(1)
         fence_async_shared()
         gl.thread_barrier()
-        most, sums, acc = _take(q_smem, k_smem.index(slot_now), p_smem, most, sums, acc, live, scale, BN)
+        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(slot_now)),))
+        most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(p_smem, k_smem.index(slot_now), acc * shrink, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        gl.thread_barrier()  # both groups have used the tile
         number, live = after, next_live
         entry = _entry(
             window_table, slot_table, number, key + BN, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
         )
         slot_now = 1 - slot_now
     async_copy.wait_group(0)
-    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SUMS))
-    most = gl.convert_layout(most, gl.SliceLayout(1, SUMS))
-    head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    if not SPLIT:
-        angle = token * angle_stride
-        _finish(out + token * num_heads * D, sinks, cos + angle, sin + angle, head, most, total, acc, D, P)
-    else:
-        base = (token * num_parts + part) * num_heads
-        _leave(parts + base * D, found + base, head, most, total, acc, stop > begin, D)
+    _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_heads, angle_stride, most, sums, acc, stop > begin, D, P,
+         SPLIT)  # fmt: skip
