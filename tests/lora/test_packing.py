@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.adapters import pair, write_adapter
 from pagerunner.errors import CheckpointError
 from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, ExpertSizes
+from pagerunner.lora import blocks, pauses
 from pagerunner.lora.adapter import Adapter, Targets, read_adapter
-from pagerunner.lora.blocks import Packed, Products, lay
+from pagerunner.lora.blocks import AdapterTable, Packed, Products, lay
 from pagerunner.ops.lora import TILE
 
 EXPERTS, FEATURES, INNER, RANK = 3, 32, 24, 20
@@ -21,9 +27,9 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 
 
 class Layer(Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
-        self.experts = Experts(ExpertSizes(EXPERTS, FEATURES, INNER), torch.float32)
+        self.experts = Experts(ExpertSizes(experts, FEATURES, INNER), torch.float32)
         self.experts.takes_adapters = True
 
 
@@ -128,8 +134,76 @@ def test_the_expert_whose_numbers_are_none_is_named(tmp_path: Path) -> None:
 def test_blocks_lie_in_pages() -> None:
     """Each page has the largest blocks that fit. None overlaps another one, or the end of its page, and equal ones follow each other."""
     sizes = [48, 16, 80, 16, 48, 64, 16, 80]
-    places, pages = lay(sizes, 96)
+    found, pages = lay(torch.tensor(sizes), 96)
+    places = found.tolist()
     assert places == [288, 80, 0, 176, 336, 192, 256, 96] and pages == 4
     taken = [at for place, size in zip(places, sizes, strict=True) for at in range(place, place + size)]
     assert len(set(taken)) == sum(sizes)
-    assert lay([], 96) == ([], 0)
+    assert lay(torch.tensor([], dtype=torch.int64), 96)[1] == 0
+
+
+def test_readers_give_the_lock_up_after_a_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted are calls of one line of the package that follow each other without a pause: there are a few for each of 1,200 tensors, and 64 between pauses."""
+    experts, calls, most = 200, Counter[tuple[CodeType, int]](), Counter[tuple[CodeType, int]]()
+    tensors: dict[str, torch.Tensor] = {}
+    for expert in range(experts):
+        for part in NAMES:
+            tensors |= pair(f"experts.{expert}.{part}", *((32, 24) if part == "down_proj" else (24, 32)), 1)
+    path = write_adapter(tmp_path, {"target_modules": list(NAMES), "r": 1}, tensors)
+    layer = Layer(experts)
+    targets, products, pauses_made = Targets.of(layer), Products.of(layer), 0
+
+    def pause() -> None:
+        nonlocal most, pauses_made
+        pauses_made += 1
+        most |= calls
+        calls.clear()
+
+    for module in (pauses, sys.modules["pagerunner.lora.adapter"], sys.modules["pagerunner.lora.tensors"]):
+        monkeypatch.setattr(module, "pause", pause)
+
+    def called(frame: FrameType, event: str, what: Any) -> None:
+        caller = frame if event == "c_call" else frame.f_back
+        if event in ("call", "c_call") and caller is not None and "pagerunner/lora" in caller.f_code.co_filename:
+            calls[caller.f_code, caller.f_lineno] += 1
+
+    sys.setprofile(called)
+    try:
+        adapter = read_adapter(path, targets, torch.float32, 1)
+        products.pack(adapter, 1, torch.float32, 40 * PAGE)
+    finally:
+        sys.setprofile(None)
+    most |= calls
+    [((where, line), count)] = most.most_common(1)
+    assert count <= 8 * pauses.MOST_AT_ONCE and pauses_made > 60, (
+        f"{where.co_filename}:{line} had {count} calls at once"
+    )
+
+
+def test_no_copy_crosses_what_is_locked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two locked pieces are 1.5 pages: the second page comes in two copies."""
+    piece = 3 * PAGE // 4
+    monkeypatch.setattr(blocks, "LOCK_BYTES", piece * 4)
+    tensors: dict[str, torch.Tensor] = {}
+    for expert in range(EXPERTS):
+        tensors |= pair(f"experts.{expert}.down_proj", FEATURES, INNER, 16, seed=expert)
+    _, packed, products = read(
+        write_adapter(tmp_path, {"target_modules": ["down_proj"], "r": 16}, tensors), torch.float32
+    )
+    copied: list[tuple[int, int]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == packed.pages.data_ptr():
+                copied.append((args[1].storage_offset(), args[1].storage_offset() + args[1].numel()))
+            return func(*args, **(kwargs or {}))
+
+    number = len(packed.pages)
+    table = AdapterTable(
+        products, torch.zeros(2 * number * PAGE * 4, dtype=torch.uint8), PAGE * 4, torch.float32, 1, 64
+    )
+    with Copies():
+        table.fill(0, packed, [2 * at * PAGE * 4 for at in range(number)], list(range(number)))
+    assert number > 1 and len(copied) > number
+    assert all(first // piece == (end - 1) // piece for first, end in copied)
+    assert torch.equal(table.blocks.pool.view(-1, PAGE)[::2], packed.pages)

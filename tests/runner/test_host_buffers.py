@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.patience import patient
+from pagerunner.runner import host_buffers
 from pagerunner.runner.host_buffers import MOST_SPARE, HostBuffers
 
 MIB = 2**20
@@ -23,6 +24,7 @@ class Locks:
 
     def __init__(self, most: int = 2**30) -> None:
         self.locked: set[int] = set()
+        self.largest = 0
         self.unlocked_by: list[str] = []
         self.most = most
 
@@ -30,6 +32,7 @@ class Locks:
         if buffer.numel() > self.most:
             raise RuntimeError("no more pages can be locked.")
         self.locked.add(buffer.data_ptr())
+        self.largest = max(self.largest, buffer.numel())
 
     def unpin(self, buffer: torch.Tensor) -> None:
         self.locked.remove(buffer.data_ptr())
@@ -78,6 +81,23 @@ def test_a_buffer_is_used_again_and_locked_once() -> None:
     assert buffers.take(50_000, torch.float32)[0].data_ptr() not in (where, 0) and buffers.made == 3
     with_none = HostBuffers(Locks(most=0))
     assert with_none.take(10, torch.float32)[0].numel() == 10, "it goes on without"
+
+
+def test_no_piece_holds_the_driver_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of five pages is locked and unlocked two pages at a time, also if the system refuses the last one."""
+    monkeypatch.setattr(host_buffers, "LOCK_BYTES", 2 * 4096)
+    memory = Locks()
+    buffers = HostBuffers(memory)
+    whole, holder = buffers.take(5 * 4096, torch.uint8)
+    assert memory.locked == {whole.data_ptr() + at * 2 * 4096 for at in range(3)} and memory.largest == 2 * 4096
+    del holder, buffers
+    assert not memory.locked and len(memory.unlocked_by) == 3
+    pin, memory.pin = memory.pin, lambda piece: pin(piece) if len(memory.locked) < 2 else Locks(0).pin(piece)  # type: ignore[method-assign]
+    buffers = HostBuffers(memory)
+    whole, holder = buffers.take(5 * 4096, torch.uint8)
+    assert len(memory.locked) == 2 and whole.fill_(1).all()
+    del holder, buffers
+    assert not memory.locked
 
 
 def test_few_are_spare_and_who_gives_one_back_unlocks_none() -> None:

@@ -26,6 +26,7 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.layers.shares import Parts
 from pagerunner.lora.config import AdapterConfig, read_config
+from pagerunner.lora.pauses import in_turns, pause
 from pagerunner.lora.tensors import StoredTensor, read_all, stored_tensors
 from pagerunner.models.checkpoint.loader import own_name
 from pagerunner.quant.sinks import name_of
@@ -42,6 +43,7 @@ _OTHER_TENSORS = {
     ".lora_embedding_B": "adapters of the embedding aren't supported",
     ".base_layer.weight": "it replaces weights of the base, which isn't supported",
 }
+_OTHER_ENDS = tuple(end + more for end in _OTHER_TENSORS for more in ("", ".weight"))
 
 
 class Target(NamedTuple):
@@ -197,9 +199,9 @@ class _Reading:
     def take(self, tensors: Sequence[StoredTensor]) -> None:
         """All tensors, in pairs. Each is read when all names and shapes are known to be right, so a file takes no more memory than the model's adapter may."""
         pairs: dict[str, dict[str, StoredTensor]] = {}
-        for tensor in tensors:
+        for tensor in in_turns(tensors):
             pairs.setdefault(self._module_of(tensor), {})[tensor.name[-len(_A) :]] = tensor
-        for theirs, pair in pairs.items():
+        for theirs, pair in in_turns(pairs.items()):
             for end in (_A, _B):
                 if end not in pair:
                     raise CheckpointError(
@@ -226,9 +228,11 @@ class _Reading:
         """Raise CheckpointError for the first matrix that the config names and the file lacks."""
         one_by_one = self._owners
         for name, target in self.targets.matrices.items():
+            if name in self._asked or target.refused:
+                continue
             if isinstance(target.owner, Experts) and target.owner not in one_by_one:
                 continue  # in the trainer's model these experts may have been no modules
-            if name not in self._asked and not target.refused and self.config.asks_for(name):
+            if self.config.asks_for(name):
                 raise CheckpointError(f"{self.file} lacks {_PREFIX}{name}{_A}, which target_modules asks for.")
         for experts in self.targets.experts:
             for matrix in ("gate_up_proj", "down_proj"):
@@ -246,7 +250,9 @@ class _Reading:
             ]
             products += [(name, number, sides) for number, name in enumerate(names)]
         content = hashlib.blake2b(digest_size=16)
-        for name, number, sides in sorted(products):
+        pause()
+        products.sort()  # 9 ms at most
+        for name, number, sides in in_turns(products):
             for said, values, size in sides:
                 content.update(f"{name}{said}".encode())
                 content.update(values[number * size : (number + 1) * size])
@@ -255,9 +261,9 @@ class _Reading:
     def _module_of(self, tensor: StoredTensor) -> str:
         """The module that a tensor belongs to, in the file's words."""
         name = tensor.name
-        for end, why in _OTHER_TENSORS.items():
-            if name.endswith((end, f"{end}.weight")):
-                raise CheckpointError(f"{self.file}: {name}: {why}.")
+        if name.endswith(_OTHER_ENDS):
+            why = next(why for end, why in _OTHER_TENSORS.items() if name.endswith((end, f"{end}.weight")))
+            raise CheckpointError(f"{self.file}: {name}: {why}.")
         if not name.startswith(_PREFIX) or not name.endswith((_A, _B)) or len(tensor.shape) != 2:
             raise CheckpointError(
                 f"{self.file}: {name} {list(tensor.shape)} is no tensor of an adapter ({_PREFIX}<module>{_A} or {_B})."

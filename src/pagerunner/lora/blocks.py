@@ -22,9 +22,12 @@ from pagerunner.layers.module import Module
 from pagerunner.layers.moe import Experts
 from pagerunner.layers.shares import Parts
 from pagerunner.lora.adapter import Adapter, Stack, Targets
+from pagerunner.lora.pauses import in_turns
 from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
 from pagerunner.types.checks import show
 
+LOCK_BYTES = 2**24
+"""Bytes of a buffer that are page-locked at once. No copy to the device crosses a multiple of it: the driver takes no copy from two locked ranges."""
 MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
 """A buffer of so many elements in host memory, and what must be kept with it."""
 
@@ -108,7 +111,8 @@ class Products:
     def num_pages(self, max_rank: int, page: int) -> int:
         """Pages of so many elements that an adapter of all products takes."""
         blocks = -(-max_rank // TILE)
-        return lay([TILE * size for sizes in self.sizes.values() for size in sizes for _ in range(blocks)], page)[1]
+        sizes = [TILE * size for sizes in self.sizes.values() for size in sizes for _ in range(blocks)]
+        return lay(torch.tensor(sizes, dtype=torch.int64), page)[1]
 
     def table_bytes(self, slots: int, max_rank: int) -> int:
         """Bytes of the table of so many slots."""
@@ -147,17 +151,16 @@ class Products:
         ]
         counts = [len(names) * -(-all_PRX.shape[1] // TILE) for names, _, all_PRX in sides]
         sizes = [TILE * all_PRX.shape[2] for *_, all_PRX in sides]
-        begins, num_pages = lay([size for size, count in zip(sizes, counts, strict=True) for _ in range(count)], page)
+        begins, num_pages = lay(torch.tensor(sizes).repeat_interleave(torch.tensor(counts)), page)
         elements, holder = make_buffer(max(num_pages, 1) * page, dtype)  # a stage may have none of an adapter's layers
         elements.zero_()
         places = torch.full((len(self.sizes), -(-max_rank // TILE), 2), -1, dtype=torch.int64)
-        all_at = torch.tensor(begins, dtype=torch.int64).split(counts)
-        for (names, side, all_PRX), size, at in zip(sides, sizes, all_at, strict=True):
+        for (names, side, all_PRX), size, at in zip(sides, sizes, begins.split(counts), strict=True):
             blocks = len(at) // len(names)
             places[[numbers[name] for name in names], :blocks, side] = at.view(-1, blocks)
             rows = F.pad(all_PRX, (0, 0, 0, -all_PRX.shape[1] % TILE)).reshape(-1, size)
             ends = [*(torch.nonzero(at.diff() != size).flatten() + 1).tolist(), len(at)]
-            for first, end in pairwise([0, *ends]):  # those that follow each other in a page are one copy
+            for first, end in in_turns(pairwise([0, *ends])):  # those that follow each other in a page are one copy
                 place = int(at[first])
                 elements[place : place + (end - first) * size].view(-1, size).copy_(rows[first:end])
         experts = any(stack.names[0] in self.experts for stack in adapter.stacks)
@@ -176,7 +179,7 @@ class Products:
             else:
                 a_PRI = torch.cat([a_PRI[..., some] for some in slices], 2)
         sizes = b_POR.shape[1], a_PRI.shape[2]
-        assert all(self.sizes[name] == sizes for name in names), (
+        assert {self.sizes[name] for name in names} <= {sizes}, (
             f"{names[0]}: other parts than those of the rank's model"
         )
         return Stack(names, a_PRI, b_POR)
@@ -187,24 +190,26 @@ def _ends(name: str, ends: tuple[str, ...]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def lay(sizes: Sequence[int], page: int) -> tuple[list[int], int]:
+def lay(sizes: torch.Tensor, page: int) -> tuple[torch.Tensor, int]:
     """Where blocks of these sizes begin, in pages of so many elements that follow each other, and how many pages that takes. Each page takes the largest
     blocks that still fit.
     """
-    left: dict[int, list[int]] = {}
-    for number in reversed(range(len(sizes))):
-        left.setdefault(sizes[number], []).append(number)
-    places, pages, wanting = [0] * len(sizes), 0, sorted(left, reverse=True)
-    assert not wanting or wanting[0] <= page, "a block doesn't fit a page"
-    while wanting:
+    found, pages = torch.empty_like(sizes), 0
+    all_sizes, counts = sizes.unique(return_counts=True)
+    left = dict(zip(all_sizes.tolist(), counts.tolist(), strict=True))
+    places: dict[int, list[int]] = {size: [] for size in sorted(left, reverse=True)}
+    assert page >= max(left, default=0), "a block doesn't fit a page"
+    while any(left.values()):
         at = 0
-        for size in wanting:
-            while left[size] and at + size <= page:
-                places[left[size].pop()] = pages * page + at
-                at += size
-        wanting = [size for size in wanting if left[size]]
+        for size, own in places.items():
+            count = min(left[size], (page - at) // size)
+            own.extend(range(pages * page + at, pages * page + at + count * size, size))
+            at += count * size
+            left[size] -= count
         pages += 1
-    return places, pages
+    for size, own in places.items():
+        found[sizes == size] = torch.tensor(own)
+    return found, pages
 
 
 class AdapterTable:
@@ -224,11 +229,14 @@ class AdapterTable:
 
     def fill(self, slot: int, packed: Packed, offsets: Sequence[int], missing: Sequence[int]) -> None:
         """Copy the `missing` ones of an adapter's pages to their places (`offsets`, in bytes, of all its pages), on the current stream. They are the slot's from then on."""
-        pool = self.blocks.pool
+        pool, itemsize = self.blocks.pool, self.dtype.itemsize
+        elements, piece = packed.pages.view(-1), LOCK_BYTES // itemsize
         for number in missing:
             if number < len(packed.pages):  # other ranks may have more
-                at = offsets[number] // self.dtype.itemsize
-                pool[at : at + self.page].copy_(packed.pages[number], non_blocking=True)
+                first, end = number * self.page, (number + 1) * self.page
+                to = offsets[number] // itemsize - first
+                for begin, stop in pairwise([first, *range(-(-(first + 1) // piece) * piece, end, piece), end]):
+                    pool[to + begin : to + stop].copy_(elements[begin:stop], non_blocking=True)
         self._laid[slot] = packed.places
         (self.of_experts.add if packed.experts else self.of_experts.discard)(slot)
         self.place(slot, offsets)

@@ -69,6 +69,8 @@ class Patterns:
 
     def of(self, name: str, otherwise: float) -> float:
         """A name's number, or another one."""
+        if not self.numbers:
+            return otherwise
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = min(self._all_of(name), default=-1)

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -18,6 +17,7 @@ import msgspec
 import torch
 
 from pagerunner.errors import CheckpointError
+from pagerunner.lora.pauses import in_turns, pause
 
 MOST_HEADER_BYTES = 2**24
 """Names and shapes of a file, which are told apart with the interpreter's lock. Those of 48 layers with 128 experts, each with tensors of its own, have 6 MB."""
@@ -36,8 +36,7 @@ class _Entry(msgspec.Struct, gc=False):
 _ENTRIES = msgspec.json.Decoder(_Entry)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor of a file, of which only the shape has been read."""
 
     name: str
@@ -57,7 +56,7 @@ def read_all(tensors: Sequence[StoredTensor]) -> torch.Tensor:
     found = torch.empty((len(tensors), *first.shape), dtype=dtype)
     rest, file = memoryview(found.view(-1).view(torch.uint8).numpy()), first.stream.fileno()
     size = len(rest) // len(tensors)
-    for tensor in tensors:
+    for tensor in in_turns(tensors):
         left = size
         while left:
             count = os.preadv(file, [rest[:left]], tensor.at + size - left)
@@ -84,9 +83,13 @@ def _tensors(file: Path, stream: BinaryIO) -> list[StoredTensor]:
     if size > MOST_HEADER_BYTES:
         raise CheckpointError(f"{file} has a header of {size:,} bytes, and at most {MOST_HEADER_BYTES:,} are read.")
     try:
-        header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])  # 9 ms of 36,864 names
+        words = stream.read(size)
+        pause()
+        header = msgspec.json.decode(words, type=dict[str, msgspec.Raw])  # 9 ms of 36,864 names
         header.pop("__metadata__", None)
-        return [_tensor(file, stream, 8 + size, name, header[name]) for name in sorted(header)]
+        pause()
+        names = sorted(header)  # 9 ms at most
+        return [_tensor(file, stream, 8 + size, name, header[name]) for name in in_turns(names)]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error!s:.200}.") from None
 

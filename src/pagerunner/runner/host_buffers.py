@@ -4,6 +4,9 @@ They aren't malloc's. What threads free of a few MB stays in malloc's arenas bet
 took the places, held 136 MB more than they had, and it grew. Nor are buffers given back to the system one by one. To lock a buffer's pages, or to unlock them,
 may wait for the device, and who drops an adapter may be the thread that runs the steps. So a buffer is used again, for an adapter of about
 the same size, and few are kept for that.
+
+The driver has a lock of its own, which it holds while it locks or unlocks pages, 0.1 s a GB and more. A step's launches wait for it. So an adapter of
+1.7 GB, all experts of a 30B, is locked in pieces of 16 MiB, and between two of them others get that lock.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import weakref
 
 import torch
 
+from pagerunner.lora.blocks import LOCK_BYTES
+from pagerunner.lora.pauses import pause
 from pagerunner.runner.host_copy import HostMemory, host_buffer
 
 logger = logging.getLogger(__name__)
@@ -67,10 +72,12 @@ class HostBuffers:
         self.made += 1
         if self._memory is not None:
             try:
-                self._memory.pin(buffer)
-                self._pinned.add(buffer.data_ptr())
+                for piece in buffer.split(LOCK_BYTES):
+                    self._memory.pin(piece)
+                    self._pinned.add(piece.data_ptr())
+                    pause()
             except RuntimeError as error:
-                logger.warning("%s An adapter is copied from ordinary memory, which is slower.", error)
+                logger.warning("%s An adapter is copied from ordinary memory, which is slower.", str(error))
         return buffer
 
     def _give_back(self, buffer: torch.Tensor) -> None:
@@ -81,7 +88,8 @@ class HostBuffers:
 def _unlock(memory: HostMemory | None, pinned: set[int], buffers: list[torch.Tensor]) -> None:
     """Unlock before buffers are unmapped: locked memory that is unmapped stays lost to the system."""
     while buffers:
-        buffer = buffers.pop()
-        if memory is not None and buffer.data_ptr() in pinned:
-            pinned.discard(buffer.data_ptr())
-            memory.unpin(buffer)
+        for piece in buffers.pop().split(LOCK_BYTES):
+            if memory is not None and piece.data_ptr() in pinned:
+                pinned.discard(piece.data_ptr())
+                memory.unpin(piece)
+                pause()
