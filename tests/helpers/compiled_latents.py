@@ -31,7 +31,7 @@ def _sparse(
     `odd` strides aren't multiples of 16.
     """
     names = [name for name in kernel.arg_names if name not in constants]
-    integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr")
+    integers = ("chosen", "chosen_ptr", "row_ptr", "slots_ptr", "counter_ptr")
     types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("position_ptr", "table", "table_ptr"), "*i64")
     types |= dict.fromkeys(("found", "weights_ptr", "scores_ptr"), "*fp32") | {"scale": "fp32"}
     if held == "codes":  # the other kernel has a number of parts
@@ -45,7 +45,7 @@ def _sparse(
     aligned = [name for name in aligned if name not in odd]
     constants |= {"FP8": tl.float8e4nv if fp8 else None, "PRECISION": "tf32x3" if narrow == "fp32" else "tf32"}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": True}
-    return gluon(kernel, types, constants | {"PAGE": 64, "PDL": True}, aligned, ASTSource, **options)
+    return gluon(kernel, types, {"PAGE": 64, "PDL": True} | constants, aligned, ASTSource, **options)
 
 
 def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
@@ -71,13 +71,22 @@ def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> di
 
 
 def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
-    """Scores of an indexer, `ops/kernels/indexer.py`: rows of so many tokens."""
-    rows = StepRows.of([tokens] * 8, [5000] * 8, range(8))
+    """Scores of an indexer, `ops/kernels/indexer.py`: 8 rows of so many tokens, or 64 of one."""
+    count, tokens = (64, 1) if tokens == 64 else (8, tokens)
+    rows = StepRows.of([tokens] * count, [5000] * count, range(count))
     dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
-    sizes = indexer.score_sizes(rows, 8 * tokens, heads, dtype)
+    sizes = indexer.score_sizes(rows, count * tokens, heads, 5000, dtype)
     constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
     constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
     return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
+
+
+def choice(narrow: str, heads: int, fp8: bool, chunk: int) -> dict[str, Any]:
+    """Scores and choice in one launch, of DeepSeek-V4's slots of 4 tokens."""
+    constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 4, "TOP_K": 512, "FP8_MAX": 448.0}
+    constants |= {"BN": indexer.FEW_KEYS, "C": chunk, "PAGE": 16}
+    sizes = indexer.Sizes(1, 1, 1, indexer.FEW_KEYS, 8, 3)
+    return _sparse(indexer._few_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 
 def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:

@@ -122,11 +122,12 @@ def latent_cases() -> list[tuple[Any, ...]]:
 
 def sparse_cases() -> list[tuple[Any, ...]]:
     """Some of attention to chosen latents and one of an indexer's scores, by dtype, heads, whether pages are fp8, and whether slots are
-    divided among programs, or tokens of a row.
+    divided among programs, or tokens of a row (64: of 64 rows); and one of scores and choice in one launch, by the slots that are chosen from.
     """
     chosen = itertools.product(["chosen"], ("bf16", "fp32"), (16, 32, 128), (False, True), (True, False))
-    scores = itertools.product(["scores"], ("bf16", "fp32"), (64, 128), (False, True), (1, 4))
-    return [*turns(list(chosen), 4), *turns(list(scores), 0)]
+    scores = itertools.product(["scores"], ("bf16", "fp32"), (64, 128), (False, True), (1, 4, 64))
+    choice = [("choice", "bf16", 64, fp8, chunk) for fp8 in (False, True) for chunk in (1024, 8192)]
+    return [*turns(list(chosen), 4), *turns(list(scores), 0), *turns(choice, 2)]
 
 
 def vectors_cases() -> list[tuple[Any, ...]]:
@@ -167,7 +168,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What was found about each case."""
-    scores = [("scores", "bf16", 64, fp8, tokens) for fp8 in SUMMED for tokens in (1, 4)]
+    scores = [("scores", "bf16", 64, fp8, tokens) for fp8 in SUMMED for tokens in (1, 4, 64)]
+    scores += [("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED]
     cases = [*CASES, *ROUNDING, *SPARSE, *(case for case in scores if case not in SPARSE)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -221,9 +223,10 @@ def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_i
 @pytest.mark.parametrize("fp8", SUMMED)
 def test_a_score_is_the_same_sum_of_heads_in_decode_and_in_prompts(fp8, compiled):
     """Two slots whose scores are almost equal are chosen alike then. A program of one token has 64 queries, of a prompt 256."""
-    alone, together = (compiled["scores", "bf16", 64, fp8, tokens] for tokens in (1, 4))
-    assert "error" not in alone and "error" not in together
-    assert alone["sums"] == together["sums"] == [[[1, 8, 16, 32], [2, 4]]]
+    found = [compiled["scores", "bf16", 64, fp8, tokens] for tokens in (1, 4, 64)]
+    found.append(compiled["choice", "bf16", 64, fp8, 1024])
+    assert not any("error" in one for one in found)
+    assert all(one["sums"] == [[[1, 8, 16, 32], [2, 4]]] for one in found)
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)

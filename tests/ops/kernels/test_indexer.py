@@ -50,6 +50,32 @@ def test_rows_of_one_token(dtype: torch.dtype) -> None:
     assert (chosen >= 0).sum(1).tolist() == [20, 1, 19, 20, 20, 20, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("most", [0, 3])
+def test_scores_and_choice_are_one_launch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, most: int) -> None:
+    """A row's slots are divided among programs, of which some have none. The one that ends last chooses, and the next layer finds its counter at 0."""
+    monkeypatch.setattr(indexer, "FEW_KEYS", 16)
+    monkeypatch.setattr(indexer, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(indexer, "run_scores", None)
+    (*args, scratch), named = made(Case((*ROWS, (300, 1)), dtype=dtype, most=most, padding=2, longest=400))
+    for _ in range(2):
+        found = choose_slots.kernel(*args, scratch, **named)
+        assert torch.equal(found, choose_slots.twin(*args, {}, **named))
+        assert not scratch["counter"].any()
+
+
+def test_so_many_rows_that_few_parts_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 slots then, in more parts where a row has more slots than a part takes."""
+    for name, number in (("FULL", 16), ("FULL_TOKENS", 4), ("FEW_TOKENS", 3), ("PART", 128)):
+        monkeypatch.setattr(indexer, name, number)
+    sizes = []
+    run = indexer.score_sizes
+    monkeypatch.setattr(indexer, "score_sizes", lambda *given: sizes.append(run(*given)) or sizes[-1])
+    for longest in (256, 500):
+        check(Case((*ROWS, (240, 1)), dtype=torch.float16, padding=1, longest=longest))
+    assert [(one.parts, one.keys, one.warps) for one in sizes] == [(2, 128, 8), (4, 128, 8)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_rows_of_several_tokens(dtype: torch.dtype, ratio: int) -> None:

@@ -1,6 +1,6 @@
 """Scores of an indexer over paged keys, and the exact best of them. Twin: `pagerunner.ops.indexer.choose_slots`.
 
-Three kernels. None needs anything of the host but bounds, so graphs capture them.
+Three kernels, or one. None needs anything of the host but bounds, so graphs capture them.
 
 1. *Scores*. A program has a block of tokens, whose queries lie in shared memory, and a part of the slots that they see. Keys are the product's
    first operand, so that 128 of them meet all heads of the block's tokens at once. How many parts there are doesn't depend on lengths: each
@@ -8,6 +8,8 @@ Three kernels. None needs anything of the host but bounds, so graphs capture the
 2. *Best of a chunk*. A program has some thousand scores of one token in registers. The order of floats is that of integers, and the
    integer from which on k scores count is searched for by halving. Rows of one chunk are finished then.
 3. *Best of chunks*. The same among what longer rows' chunks have left.
+
+Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses.
 
 Rows that see at most `top_k` slots have no scores: all their slots are chosen.
 
@@ -25,13 +27,21 @@ import triton.language as tl
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.indexer import width_of
-from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 
 PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal lengths
+FULL = 256  # programs of tiles of 128, about, that are on the device at once
+PART = 2048  # slots of such a program; of more, programs may have less than others by far
+FULL_TOKENS = 16  # from so many on, each takes tiles of 128
 MOST_PARTS = 256
 MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
 CHUNK = 8192
+FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
+FEW_TOKENS, FEW_SLOTS = (
+    256,
+    2048,
+)  # up to so many tokens that see up to so many slots they are; with more slots a multiprocessor has one program
 BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
 
 
@@ -41,6 +51,43 @@ def _of_row(row_ptr, position_ptr, tokens, there, RATIO: tl.constexpr):
     row = tl.load(row_ptr + tokens, mask=there, other=-1)
     position = tl.load(position_ptr + tokens, mask=row >= 0, other=-1)
     return row, ((position + 1) // RATIO).to(tl.int32)
+
+
+@triton.jit
+def _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights_token, D: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr):  # fmt: skip
+    """Queries [X, BI] and their weights [X]; in fp8 with their scales in the weights."""
+    q = tl.load(
+        q_ptr + (token * q_token + head * q_head)[:, None] + i[None, :],
+        mask=there[:, None] & (i < D)[None, :], other=0.0,
+    )  # fmt: skip
+    weights = tl.load(weights_ptr + token * weights_token + head, mask=there, other=0.0).to(tl.float32)
+    if FP8 is not None:
+        q = q.to(tl.float32)
+        scale = fitting_scale(tl.max(tl.abs(q), 1), FP8_MAX)
+        q = quantise(q, scale[:, None], FP8_MAX, FP8)
+        weights *= scale
+    return q, weights
+
+
+@triton.jit
+def _tile(
+    q, weights, keys_ptr, scales_ptr, entry, place, live, i, page_stride, slot_stride, scale_page, scale_slot,
+    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores [BN, BQ] of a tile of slots."""
+    base = keys_ptr + entry * page_stride + place * slot_stride
+    keys = tl.load(base[:, None] + i[None, :], mask=live[:, None] & (i < D)[None, :], other=0)
+    if FP8 is not None:
+        keys = keys.to(FP8, bitcast=True)
+    else:
+        keys = keys.to(q.dtype)
+    dots = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
+    dots = tl.maximum(dots, 0.0) * weights[None, :]
+    score = tl.sum(tl.reshape(dots, (BN, BQ, BJ)), 2)
+    if FP8 is not None:
+        k_scale = tl.load(scales_ptr + entry * scale_page + place * scale_slot, mask=live, other=0.0)
+        score *= k_scale[:, None]
+    return tl.where(score == 0.0, 0.0, score)  # a zero has one sign
 
 
 @triton.jit(do_not_specialize=["group", "parts"])
@@ -65,16 +112,7 @@ def _scores_kernel(
     x, i, n = tl.arange(0, BQ * BJ), tl.arange(0, BI), tl.arange(0, BN)
     token, head = first_token + x // BJ, x % BJ
     there = (inside + x // BJ < group) & (head < J)
-    q = tl.load(
-        q_ptr + (token * q_token + head * q_head)[:, None] + i[None, :],
-        mask=there[:, None] & (i < D)[None, :], other=0.0,
-    )  # fmt: skip
-    weights = tl.load(weights_ptr + token * weights_token + head, mask=there, other=0.0).to(tl.float32)
-    if FP8 is not None:
-        q = q.to(tl.float32)
-        scale = fitting_scale(tl.max(tl.abs(q), 1), FP8_MAX)
-        q = quantise(q, scale[:, None], FP8_MAX, FP8)
-        weights *= scale
+    q, weights = _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)
     left = row
     current = tl.max(left, 0)
     while current >= 0:  # rows of a prompt's block, or the only one
@@ -91,19 +129,10 @@ def _scores_kernel(
                 live = slot < last
                 own = entry  # the next tile's are on their way meanwhile
                 entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
-                base = keys_ptr + own * page_stride + (slot % PAGE) * slot_stride
-                keys = tl.load(base[:, None] + i[None, :], mask=live[:, None] & (i < D)[None, :], other=0)
-                if FP8 is not None:
-                    keys = keys.to(FP8, bitcast=True)
-                else:
-                    keys = keys.to(q.dtype)
-                dots = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
-                dots = tl.maximum(dots, 0.0) * weights[None, :]
-                score = tl.sum(tl.reshape(dots, (BN, BQ, BJ)), 2)
-                if FP8 is not None:
-                    k_scale = tl.load(scales_ptr + own * scale_page + (slot % PAGE) * scale_slot, mask=live, other=0.0)
-                    score *= k_scale[:, None]
-                score = tl.where(score == 0.0, 0.0, score)  # a zero has one sign
+                score = _tile(
+                    q, weights, keys_ptr, scales_ptr, own, slot % PAGE, live, i, page_stride, slot_stride, scale_page, scale_slot, D, BQ, BJ, BN, FP8,
+                    PRECISION,
+                )  # fmt: skip
                 target = scores_ptr + (first_token + query)[None, :] * scores_stride + slot[:, None]
                 tl.store(target, score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
         left = tl.where(left == current, -1, left)
@@ -197,6 +226,50 @@ def _chunks_kernel(
         tl.store(chosen_ptr + token * width + target, at, mask=kept)
 
 
+@triton.jit(do_not_specialize=["parts", "width"])
+def _few_kernel(
+    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, chosen_ptr, counter_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, parts, width,
+    q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
+    J: tl.constexpr, D: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
+    RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One of `parts` parts of the slots that a token sees, at most C. The program that ends last chooses. `counter` [T] is zeros, and is left so."""
+    start_next_and_wait(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    chosen = chosen_ptr + token * width
+    at = tl.arange(0, C)
+    if seen <= TOP_K:
+        if part == 0:
+            tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < width)
+    else:
+        i, n, head = tl.arange(0, BI), tl.arange(0, BN), tl.arange(0, BJ)
+        q, weights = _queries(
+            q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX
+        )
+        row_table = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        per = tl.cdiv(tl.cdiv(seen, BN), parts) * BN
+        first = part * per
+        last = tl.minimum(first + per, seen)
+        scores = scores_ptr + token * scores_stride
+        entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
+        for start in range(first, last, BN):
+            slot = start + n
+            live = slot < last
+            own = entry  # the next tile's are on their way meanwhile
+            entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
+            score = _tile(
+                q, weights, keys_ptr, scales_ptr, own, slot % PAGE, live, i, page_stride, slot_stride, scale_page, scale_slot, D, 1, BJ, BN, FP8,
+                PRECISION,
+            )  # fmt: skip
+            tl.store(scores + slot, tl.reshape(score, (BN,)), mask=live)
+        tl.debug_barrier()  # all of the program's scores are stored before it is counted
+        if tl.atomic_add(counter_ptr + token, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            tl.store(counter_ptr + token, 0)
+            kept, place = _kept(tl.load(scores + at, mask=at < seen, other=0.0), at < seen, TOP_K, C)
+            tl.store(chosen + place, at, mask=kept)
+
+
 class Sizes(NamedTuple):
     """How a step's scores are divided: tokens of a program, how many belong together, parts of their slots, slots of a tile; its warps
     and stages."""
@@ -209,8 +282,9 @@ class Sizes(NamedTuple):
     stages: int
 
 
-def score_sizes(rows: StepRows, tokens: int, heads: int, dtype: torch.dtype) -> Sizes:
-    """Tokens of a row share the keys that a program reads. `dtype`: what is multiplied. Two programs of one token fit a multiprocessor.
+def score_sizes(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
+    """Tokens of a row share the keys that a program reads. `width`: slots that a token sees at most. `dtype`: what is multiplied. Two programs of one
+    token fit a multiprocessor.
 
     Products in float32 are three of parts of their operands, so more than one token's queries don't fit a program.
     """
@@ -222,7 +296,11 @@ def score_sizes(rows: StepRows, tokens: int, heads: int, dtype: torch.dtype) -> 
         return Sizes(1, group, parts, 64 if heads <= 64 else 32, 8, 2)
     if together > 1:
         return Sizes(together, group, parts, 128, 8, 3)
-    return Sizes(together, group, parts, 128 if dtype.itemsize == 1 else 64, 4, 4)
+    if dtype.itemsize == 1:
+        return Sizes(1, group, parts, 128, 4, 4)
+    if units < FULL_TOKENS or heads > 64:
+        return Sizes(1, group, parts, 64, 4, 4)
+    return Sizes(1, group, max(1, FULL // units, min(parts, blocks(width, PART))), 128, 8, 3)
 
 
 def _width(rows: StepRows, ratio: int) -> int:
@@ -263,7 +341,7 @@ def run_scores(
     """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees."""
     tokens, heads, size = q_TJI.shape
     dtype, fp8 = pages_ESI.dtype, scales_ES is not None
-    sizes = sizes or score_sizes(rows, tokens, heads, dtype if fp8 else q_TJI.dtype)
+    sizes = sizes or score_sizes(rows, tokens, heads, width_of(rows, ratio), dtype if fp8 else q_TJI.dtype)
     scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=q_TJI.device)
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
     units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
@@ -304,6 +382,44 @@ def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int) 
     return chosen_TK
 
 
+def run_few(
+    q_TJI: torch.Tensor,
+    weights_TJ: torch.Tensor,
+    top_k: int,
+    pages_ESI: torch.Tensor,
+    table_SW: torch.Tensor,
+    rows: StepRows,
+    ratio: int,
+    counter_T: torch.Tensor,
+    scales_ES: torch.Tensor | None,
+    parts: int = 0,
+) -> torch.Tensor:
+    """Scores and choice in one launch."""
+    (tokens, heads, size), device = q_TJI.shape, q_TJI.device
+    dtype, fp8, width = pages_ESI.dtype, scales_ES is not None, width_of(rows, ratio)
+    keys, chunk = FEW_KEYS, chunk_size(width, top_k)
+    parts = parts or max(1, min(2 * multiprocessors(device) // tokens, blocks(width, keys)))
+    scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=device)
+    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
+    held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
+    _few_kernel[(tokens, parts)](
+        q_TJI, weights_TJ, held, scales, scores_TN, chosen_TK, counter_T, rows.row_T, rows.positions_T, rows.slots_R, table_SW, parts, top_k,
+        *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
+        table_SW.stride(0), scores_TN.stride(0),
+        J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1], BN=keys, C=chunk,
+        RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0), PRECISION="tf32", num_warps=8, num_stages=3,
+        **dependent(device),
+    )  # fmt: skip
+    return chosen_TK
+
+
+def takes_few(rows: StepRows, tokens: int, heads: int, width: int, top_k: int, dtype: torch.dtype) -> bool:
+    """Whether scores and choice are one launch. In float32 their products need more registers than there are."""
+    if not rows.one_token or heads > 64 or dtype.itemsize == 4 or blocks(width, chunk_size(width, top_k)) > 1:
+        return False
+    return tokens == 1 or (tokens <= FEW_TOKENS and width <= FEW_SLOTS)
+
+
 def choose_slots(
     q_TJI: torch.Tensor,
     weights_TJ: torch.Tensor,
@@ -325,6 +441,12 @@ def choose_slots(
             )  # as aligned as others
             chosen_TK = scratch["all slots"] = run_choice(nothing, top_k, rows, ratio)
         return chosen_TK
+    fp8 = scales_ES is not None
+    if takes_few(rows, tokens, q_TJI.shape[1], width, top_k, pages_ESI.dtype if fp8 else q_TJI.dtype):
+        counter_T = scratch.get("counter")
+        if counter_T is None:
+            counter_T = scratch["counter"] = torch.zeros(tokens, dtype=torch.int32, device=q_TJI.device)
+        return run_few(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES)
     together = max(rows.stride, 1)
     step = max(1, BLOCK_SCORES // _width(rows, ratio) // together) * together
     if tokens <= step:
