@@ -22,6 +22,7 @@ from pagerunner.attention.paged import PagedBackend
 pytest.importorskip("triton")
 
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels.linear_wide import has_gluon  # noqa: E402
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 ONE = (plain(3, 1), plain(0, 1), plain(1700, 1), *[plain(20 + 37 * i, 1) for i in range(30)])
@@ -148,6 +149,40 @@ def test_a_long_row_in_the_library() -> None:
     check_attention(Case((plain(0, 4096),), 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
     rows = (plain(0, 4096), plain(0, 4096), plain(0, 8192))
     check_attention(Case(rows, 16, 2, 2, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
+
+
+LONG = {
+    "fresh": (plain(0, 700), plain(0, 1), plain(0, 300), plain(0, 33)),
+    "past": (plain(700, 1500), plain(3, 1), plain(2001, 600), plain(128, 257), plain(0, 513), plain(5, 2)),
+    "one": (plain(1000, 4000),),
+}
+
+
+@pytest.mark.parametrize("rows", LONG.values(), ids=LONG)
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4), (4, 8), (1, 32)])
+@pytest.mark.parametrize(
+    ("page", "dtype", "kv_dtype"), [(16, BF16, BF16), (64, torch.float16, torch.float16), (128, BF16, E4M3)]
+)
+def test_long_rows_in_gluon(
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kv_heads: int,
+    group: int,
+    rows: tuple,
+) -> None:
+    """Beside rows that decode, and padding. A past in fp8 has Triton's kernel."""
+    runs: list[bool] = []
+    run = kernels.paged_prefill_wide.run
+    monkeypatch.setattr(
+        kernels.paged_prefill_wide, "run", lambda *args, past: runs.append(past) or run(*args, past=past)
+    )
+    past = rows is not LONG["fresh"]
+    case = Case(rows, page, kv_heads, group, 128, dtype=dtype, kv_dtype=kv_dtype, lead=16, padding=3 if past else 0)
+    check_attention(case, "cuda", **CLOSE)
+    expected = not (past and kv_dtype == E4M3) and has_gluon(torch.device("cuda"))
+    assert runs == [past] * (2 if expected else 0)
 
 
 DRAFTS = (plain(1700, 4), plain(0, 1), plain(3, 2), plain(126, 4), plain(0, 3))

@@ -1,4 +1,4 @@
-"""Kernels of attention to latents, chosen slots and windows, compiled as `helpers.compiled` says."""
+"""Kernels of attention to latents, chosen slots and windows, and of long rows, compiled as `helpers.compiled` says."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pagerunner.batch import StepRows
 from pagerunner.ops.kernels import indexer, sparse_latents
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
+from pagerunner.ops.kernels.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
 from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
 from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
 
@@ -101,3 +102,30 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[
     strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
     aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
     return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
+
+
+def prefill(name: str, group: int, page: int) -> dict[str, Any]:
+    """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
+    tiles, queries = f"[128,64],{PANEL.value!r}", f"[{64 // group},{group},64],{QUERIES.value!r}"
+    types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>") | {
+        "q_desc": f"tensordesc<{name}{queries}>"
+    }
+    pages = f"[{page or 128},64],{PANEL.value!r}"
+    types |= dict.fromkeys(("kp_desc", "vp_desc"), f"tensordesc<{name}{pages}>") | {
+        "table_ptr": "*i64",
+        "scale": "fp32",
+    }
+    types |= dict.fromkeys(("slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr"), "*i32") | {"out_ptr": "*" + name}
+    constants = {"K": 8, "G": group, "PAGE": page or 128, "PAGED": page > 0, "PDL": True}
+    aligned = [
+        "out_ptr",
+        "out_st",
+        "out_sh",
+        "table_ptr",
+        "table_st",
+        "slots_ptr",
+        "starts_ptr",
+        "lengths_ptr",
+        "part_ptr",
+    ]
+    return gluon(gluon_prefill_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)

@@ -363,8 +363,8 @@ class ModelRunner:
 
     def _first_steps(self) -> Iterator[list[StepRow]]:
         """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
-        multiples of 16, and neither; and a row as long as can be. Attention of long rows has other tiles, and the largest steps may have rows of
-        half that length, and rows that a library serves.
+        multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
+        steps may have rows of half that length, and rows that a library serves.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -373,7 +373,8 @@ class ModelRunner:
             for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
                 yield even_rows(rows, min(tokens, most), longest, past=True)
             yield even_rows(rows, rows, longest, past=True)
-        yield even_rows(1, max(min(longest, most) - 1, 1), longest, past=True)
+        for past in (True, False):
+            yield even_rows(1, max(min(longest, most) - 1, 1), longest, past=past)
         yield even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
         for width in self._widths:

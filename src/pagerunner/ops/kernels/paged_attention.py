@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops import numerics
 from pagerunner.ops.fresh_rows import attend_fresh_rows
-from pagerunner.ops.kernels import paged_fixed
+from pagerunner.ops.kernels import paged_fixed, paged_prefill_wide
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.linear_wide import say_kernel
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
@@ -45,6 +46,9 @@ _SCHEDULE_BLOCK = 256
 
 def _borders() -> numerics.AttentionBorders:
     return numerics.FAST.attention
+
+
+WIDE_TILES = Tiles(paged_prefill_wide.SIZE, paged_prefill_wide.SIZE, 12, 2)
 
 
 @dataclass(slots=True)
@@ -189,6 +193,9 @@ class _Call:
         self.own = prep is not None or (self.reach and not self.stride)
         self.long = not (plan.one_token or self.stride)
         self.prefill_parts = self._prefill_parts()
+        self.wide = self._is_wide()
+        if self.wide:
+            self.prefill = WIDE_TILES
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
@@ -340,7 +347,29 @@ class _Call:
         few = 2 * blocks(self.tokens * self.group_padded, tiles.rows) * self.kv_heads <= programs
         return max(programs // self.kv_heads, 1) if self.long and few and not self.plan.fresh else 0
 
+    def _is_wide(self) -> bool:
+        """Whether the kernel in Gluon serves: long rows, so many that they occupy the device. Pages in fp8 it doesn't read."""
+        plain = self.long and not (self.reach or self.softcap or self.prefill_parts or self.sinks is not None)
+        long = self.plan.usual_query_len >= _borders().wide_queries
+        if not (plain and long and self.group >= _borders().wide_group):
+            return False
+        past, of = not self.plan.fresh, "long rows of new tokens" if self.plan.fresh else "long rows with a past"
+        wide = paged_prefill_wide.serves((self.q, self.k, self.v), self.pages, past=past)
+        of_heads = self.q.device, self.heads, self.dim, self.q.dtype, self.pages.k.dtype
+        say_kernel(of, "paged_prefill_gluon", wide, *of_heads)
+        return wide
+
+    def run_wide(self, schedule: _Schedule) -> None:
+        heads, rows = paged_prefill_wide.Heads(self.q, self.k, self.v, self.out), self.rows
+        step = rows.slots_R, rows.query_start_R1, rows.seq_lens_R
+        paged_prefill_wide.run(
+            heads, self.pages, self.table, step, schedule.parts, self.scale, past=not self.plan.fresh
+        )
+
     def run_prefill(self, schedule: _Schedule) -> None:
+        if self.wide:
+            self.run_wide(schedule)
+            return
         tiles, rows, plan = self.prefill, self.rows, self.plan
         queries = tiles.rows // self.group_padded
         num_rows = rows.slots_R.shape[0]
@@ -390,8 +419,8 @@ class _Call:
     def library_serves(self) -> bool:
         """Whether cuDNN serves this step faster: it has long rows with nothing before them.
 
-        cuDNN computed 615 TFLOP/s where `prefill_kernel` reached 430 (8192 tokens, 32 heads of 128, H200). But cuDNN takes 50 ms
-        to prepare itself for a new row length. That is worth it only for lengths that come again.
+        cuDNN computed 599 TFLOP/s where the kernel in Gluon reached 586 (8,192 tokens, 32 heads of 128, H200), and 507 and 480 with 4,096. But
+        cuDNN takes 50 ms to prepare itself for a new row length. That is worth it only for lengths that come again.
         """
         fresh = self.plan.fresh
         if not fresh or any(count % _borders().library_queries for count in fresh) or not self.q.is_cuda:

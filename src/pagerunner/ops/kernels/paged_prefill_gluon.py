@@ -1,0 +1,324 @@
+"""Prefill attention on Hopper, in Gluon: Triton's language with layouts that the program chooses.
+
+`kernels/paged_prefill.py` says what a block is, and computes the same with plain Triton on any device. Here
+
+* A program takes one block after another: those with most keys first, so that programs end at about the same time.
+* One warp copies, in bulk: a block's queries, and tiles of 128 keys and values, two of each ahead. Tiles of the past come from pages, a page at a time.
+* Two groups of four warps have 64 rows of a block each. A group's scores of a tile are multiplied while its values of the tile before are, so that
+  one group multiplies while the other one computes weights (FlashAttention-3, arXiv 2407.08608). Barriers by which the groups take turns brought
+  nothing.
+
+Tiles that not all of a block's queries see come first: those of the newest tokens, then the end of the past. All others need no mask.
+Values of keys that don't exist are made zeros before they are multiplied: what lies there may be no number.
+
+Shape letters: see `paged_prefill`; a tile has N keys, a block 2 times 64 rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
+
+from pagerunner.ops.kernels.launch import start_next, wait_turn
+
+LOWEST = gl.constexpr(-1.0e30)
+LOG2E = gl.constexpr(1.4426950408889634)
+N = gl.constexpr(128)
+"""Keys of a tile, rows of a block, and elements of a head."""
+STAGES = gl.constexpr(2)
+PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Tiles in shared memory, in panels of 64 elements of a head."""
+QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+"""Queries as they are copied: tokens, heads, 64 elements."""
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
+STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+CLEARED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _row_of(part_ptr, part, num_rows, WARPS: gl.constexpr):
+    """Whose part this is, of prefix sums [R + 1] of the rows' parts."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row = gl.to_tensor(0)
+    for start in range(0, num_rows, 256):
+        i = start + gl.arange(0, 256, layout)
+        ends = gl.load(part_ptr + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row += gl.sum((ends <= part).to(gl.int32), 0)
+    return row
+
+
+@gluon.jit
+def _block(
+    item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr
+):
+    """An item's head of keys, and of its block: the row, the row's first token, new tokens and past, and the first query."""
+    index = parts - 1 - item // K
+    row = _row_of(part_ptr, index, num_rows, WARPS)
+    token = gl.load(starts_ptr + row)
+    num_new = gl.load(starts_ptr + row + 1) - token
+    first = (index - gl.load(part_ptr + row)) * BT
+    return item % K, row, token, num_new, gl.load(lengths_ptr + row) - num_new, first
+
+
+@gluon.jit
+def _counts(first, num_new, past, BT: gl.constexpr):
+    """Tiles of a block: with a mask of new tokens, with a mask at all, of new tokens without one, and all."""
+    diagonal = first // N
+    of_new = (gl.minimum(first + BT, num_new) + N - 1) // N - diagonal
+    masked = of_new + (past % N != 0).to(gl.int32)
+    return of_new, masked, diagonal, masked + diagonal + past // N
+
+
+@gluon.jit
+def _tile(i, of_new, masked, diagonal, past):
+    """Whether a block's i-th tile is of new tokens, and the first of its keys among these or in the past."""
+    new = (i < of_new) | ((i >= masked) & (i < masked + diagonal))
+    tile = past // N
+    if i < of_new:
+        tile = diagonal + of_new - 1 - i
+    elif i >= masked:
+        if i < masked + diagonal:
+            tile = diagonal - 1 - (i - masked)
+        else:
+            tile = past // N - 1 - (i - masked - diagonal)
+    return new, tile * N
+
+
+@gluon.jit
+def _copy_tile(smem, full, slot, new_desc, page_desc, new, start, token, head, row_table, last_page, page_rows, PAGE: gl.constexpr,
+               PAGED: gl.constexpr):  # fmt: skip
+    """Begin to bring a tile of keys or of values. Pages beyond the row's last one are that one."""
+    mbarrier.expect(full.index(slot), N * N * 2)
+    if PAGED:
+        if new:
+            for half in gl.static_range(2):
+                column = head * N + half * 64
+                tma.async_copy_global_to_shared(
+                    new_desc, [token + start, column], full.index(slot), smem.index(slot * 2 + half)
+                )
+        else:
+            for page in gl.static_range(N // PAGE):
+                entry = gl.load(row_table + gl.minimum(start // PAGE + page, last_page)).to(gl.int32) * page_rows
+                for half in gl.static_range(2):
+                    own = smem.index(slot * 2 + half).slice(page * PAGE, PAGE)
+                    tma.async_copy_global_to_shared(page_desc, [entry, head * N + half * 64], full.index(slot), own)
+    else:
+        for half in gl.static_range(2):
+            column = head * N + half * 64
+            tma.async_copy_global_to_shared(
+                new_desc, [token + start, column], full.index(slot), smem.index(slot * 2 + half)
+            )
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, table_st,
+          slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows, k_rows, v_rows, K: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
+          PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """The warp that copies: keys a tile ahead of values, as groups ask for them."""
+    BT: gl.constexpr = N // G
+    wait_turn(PDL)
+    parts = gl.load(part_ptr + num_rows)
+    step, turn = 0, 0
+    for item in range(gl.program_id(0), parts * K, gl.num_programs(0)):
+        head, row, token, num_new, past, first = _block(
+            item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K, BT, 1
+        )
+        of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
+        row_table = table_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_st
+        last_page = gl.maximum(past - 1, 0) // PAGE
+        mbarrier.wait(q_empty, turn & 1 ^ 1)
+        mbarrier.expect(q_full, N * N * 2)
+        for part in gl.static_range(4):
+            own = q_smem.index(part)
+            tma.async_copy_global_to_shared(
+                q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full, own
+            )
+        turn += 1
+        for i in range(total + 1):
+            if i < total:
+                new, start = _tile(i, of_new, masked, diagonal, past)
+                slot = (step + i) % STAGES
+                mbarrier.wait(k_empty.index(slot), (step + i) // STAGES & 1 ^ 1)
+                _copy_tile(k_smem, k_full, slot, k_desc, kp_desc, new, start, token, head, row_table, last_page, k_rows, PAGE, PAGED)  # fmt: skip
+            if i > 0:
+                new, start = _tile(i - 1, of_new, masked, diagonal, past)
+                slot = (step + i - 1) % STAGES
+                mbarrier.wait(v_empty.index(slot), (step + i - 1) // STAGES & 1 ^ 1)
+                _copy_tile(v_smem, v_full, slot, v_desc, vp_desc, new, start, token, head, row_table, last_page, v_rows, PAGE, PAGED)  # fmt: skip
+        step += total
+
+
+@gluon.jit
+def _clear(v_smem, slot, valid):
+    """Make the values of a tile's keys from `valid` on zeros. Both groups do so: each before it multiplies them."""
+    if valid < N:
+        for part in gl.static_range(N // 16):
+            rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, CLEARED))
+            if valid < part * 16 + 16:
+                for half in gl.static_range(2):
+                    own = v_smem.index(slot * 2 + half).slice(part * 16, 16)
+                    own.store(gl.where((rows < valid)[:, None], own.load(CLEARED), 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _wait_values(v_smem, v_full, step, valid):
+    """Wait for a tile's values, of which `valid` exist."""
+    slot = step % STAGES
+    mbarrier.wait(v_full.index(slot), step // STAGES & 1)
+    _clear(v_smem, slot, valid)
+
+
+@gluon.jit
+def _begin_scores(q, k_smem, step):
+    """Begin to multiply a tile's keys, which are there."""
+    k = k_smem.index(step % STAGES)
+    return warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, N], gl.float32, SUMS), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weigh(scores, highest, total, factor):
+    """Weights of a tile's keys, and what earlier sums are multiplied by."""
+    new = gl.maximum(highest, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - new[:, None])
+    shrink = gl.exp2(highest - new)
+    return weights, new, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _computed(weights):
+    """The weights, which the compiler has to have computed before what follows."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _mask(scores, i, of_new, masked, diagonal, past, query_M, end):
+    """Scores of the keys that each query sees, and how many of the tile's keys exist for the block."""
+    new, start = _tile(i, of_new, masked, diagonal, past)
+    n = gl.arange(0, N, gl.SliceLayout(0, SUMS))
+    last_M = gl.where(new, query_M, past - 1) - start
+    valid = gl.where(new, end, past) - start
+    return gl.where(n[None, :] <= last_M[:, None], scores, float("-inf")), valid
+
+
+@gluon.jit
+def _compute(c, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr, lengths_ptr,
+             part_ptr, num_rows, scale, K: gl.constexpr, G: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """One group of four warps: 64 rows of each of the program's blocks."""
+    BT: gl.constexpr = N // G
+    dtype: gl.constexpr = v_smem.dtype
+    factor = scale * LOG2E
+    wait_turn(PDL)
+    parts = gl.load(part_ptr + num_rows)
+    k_tiles = k_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
+    v_tiles = v_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
+    q = q_smem._reinterpret(dtype, [2, 64, N], PANEL).index(c)
+    step, turn = 0, 0
+    for item in range(gl.program_id(0), parts * K, gl.num_programs(0)):
+        head, row, token, num_new, past, first = _block(
+            item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K, BT, 4
+        )
+        of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
+        m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        query_M, end = first + m // G, gl.minimum(first + BT, num_new)
+        mbarrier.wait(q_full, turn & 1)
+        turn += 1
+        mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
+        scores = _begin_scores(q, k_tiles, step)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(step % STAGES))
+        scores, valid = _mask(scores, 0, of_new, masked, diagonal, past, query_M, end)
+        highest = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SUMS))
+        weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SUMS))
+        weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        acc = gl.zeros([64, N], gl.float32, SUMS)
+        mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 1)
+        for i in range(1, masked):
+            step += 1
+            _wait_values(v_smem, v_full, step - 1, valid)
+            scores = _begin_scores(q, k_tiles, step)
+            sums = warpgroup_mma(p, v_tiles.index((step - 1) % STAGES), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(step % STAGES))
+            scores, valid = _mask(scores, i, of_new, masked, diagonal, past, query_M, end)
+            weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
+            p = _computed(gl.convert_layout(weights.to(dtype), WEIGHTS))
+            mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=i + 1 < total)
+            acc = warpgroup_mma_wait(0, deps=(sums,))
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+            acc *= shrink[:, None]
+        _wait_values(v_smem, v_full, step, valid)
+        for i in range(masked, total):
+            step += 1
+            mbarrier.wait(v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
+            scores = _begin_scores(q, k_tiles, step)
+            sums = warpgroup_mma(p, v_tiles.index((step - 1) % STAGES), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(step % STAGES))
+            weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
+            p = _computed(gl.convert_layout(weights.to(dtype), WEIGHTS))
+            mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=i + 1 < total)
+            acc = warpgroup_mma_wait(0, deps=(sums,))
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+            acc *= shrink[:, None]
+        mbarrier.arrive(q_empty)
+        mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
+        sums = warpgroup_mma(p, v_tiles.index(step % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(v_empty.index(step % STAGES))
+        step += 1
+        acc *= (1.0 / gl.where(weight > 0, weight, 1.0))[:, None]
+        y = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORED)
+        own_m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+        own_query, q_head = first + own_m // G, head * G + own_m % G
+        at = out_ptr + ((token + own_query).to(gl.int64) * out_st + q_head * out_sh)[:, None]
+        d = gl.arange(0, N, gl.SliceLayout(0, STORED))
+        gl.store(at + d[None, :], y, mask=(own_query < num_new)[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
+                         part_ptr, num_rows, k_rows, v_rows, scale, K: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+                         PDL: gl.constexpr):  # fmt: skip
+    """Heads of 128 elements in halves, in groups of G (1 to 64, a power of two), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
+    of the rows' blocks of 128 // G queries. `k_rows`, `v_rows`: rows of the pages' descriptors from a page to the next. PAGED: rows may have a past.
+    """
+    start_next(PDL)
+    dtype: gl.constexpr = k_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64 // G, G, 64], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    fence_async_shared()
+    c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
+    gl.warp_specialize([
+        (_compute, (c0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr,
+                    lengths_ptr, part_ptr, num_rows, scale, K, G, PDL)),
+        (_compute, (c1, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr,
+                    lengths_ptr, part_ptr, num_rows, scale, K, G, PDL)),
+        (_copy, (q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows, k_rows, v_rows, K, G, PAGE, PAGED, PDL)),
+    ], [4, 1], [240, 24])  # fmt: skip

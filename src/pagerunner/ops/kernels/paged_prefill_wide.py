@@ -1,0 +1,102 @@
+"""Which steps' prefill `kernels/paged_prefill_gluon.py` computes, and its launch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+from pagerunner.batch import KVPages
+from pagerunner.ops.kernels.launch import dependent, multiprocessors
+from pagerunner.ops.kernels.linear_wide import has_gluon
+
+SIZE = 128
+"""Rows of a block, and elements of a head."""
+PAGES = (16, 32, 64, 128)
+
+
+@functools.cache
+def _gluon() -> Any:
+    """The kernel's module. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.paged_prefill_gluon")
+
+
+class Heads(NamedTuple):
+    """A step's queries [T, H, 128], keys and values [T, K, 128], and where results go [T, H, 128]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+
+def serves(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: KVPages, *, past: bool) -> bool:
+    """Whether the kernel computes attention of such queries, keys and values, and to pages if rows have a `past`. Windows, sinks and soft caps it hasn't."""
+    q, k, v = heads
+    group = q.shape[1] // k.shape[1]
+    if (
+        q.dtype not in (torch.bfloat16, torch.float16)
+        or q.shape[2] != SIZE
+        or v.shape[2] != SIZE
+        or not has_gluon(q.device)
+    ):
+        return False
+    even = all(
+        x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == SIZE and x.stride(2) == 1 for x in heads
+    )
+    return even and group <= 64 and group & (group - 1) == 0 and (not past or _reads(pages, q.dtype))
+
+
+def _reads(pages: KVPages, dtype: torch.dtype) -> bool:
+    """Whether a page's tokens are rows of one table of all pages, which the copy engine reads."""
+    if pages.scales is not None or pages.k.shape[1] not in PAGES:
+        return False
+    return all(
+        x.dtype == dtype
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) % x.stride(1) == 0
+        and x.stride(1) % 8 == 0
+        and x.stride()[2:] == (SIZE, 1)
+        for x in (pages.k, pages.v)
+    )
+
+
+def _rows(x: torch.Tensor, box: int) -> Any:
+    """Boxes of so many tokens and 64 elements."""
+    gluon = _gluon()
+    layout = gluon.PANEL.value
+    return gluon.TensorDescriptor(x, [x.shape[0], x.shape[1] * SIZE], [x.stride(0), 1], [box, 64], layout)
+
+
+def _page_rows(x: torch.Tensor) -> Any:
+    gluon = _gluon()
+    page, row = x.shape[1], x.stride(1)
+    count = (x.shape[0] - 1) * (x.stride(0) // row) + page
+    return gluon.TensorDescriptor(x, [count, x.shape[2] * SIZE], [row, 1], [page, 64], gluon.PANEL.value)
+
+
+def run(
+    heads: Heads,
+    pages: KVPages,
+    table: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    parts: torch.Tensor,
+    scale: float,
+    *,
+    past: bool,
+) -> None:
+    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries."""
+    q, k, v, out = heads
+    gluon, group = _gluon(), q.shape[1] // k.shape[1]
+    queries = gluon.TensorDescriptor(
+        q, [q.shape[0], q.shape[1], SIZE], [q.stride(0), SIZE, 1], [64 // group, group, 64], gluon.QUERIES.value
+    )
+    new = _rows(k, SIZE), _rows(v, SIZE)
+    old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
+    page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
+    gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
+        queries, *new, *old, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, rows[0].shape[0], *page_rows, scale,
+        K=k.shape[1], G=group, PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
+    )  # fmt: skip

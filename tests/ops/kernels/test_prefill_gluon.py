@@ -1,0 +1,132 @@
+"""The kernel of `kernels/paged_prefill_gluon.py` run as Python, its groups of warps as threads. `tests/gpu` runs it on a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.attention_cases import Case, plain
+from helpers.borders import set_borders
+from helpers.gluon_groups import Described, Groups
+from helpers.interpreter_floats import install
+from helpers.paged_kernels import check_attention
+from pagerunner.attention.base import Reach
+from pagerunner.batch import KVPages
+from pagerunner.ops.kernels import paged_prefill_gluon, paged_prefill_wide
+from pagerunner.ops.kernels.paged_prefill_wide import Heads, run, serves
+
+install()
+Rows = tuple[tuple[int, int], ...]
+F16, E4M3 = torch.float16, torch.float8_e4m3fn
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    found = Groups(paged_prefill_gluon, "gluon_prefill_kernel")
+
+    def describe(tensor, shape, strides, block, layout):
+        return Described(tensor, shape, strides, block)
+
+    monkeypatch.setattr(paged_prefill_gluon, "gluon_prefill_kernel", found)
+    monkeypatch.setattr(paged_prefill_gluon, "TensorDescriptor", describe)
+    monkeypatch.setattr(paged_prefill_wide, "has_gluon", lambda device: True)
+    return found
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, scale: float) -> torch.Tensor:
+    """Of a row's new queries [T, H, D] to all its keys [L, K, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).float() for x in (k, v))
+    scores = torch.einsum("thd,lhd->htl", q.float(), k) * scale
+    seen = torch.arange(len(k))[None, :] <= torch.arange(len(q))[:, None] + past
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("htl,lhd->thd", weights, v)
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "group", "page"),
+    [
+        (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16),
+        (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16),
+        (((260, 17), (0, 200)), 1, 8, 32),
+        (((5, 3),), 2, 1, 64),
+    ],
+)
+def test_rows(
+    monkeypatch: pytest.MonkeyPatch, launched: Groups, rows: Rows, programs: int, group: int, page: int
+) -> None:
+    """Rows of past and new tokens. What belongs to no row is no number: other tokens of pages, and those of a row that another kernel computes."""
+    monkeypatch.setattr(paged_prefill_wide, "multiprocessors", lambda device: programs)
+    torch.manual_seed(len(rows))
+    kv_heads, tokens, past = 2, sum(new for _, new in rows), any(old for old, _ in rows)
+    q, k, v = (torch.randn(tokens, heads, 128).bfloat16() for heads in (group * kv_heads, kv_heads, kv_heads))
+    lengths = [old + new for old, new in rows]
+    most = max(-(-length // page) for length in lengths)
+    count = most * len(rows) + 1
+    places = torch.randperm(count - 1) + 1
+    table = torch.full((len(rows), most + 2), -1, dtype=torch.int64)
+    room = torch.full((2, count, page, 3 * kv_heads, 128), float("nan")).bfloat16()
+    pages = KVPages(0, *room[:, :, :, :kv_heads])
+    want, first = [], 0
+    for row, (old, new) in enumerate(rows):
+        own = places[row * most : row * most + -(-lengths[row] // page)]
+        table[row, : len(own)] = own
+        keys, values = (torch.randn(old, kv_heads, 128).bfloat16() for _ in range(2))
+        for at in range(old):
+            pages.k[own[at // page], at % page], pages.v[own[at // page], at % page] = keys[at], values[at]
+        new_rows = slice(first, first + new)
+        if new == 1:
+            q[new_rows], k[new_rows], v[new_rows] = (float("nan"),) * 3
+        whole = torch.cat([keys, k[new_rows]]), torch.cat([values, v[new_rows]])
+        want.append(attention(q[new_rows], *whole, old, 0.1))
+        first += new
+    starts = torch.tensor([0, *(sum(new for _, new in rows[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
+    queries = 128 // group
+    blocks = [-(-new // queries) if new > 1 else 0 for _, new in rows]
+    parts = torch.tensor([0, *(sum(blocks[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
+    slots = torch.arange(len(rows), dtype=torch.int32)
+    out = torch.zeros_like(q)
+    heads = Heads(q, k, v, out)
+    assert serves(heads[:3], pages, past=past)
+    run(
+        heads,
+        pages,
+        table,
+        (slots, starts, torch.tensor(lengths, dtype=torch.int32)),
+        parts,
+        0.1,
+        past=past,
+    )
+    assert launched.programs == programs
+    for row, (_, new) in enumerate(rows):
+        own = out[starts[row] : starts[row + 1]].float()
+        if new > 1:
+            torch.testing.assert_close(own, want[row], atol=0.03, rtol=0.03)
+        else:
+            assert not own.any(), "rows of one token are another kernel's"
+
+
+FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(3, 1), plain(130, 20))
+
+
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16), 8),
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, padding=3, lead=8), 8),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3), 8),  # new tokens are not in fp8
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3), 0),
+        (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16), 0),
+        (Case(FRESH, 16, 1, 4, 64, dtype=F16, kv_dtype=F16), 0),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, sinks=True), 0),
+        (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8), 0),  # rows too short
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=4), 0),
+    ],
+    ids=["fresh", "past", "fresh fp8", "past fp8", "no group", "small heads", "window", "sinks", "short", "uneven"],
+)
+def test_steps_that_it_serves(monkeypatch: pytest.MonkeyPatch, launched: Groups, case: Case, programs: int) -> None:
+    """Four programs each of two layers, by the step's schedule, beside rows that decode. All other steps have Triton's kernel."""
+    set_borders(monkeypatch, "attention", wide_queries=30)
+    check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
+    assert launched.programs == programs
