@@ -233,7 +233,7 @@ def set_table() -> None:
     usual = kernels.rows_config
     run = step("0.6b", 1, "fused")
     for name, blocks in SETS.items():
-        kernels.rows_config = lambda inputs, gated, blocks=blocks: RowsConfig(*blocks[inputs, gated])
+        kernels.rows_config = lambda inputs, _, gated, blocks=blocks: RowsConfig(*blocks[inputs, gated])
         print(f"0.6b T=1 {name}: {graph_us(run, 1000):.3f}", flush=True)
     kernels.rows_config = usual
 

@@ -94,27 +94,58 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
 
 
 @pytest.mark.days(2)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "limits"), [(2, LIMITS[2]._replace(bare=0)), (3, LIMITS[3]._replace(bare=0)), (4, Limits(0, 2**31, 2**20, 200))])
 def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tokens whose features aren't a power of two, too. The sum's bits are the twin's; a norm's sum of squares has another order."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
-    rooms = [torch.zeros(room_bytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
-    ends = ends_of(ranks, rooms)
+    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 9)
+    rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
+    ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks)
-    for call in range(5):
-        x = numbers(choose, ranks, [(1, 64), (5, 96), (3, 1000), (4, 77), (9, 128)], ALL)
+    joined = 0
+    for call in range(7 if limits.twice else 5):
+        x = numbers(choose, ranks, [(5, 96), (3, 1000), (9, 128), *((2, 1024), (9, 320)) * limits.twice, *((1, 64), (4, 77)) * (not limits.twice)], ALL)
         residual, weight = torch.randn(x.shape[1:]).to(x.dtype), torch.randn(x.shape[-1]).to(x.dtype)
         norm = Norm(weight, 1e-6, offset=call % 2 == 1)
         total = residual + sum_in_order(x)
+        joined += ends[0].takes_norm(x[0])
         residuals = [residual.clone() for _ in range(ranks)]
-        for phase in ({"take": False}, {"send": False}):
-            found = [end.add_norm_(part, own, norm, **phase) for end, part, own in zip(ends, x, residuals, strict=True)]
+        for phase in (0, 1, 2):
+            how = {"send": phase == 0, "relay": phase == 1, "take": phase == 2}
+            found = [end.add_norm_(part, own, norm, **how) for end, part, own in zip(ends, x, residuals, strict=True)]
         for own, normed in zip(residuals, found, strict=True):
             assert torch.equal(own, total) and torch.equal(normed, found[0])
             steps = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[x.dtype]
             assert torch.allclose(normed.float(), norm(total).float(), rtol=steps, atol=1e-6), (call, x.shape, x.dtype)
+    assert joined >= 5
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_sum_reads_what_a_rank_has_in_parts(normed: bool) -> None:
+    """Parts in float32 are added up in their order and rounded, as a kernel before the sum would do. Tiles have more tokens than there are."""
+    limits = Limits(0, 2**31, 2**20, 200)
+    rooms = [torch.zeros(room_bytes(4, limits), dtype=torch.uint8) for _ in range(4)]
+    ends = ends_of(4, rooms, limits)
+    for tokens, features, parts in ((5, 96, 3), (2, 320, 4), (9, 128, 1)):
+        assert ends[0].takes_parts(tokens, features, torch.bfloat16)
+        sums = torch.randn(4, parts, 16, features) * 10.0 ** torch.arange(4).view(4, 1, 1, 1)
+        sums[:, :, tokens:] = torch.nan
+        own = sums[:, 0].clone()
+        for part in range(1, parts):
+            own += sums[:, part]
+        residual, weight = torch.randn(tokens, features).bfloat16(), torch.randn(features).bfloat16()
+        total = residual + sum_in_order(own[:, :tokens].bfloat16())
+        norm = Norm(weight, 1e-6) if normed else None
+        residuals = [residual.clone() for _ in range(4)]
+        for phase in (0, 1, 2):
+            how = {"send": phase == 0, "relay": phase == 1, "take": phase == 2}
+            found = [end.add_parts_(one, own, norm, **how) for end, one, own in zip(ends, sums, residuals, strict=True)]
+        for own, one in zip(residuals, found, strict=True):
+            assert torch.equal(own, total)
+            assert one is None or torch.allclose(one.float(), Norm(weight, 1e-6)(total).float(), rtol=2**-7, atol=1e-6)
+    assert not ends[0].takes_parts(9, 128, torch.float32) and not ends[0].takes_parts(1, 96, torch.bfloat16)
 
 
 def test_numbers_that_begin_within_a_word_are_added_up_and_gathered_too() -> None:

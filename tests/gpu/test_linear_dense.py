@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense
+from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense, run_parts
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_wide import has_gluon
 
@@ -64,6 +64,20 @@ def test_divisions(groups: int, steps: int, tokens: int) -> None:
             run_dense(Product(x, weight, None, out.fill_(torch.nan)), config)
     graph.replay()
     assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 33, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 3072), (2048, 6144)])
+def test_parts_add_up_to_the_product(outputs: int, inputs: int, tokens: int) -> None:
+    """To its bits, as they are the same parts, token by token."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight = torch.randn(tokens, inputs, **made), torch.randn(outputs, inputs, **made)
+    sums = run_parts(x, weight)
+    assert sums is not None and sums.shape[0] > 1 and sums.shape[2] == outputs
+    total = sums[0, :tokens].clone()
+    for part in sums[1:]:
+        total += part[:tokens]
+    assert torch.equal(total.bfloat16(), run_dense(Product(x, weight, None, torch.empty(tokens, outputs, **made))))
 
 
 def test_a_choice_is_made_for_all_tokens_of_a_tile() -> None:

@@ -118,7 +118,7 @@ def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: boo
     return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
-def dense(name: str, tokens: int, groups: int, done: bool) -> dict[str, Any]:
+def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0) -> dict[str, Any]:
     """Products of `ops/kernels/linear_dense.py`."""
     config = config_of(tokens, groups, 8)
     types = {
@@ -136,6 +136,7 @@ def dense(name: str, tokens: int, groups: int, done: bool) -> dict[str, Any]:
         "DONE": done,
         "ADD": done,
         "BIAS": done,
+        "BY_TOKEN": by_token,
         "REGS": registers,
         "PDL": True,
     }
@@ -380,13 +381,13 @@ def fixed(group: int, dim: int, one: bool, reach: bool, split: bool) -> dict[str
 PEERS = {
     "peer_words": {"W": 256, "SLOT": 1024},
     "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.float32},
-    "peer_bare_twice": {"PART": 256, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True},
+    "peer_bare_twice": {"EACH": 512, "PART": 512, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True, "NORM": 1},
     "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
 }
 
 
-def peers(name: str, ranks: int) -> dict[str, Any]:
-    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16, and `peer_bare` for float32."""
+def peers(name: str, ranks: int, parts: int = 0) -> dict[str, Any]:
+    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16, and `peer_bare` for float32. `parts`: what is added up comes in so many."""
     kernel = getattr(peer_sum, name)
     constants = {
         "N": ranks,
@@ -397,18 +398,21 @@ def peers(name: str, ranks: int) -> dict[str, Any]:
         "TAKE": True,
         "WAIT": True,
         "PDL": True,
+        "PARTS": parts,
     }
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
     pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16" if name == "peer_units" else "*i32") | {"eps": "fp32"}
     types |= {"peers_ptr": "*i64", "rounds_ptr": "*i32"}
+    if constants.get("PARTS"):
+        types["x_ptr"] = "*fp32"
     return gluon(
         kernel,
         types,
         constants,
-        [*pointers, "num"],
+        [*pointers, "num", *(["stride"] if constants.get("PARTS") else [])],
         ASTSource,
-        num_warps=2 if name in ("peer_words", "peer_bare_twice") else 8,
+        num_warps=2 if name == "peer_words" else 8,
         launch_pdl=True,
     )
 
@@ -458,7 +462,7 @@ def adapters(name: str, features: int) -> dict[str, Any]:
 
 def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:
     """One token's product with its adapter's sums, for bfloat16."""
-    kernel, config = linear._rows_kernel, linear.rows_config(inputs, gated)
+    kernel, config = linear._rows_kernel, linear.rows_config(inputs, sum(outputs) // (2 if gated else 1), gated)
     types = dict.fromkeys(("x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr", "pool"), "*bf16")
     types |= {"inner": "*fp32", "slots_W": "*i32", "places": "*i64", "eps": "fp32"}
     sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "PIECES": inputs // lora.PIECE, "BLOCKS": 1}

@@ -61,6 +61,21 @@ class Comm(Protocol):
         self.all_reduce_(x, residual)
         return norm(residual)
 
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """Whether `add_parts_` is there for such sums, on all ranks."""
+        return False
+
+    def add_parts_(self, parts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None) -> torch.Tensor | None:
+        """As `all_reduce_` or `add_norm_`, with `parts` float32 [P, T, D], which add up to `x` in their order. Tokens may be more than the residual's."""
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        x = total[: residual.shape[0]].to(residual.dtype)
+        if norm is not None:
+            return self.add_norm_(x, residual, norm)
+        self.all_reduce_(x, residual)
+        return None
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
 
@@ -72,18 +87,21 @@ class Comm(Protocol):
 
 
 class RankSums(NamedTuple):
-    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D]. To be added once."""
+    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D], or what parts [P, T, D] in float32 add up to. To be added once."""
 
     part_TD: torch.Tensor
     comm: Comm
 
     def takes_norm(self) -> bool:
         """Whether the norm behind the sum can be part of the sum's kernel."""
-        return self.comm.takes_norm(self.part_TD)
+        return self.part_TD.dim() == 3 or self.comm.takes_norm(self.part_TD)
 
     def add_(self, residual_TD: torch.Tensor) -> None:
         """Add the sum to `residual` in place."""
-        self.comm.all_reduce_(self.part_TD, residual_TD)
+        if self.part_TD.dim() == 3:
+            self.comm.add_parts_(self.part_TD, residual_TD)
+        else:
+            self.comm.all_reduce_(self.part_TD, residual_TD)
 
     def total(self) -> torch.Tensor:
         """The sum, [T, D]."""
@@ -92,6 +110,10 @@ class RankSums(NamedTuple):
 
     def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
+        if self.part_TD.dim() == 3:
+            normed_TD = self.comm.add_parts_(self.part_TD, residual_TD, norm)
+            assert normed_TD is not None
+            return normed_TD
         return self.comm.add_norm_(self.part_TD, residual_TD, norm)
 
 

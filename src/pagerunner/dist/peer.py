@@ -38,6 +38,14 @@ class Sums(Protocol):
         """See Comm. Of the norm it needs what `Norm` says."""
         ...
 
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """See Comm."""
+        ...
+
+    def add_parts_(self, parts: torch.Tensor, residual: torch.Tensor, norm: Any, /) -> torch.Tensor | None:
+        """See Comm."""
+        ...
+
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See Comm.all_gather."""
         ...
@@ -147,6 +155,15 @@ class PeerComm(Comm):
             return super().add_norm_(x, residual, norm)
         self._count()
         return self._sums.add_norm_(x, residual, norm)
+
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """See Comm."""
+        return self._sums.takes_parts(tokens, features, dtype)
+
+    def add_parts_(self, parts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None) -> torch.Tensor | None:
+        """See Comm. `residual` is dense, as the stream is."""
+        self._count()
+        return self._sums.add_parts_(parts, residual, norm)
 
     def _serves(self, x: torch.Tensor) -> bool:
         """Whether the kernel makes a sum of such numbers."""

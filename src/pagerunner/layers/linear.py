@@ -99,8 +99,10 @@ class Linear(Module):
 
     def part(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> RankSums | None:
         """What `add_` adds, if ranks are to add it up: this rank's part of it. Of `B (A x)` that is B times what A's columns here make of `x`."""
+        if adapters is None or self.adapted is None:
+            return self.method.unfinished(x_TI, self.weights)
         sums = self.method.part(x_TI, self.weights)
-        if sums is not None and adapters is not None and self.adapted is not None:
+        if sums is not None:
             adapters.add_(x_TI, self.adapted, sums.part_TD)
         return sums
 
@@ -146,6 +148,12 @@ class Linear(Module):
                 return self._row(x_TI, adapters, norm, gated=True)
             return silu_and_mul(self.of_norm(x_TI, norm, adapters))
         return self.method.apply_to_norm_silu(x_TI, norm.parameters, self.weights)
+
+    def silu(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
+        """As `silu_of_norm`, of the layer applied to `x`."""
+        if adapters is not None and self.adapted is not None:
+            return silu_and_mul(self(x_TI, adapters))
+        return self.method.apply_silu(x_TI, self.weights)
 
     def _joins_row(self, x_TI: torch.Tensor) -> bool:
         """Whether adapters' sums are part of the product's own kernel."""

@@ -53,7 +53,11 @@ class GatedMLP(FeedForward):
         """See FeedForward. Where nothing is pending, norm and addition are part of the products. Ranks' sums are added up with the norm or before it."""
         stream.add_sums_before(self.gate_up_proj)
         if isinstance(stream.sums, RankSums):
-            stream.add(self.down_proj, self.activation(self.gate_up_proj(stream.normed(norm), stream.adapters)))
+            normed_TD = stream.normed(norm)
+            if self.activation is silu_and_mul:
+                stream.add(self.down_proj, self.gate_up_proj.silu(normed_TD, stream.adapters))
+            else:
+                stream.add(self.down_proj, self.activation(self.gate_up_proj(normed_TD, stream.adapters)))
             return
         if not stream.is_whole:
             super().add_to(stream, norm)

@@ -113,19 +113,22 @@ class PeerSums:
         out = x if residual is None else residual
         # all ranks must go the same way, so addresses don't count
         if x.nbytes <= self.limits.bare and x.nbytes % 4 == 0 and out.dtype == x.dtype:
-            aligned = out if out.data_ptr() % 4 == 0 else out.clone()
-            source = x if x.data_ptr() % 4 == 0 else x.clone()
-            self._run_bare(source, aligned, ADD=residual is not None, SEND=send, RELAY=relay, TAKE=take)
-            if aligned is not out:
-                out.copy_(aligned)
+            self._run_bare(x, out, ADD=residual is not None, SEND=send, RELAY=relay, TAKE=take)
             return
         kind = {"GATHER": False, "ADD": residual is not None, "NORM": 0, "SEND": send, "TAKE": take}
         self._run_units(Units(x, out, x, x, _unit(x)), kind)
 
     def takes_norm(self, x: torch.Tensor) -> bool:
-        """Whether `add_norm_` is for `x` [T, D]: not for few tokens, whose sum and norm are as fast one after the other."""
+        """Whether `add_norm_` is for `x` [T, D]: sums with flags, and those in two rounds whose programs have a token each. Others' norm follows them."""
         known = x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= _SLOT_BYTES // 2
-        return known and self.limits.bare < x.nbytes
+        return known and (self.limits.bare < x.nbytes or self._by_tokens(x.shape[0], x.shape[1] * x.itemsize))
+
+    def _by_tokens(self, tokens: int, num_bytes: int) -> bool:
+        """Whether a sum of so many tokens of so many bytes goes in two rounds, with a token as a unit, of which each rank adds up as many words."""
+        if not self.limits.once < tokens * num_bytes <= self.limits.bare or tokens > _BARE_PROGRAMS:
+            return False
+        each, rest = divmod(num_bytes, 16 * self._size)  # so that stores are of 16 bytes
+        return rest == 0 and 4 * each <= _SLOT_WORDS
 
     def add_norm_(
         self,
@@ -134,10 +137,14 @@ class PeerSums:
         norm: Norm,
         *,
         send: bool = True,
+        relay: bool = True,
         take: bool = True,
     ) -> torch.Tensor:
         """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other."""
         normed = torch.empty_like(residual)
+        if self._by_tokens(x.shape[0], x.shape[1] * x.itemsize):
+            self._run_bare(x, residual, norm, normed, ADD=True, SEND=send, RELAY=relay, TAKE=take)
+            return normed
         kind: dict[str, Any] = {
             "GATHER": False,
             "ADD": True,
@@ -146,6 +153,25 @@ class PeerSums:
             "TAKE": take,
         }
         self._run_units(Units(x, residual, norm.weight_I, normed, x.shape[1], norm.eps), kind)
+        return normed
+
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """Whether `add_parts_` is for sums of so many tokens."""
+        return dtype.itemsize == 2 and self._by_tokens(tokens, features * dtype.itemsize)
+
+    def add_parts_(
+        self,
+        parts: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        send: bool = True,
+        relay: bool = True,
+        take: bool = True,
+    ) -> torch.Tensor | None:
+        """See Comm. `residual` [T, D] in 16 bits; the norm's weight has the same dtype."""
+        normed = None if norm is None else torch.empty_like(residual)
+        self._run_bare(parts, residual, norm, normed, ADD=True, SEND=send, RELAY=relay, TAKE=take)
         return normed
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
@@ -167,20 +193,47 @@ class PeerSums:
             W=width, PROGRAMS=_WORD_PROGRAMS, SLOT=_SLOT_WORDS, num_warps=max(2, width // 128), **self._how, **kind,
         )  # fmt: skip
 
-    def _run_bare(self, x: torch.Tensor, out: torch.Tensor, **kind: bool) -> None:
-        words, out_words = (one.view(-1).view(torch.int32) for one in (x, out))
-        num, dtype = words.numel(), self._kernels.DTYPES[x.dtype]
-        how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype}
-        given = (words, out_words, self._bare_part, self._bare_rounds, num, self._rank)
-        if x.nbytes <= self.limits.once:
-            del kind["RELAY"]
-            width = _few_words(num)
+    def _run_bare(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        norm: Norm | None = None,
+        normed: torch.Tensor | None = None,
+        **kind: bool,
+    ) -> None:
+        """Add up to `out`, and write its norm into `normed` if there is one."""
+        own, source = (one if one.data_ptr() % 4 == 0 else one.clone() for one in (out, x))
+        in_parts = x.dim() == 3 and x.dtype != out.dtype
+        out_words = own.view(-1).view(torch.int32)
+        words = source if in_parts else source.view(-1).view(torch.int32)
+        num, dtype = out_words.numel(), self._kernels.DTYPES[out.dtype]
+        how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype, **kind}
+        rooms = (self._bare_part, self._bare_rounds, num)
+        if out.nbytes <= self.limits.once:
+            del how["RELAY"]
+            width = _bare_words(num, self._size)
             programs = min(_BARE_PROGRAMS, -(-num // width))
-            self._kernels.peer_bare[(programs,)](*given, W=width, num_warps=max(2, width // 128), **how, **kind)
-            return
-        part = min(_SLOT_WORDS, max(256, 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()))
-        programs = min(_BARE_PROGRAMS, -(-num // (part * self._size)))
-        self._kernels.peer_bare_twice[(programs,)](*given, PART=part, num_warps=part // 128, **how, **kind)
+            self._kernels.peer_bare[(programs,)](
+                words, out_words, *rooms, self._rank, W=width, num_warps=max(1, width // 128), **how
+            )
+        else:
+            each = 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()
+            each = part = min(_SLOT_WORDS, max(256, each))
+            by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
+            if by_token:  # on all ranks, whatever each of them has
+                each = num // out.shape[0] // self._size
+                part = 1 << (each - 1).bit_length()
+            behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
+            if norm is not None and normed is not None:
+                assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
+                eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
+                behind = norm.weight_I.view(torch.int32), normed.view(-1).view(torch.int32)
+            self._kernels.peer_bare_twice[(min(_BARE_PROGRAMS, -(-num // (each * self._size))),)](
+                words, out_words, *behind, *rooms, x.stride(0), self._rank, eps, EACH=each, PART=part,
+                num_warps=max(1, part // (64 if by_token else 128)), **how,
+            )  # fmt: skip
+        if own is not out:
+            out.copy_(own)
 
     def _run_units(self, units: Units, kind: dict[str, Any]) -> None:
         x, out, weight, normed, width, eps = units
@@ -199,6 +252,11 @@ class PeerSums:
 def _few_words(num: int) -> int:
     """Words of a unit, if units needn't be tokens: enough programs for few words, and few enough programs for many."""
     return 256 if num <= 8192 else 512 if num <= 2**16 else 1024
+
+
+def _bare_words(num: int, ranks: int) -> int:
+    """The same of bare words. A program of one warp looks for its words without a barrier; with two ranks that hasn't been measured."""
+    return 128 if ranks > 2 and num <= 128 * _BARE_PROGRAMS else _few_words(num)
 
 
 def _unit(x: torch.Tensor) -> int:

@@ -85,6 +85,10 @@ class WeightMethod(ABC):
         """What `apply_add_` adds, if that is a sum of ranks: this rank's part of it. None if there is nothing to add up."""
         return None
 
+    def unfinished(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
+        """As `part`, or parts in float32 that are still to be added up."""
+        return self.part(x_TI, weights)
+
     def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether `apply_to_norm` of so many tokens, with a matrix of `size` weights, has the norm in one of the product's own kernels."""
         return False
@@ -108,6 +112,10 @@ class WeightMethod(ABC):
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer's output for `norm(x)`, which is the gate's features, then up's."""
         return silu_and_mul(self.apply_to_norm(x_TI, norm, weights))
+
+    def apply_silu(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The same for `x`."""
+        return silu_and_mul(self.apply(x_TI, weights))
 
 
 class Unquantized(WeightMethod):
@@ -148,6 +156,10 @@ class Unquantized(WeightMethod):
     def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
         """See WeightMethod."""
         return norm_linear_silu(x_TI, norm, weights["weight"], weights.get("bias"))
+
+    def apply_silu(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """See WeightMethod."""
+        return norm_linear_silu(x_TI, None, weights["weight"], weights.get("bias"))
 
 
 class Mixture(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.dist.base import Comm, RankSums
+from pagerunner.ops.linear import linear_parts
 from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, own_experts
@@ -61,6 +62,15 @@ class Summed(Ranked):
     def part(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
         """See WeightMethod."""
         return RankSums(self.own.apply(x_TI, weights), self.comm)
+
+    def unfinished(self, x_TI: torch.Tensor, weights: Weights) -> RankSums | None:
+        """See WeightMethod."""
+        own = self.own.matrix(weights)
+        if not isinstance(own, torch.Tensor) or weights.get("bias") is not None:
+            return self.part(x_TI, weights)
+        if not self.comm.takes_parts(x_TI.shape[0], own.shape[0], x_TI.dtype):
+            return self.part(x_TI, weights)
+        return RankSums(linear_parts(x_TI, own), self.comm)
 
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod; of the whole matrix's output."""

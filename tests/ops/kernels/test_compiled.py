@@ -31,6 +31,7 @@ ADAPTED_ROWS = [
     ("adapted_row", 4096, (4096, 1024, 1024), False),
     ("adapted_row", 12288, (4096,), False),
     ("adapted_row", 4096, (12288, 12288), True),
+    ("adapted_row", 4096, (3072, 3072), True),
 ]
 ADAPTERS, ADAPTED_ROWS = ([one[at] for at in share_of_the_day(3, 3)] for one in (ADAPTERS, ADAPTED_ROWS))
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
@@ -149,6 +150,7 @@ PEERS = [
     ("peers", "peer_units", 3),
     ("peers", "peer_bare", 3),
     ("peers", "peer_bare_twice", 4),
+    ("peers", "peer_bare_twice", 4, 4),
 ]
 CASES = [
     *PEERS,
@@ -278,10 +280,15 @@ def test_a_thread_of_one_row_loads_its_share_of_the_adapter(case, compiled):
 @pytest.mark.parametrize("case", PEERS, ids=str)
 def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, compiled):
     """What no interpreter shows, as there a program is one thread whose stores are seen in their order."""
-    _, name, ranks = case
+    _, name, ranks, *_ = case
     steps: list[str] = compiled[case]["steps"]
     early = steps[: steps.index("griddepcontrol.wait")]
-    read_early = {"peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2}
+    rooms = ["ld.global.b64"] * ranks
+    read_early = {
+        "peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2,
+        "peer_bare": rooms,
+        "peer_bare_twice": [*rooms, *["ld.global.v4.b32"] * 2],
+    }
     assert early == ["griddepcontrol.launch_dependents", *read_early.get(name, ["ld.global.b64"])], (
         "addresses and a norm's weight"
     )
@@ -295,9 +302,11 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
         assert behind == "bar.sync", "no thread sends the next round's words before all have this one's"
         return
     if name.startswith("peer_bare"):
-        looked = "ld.volatile.global.v4.b32"
+        looked = f"ld.volatile.global.v{4 if name == 'peer_bare' else 2}.b32"
         first = steps.index(looked)
-        assert steps[:first].count("st.global.v4.b32") >= ranks - 1, "no rank looks before it has sent its own"
+        assert sum(step.startswith("st.global.v") for step in steps[:first]) >= ranks - 1, (
+            "no rank looks before it has sent its own"
+        )
         assert steps[first : first + ranks] == [looked] * ranks, "all ranks' words are asked for at once"
         paths = "; ".join(compiled[case]["paths"])
         between = r"; bra (\$L\w+); fence\.acq_rel\.sys; bar\.sync; bra\.uni \$L\w+; \1; ret$"

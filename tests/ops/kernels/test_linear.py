@@ -18,7 +18,7 @@ usual_config = kernels.rows_config
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Several blocks in each direction, the last ones partly empty."""
-    monkeypatch.setattr(kernels, "rows_config", lambda inputs, gated: kernels.RowsConfig(4, 16, 4))
+    monkeypatch.setattr(kernels, "rows_config", lambda inputs, outputs, gated: kernels.RowsConfig(4, 16, 4))
     monkeypatch.setattr(kernels, "_fits", lambda x, weight, **_: x.shape[0] <= 16 and weight.is_contiguous())
     monkeypatch.setattr(kernels, "few_config", lambda *shape: kernels.FewConfig(16, 16, 2, 2))
 
@@ -90,9 +90,12 @@ def test_what_these_kernels_do_not_read_goes_to_the_library(monkeypatch):
 
 def test_blocks_of_one_token_are_filled() -> None:
     """Two ranks divide 12,288 inputs into 6,144, of which two blocks of 4,096 would leave a quarter of the threads without work."""
-    found = {inputs: usual_config(inputs, False).inputs for inputs in (4096, 5120, 6144, 9728, 12288, 14336)}
+    found = {inputs: usual_config(inputs, 4096, False).inputs for inputs in (4096, 5120, 6144, 9728, 12288, 14336)}
     assert found == {4096: 4096, 5120: 2048, 6144: 2048, 9728: 2048, 12288: 4096, 14336: 4096}
-    assert usual_config(6144, False) == (4, 2048, 4) and usual_config(6144, True).inputs == 4096
-    assert usual_config(3072, False) == (4, 1024, 2) and usual_config(3072, True).inputs == 2048, (
+    assert usual_config(6144, 4096, False) == (4, 2048, 4) and usual_config(6144, 4096, True).inputs == 4096
+    assert usual_config(3072, 4096, False) == (4, 1024, 2) and usual_config(3072, 4096, True).inputs == 2048, (
         "three blocks of 1,024, not one and a half of 2,048"
+    )
+    assert usual_config(4096, 3072, True) == (1, 1024, 1) and usual_config(4096, 6144, True).inputs == 4096, (
+        "four ranks' gates"
     )

@@ -179,13 +179,15 @@ class Program:
             total = total + w @ x
         return [total, *products[len(products) - left :]]
 
-    def store(self, acc: list[Any], place: torch.Tensor, num_tokens: int) -> None:
+    def store(self, acc: list[Any], place: torch.Tensor, num_tokens: int, by_token: int) -> None:
         """Over what no program has stored yet."""
-        target = self.sums.view(-1)[int(place) : int(place) + acc[0].numel()].view(acc[0].shape)
+        strides = (1, by_token) if by_token else (acc[0].shape[1], 1)
+        target = self.sums.as_strided(acc[0].shape, strides, int(place))
         assert target.isnan().all()
         target[:, :num_tokens] = acc[0][:, :num_tokens]
 
-    def run(self) -> None:
+    def run(self, by_token: int) -> None:
+        """`by_token`: so many features of a token lie one behind the other; 0: a feature's tokens do."""
         from pagerunner.ops.kernels import linear_dense_gluon as kernel
 
         config, rooms = self.config, (self.w_smem, self.x_smem, self.w_full, self.x_full, self.done)
@@ -194,31 +196,41 @@ class Program:
             known[name] = as_python(getattr(kernel, name), **known)
         copy, compute = as_python(kernel._copy, **known), as_python(kernel._compute, **known)
         sizes = config.tokens, config.groups, config.w_stages, config.x_stages
-        stride = self.sums.shape[1]
+        stride = by_token or self.sums.shape[1]
         with ThreadPoolExecutor(1 + config.groups) as warps, self.copies:
             waiting = [warps.submit(copy, self.w, self.x, *rooms, self.first, self.count, self.total, *sizes, False)]
             for c in range(config.groups):
                 waiting.append(warps.submit(
                     compute, c, *rooms, None, 0, self.first, self.count, self.x.shape[0], self.w.shape[0], stride, self.total, config.steps,
-                    *sizes, False, False, False, False,
+                    *sizes, False, False, False, by_token, False,
                 ))  # fmt: skip
             for one in waiting:
                 one.result()
 
 
 @pytest.mark.parametrize(
-    ("groups", "steps", "w_stages", "x_stages"), [(1, 9, 3, 2), (2, 7, 4, 4), (3, 5, 6, 3), (2, 20, 3, 2), (1, 2, 9, 6)]
+    ("groups", "steps", "w_stages", "x_stages", "outputs", "columns"),
+    [
+        (1, 9, 3, 2, 500, 7),
+        (2, 7, 4, 4, 500, 7),
+        (3, 5, 6, 3, 500, 7),
+        (2, 20, 3, 2, 500, 7),
+        (1, 2, 9, 6, 500, 7),
+        (2, 4, 4, 3, 512, 8),
+    ],
 )
-def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages):
-    """Copies never overwrite what is still to be multiplied, nothing waits for ever, and parts lie where the second kernel reads them."""
-    product = product_of(5, 500, 64 * 7 - 8, gated=False, add=False, bias=False)
+def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages, outputs, columns):
+    """Copies never overwrite what is still to be multiplied, nothing waits for ever, and parts lie where the second kernel reads them, or the sum of ranks."""
+    product = product_of(5, outputs, 64 * columns - 8, gated=False, add=False, bias=False)
     config = DenseConfig(8, groups, steps, w_stages, x_stages)
     want = sums_twin(product.x_TI, product.weight_OI, config)
-    sums = torch.full_like(want, torch.nan)
-    for program in range(len(list(pieces(config, 500, 64 * 7 - 8)))):
-        Program(product, config, sums, program).run()
+    by_token = outputs if outputs % config.rows == columns % steps == 0 else 0
+    sums = torch.full(want.transpose(1, 2).shape if by_token else want.shape, torch.nan)
+    for program in range(len(list(pieces(config, outputs, 64 * columns - 8)))):
+        Program(product, config, sums, program).run(by_token)
+    found = sums.transpose(1, 2) if by_token else sums
     live = ~want.isnan()
-    torch.testing.assert_close(sums[live], want[live], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found[live], want[live], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

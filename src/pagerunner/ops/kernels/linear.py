@@ -222,13 +222,15 @@ class FewConfig(NamedTuple):
 
 
 @functools.cache
-def rows_config(inputs: int, gated: bool) -> RowsConfig:
+def rows_config(inputs: int, outputs: int, gated: bool) -> RowsConfig:
     """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows.
 
     The threads of a block have something to do in at least four of five steps. Example: 6,144 inputs are three blocks of 2,048, as of two blocks of
-    4,096 a quarter would be empty. 3,072 are three of 1,024.
+    4,096 a quarter would be empty. 3,072 are three of 1,024. Few gates have a warp each, or their blocks would be too few.
     """
     block = min(4096, padded(inputs + 1) // 2)
+    if inputs == 4096 and gated and outputs <= 3072:
+        return RowsConfig(1, 1024, 1)
     if inputs == 3072 and not gated:
         return RowsConfig(4, 1024, 2)
     if block == 4096 and not gated and inputs < 0.8 * 4096 * blocks(inputs, 4096):
@@ -255,7 +257,7 @@ def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor
     """Launch `_rows_kernel` for one token."""
     x_TI, weight_OI, bias_O, out_TO, norm, gated, add = product
     inputs, features = x_TI.shape[1], out_TO.shape[1]
-    config = config or rows_config(inputs, gated)
+    config = config or rows_config(inputs, features, gated)
     _rows_kernel[(blocks(features, config.features),)](
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, BN=config.features, BK=config.inputs,
@@ -271,7 +273,7 @@ def adapted_row_(
 ) -> None:  # fmt: skip
     """See `ops/lora.py`."""
     inputs, features = x_TI.shape[1], out_TO.shape[1]
-    config = rows_config(inputs, gated)
+    config = rows_config(inputs, features, gated)
     BN = math.gcd(config.features, *layer.sizes)
     _, products, per_product, _ = adapters.places.shape
     _rows_kernel[(blocks(features, BN),)](
@@ -354,6 +356,13 @@ def _product(
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
     return _product(x_TI, weight_OI, bias_O)
+
+
+def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """See `ops/linear.py`."""
+    held = linear_held.fits(x_TI, weight_OI, False)
+    sums_PTO = None if held else linear_dense.run_parts(x_TI, weight_OI)
+    return linear(x_TI, weight_OI) if sums_PTO is None else sums_PTO
 
 
 def linear_add_(

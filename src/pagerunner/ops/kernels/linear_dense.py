@@ -257,8 +257,32 @@ def run_dense(product: Product, config: DenseConfig | None = None) -> torch.Tens
         described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         out_TO if bias_O is None else bias_O, sums, tokens, outputs, stride, steps, total, config.steps, BT=config.tokens,
         C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
-        REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+        BY_TOKEN=0, REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     if not done:
         add_sums(sums, product, config)
     return out_TO
+
+
+def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """The sums of `linear(x)` one part after another, token by token, [P, T, O] float32, which whoever reads them adds up in their order. T are the tile's.
+
+    None if this kernel doesn't compute the product, or not in parts of whole tiles that are equally many everywhere.
+    """
+    if not fits(x_TI, weight_OI):
+        return None
+    (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
+    config = dense_config(tokens, outputs, inputs, multiprocessors(x_TI.device))
+    total = blocks(inputs, STEP)
+    if config.steps >= total or total % config.steps or outputs % config.rows:
+        return None
+    sums_PTO = torch.empty(total // config.steps, config.tokens, outputs, dtype=torch.float32, device=x_TI.device)
+    gluon, (registers, average) = _gluon(), config.registers
+    described, steps = gluon.TensorDescriptor.from_tensor, outputs // config.rows * total
+    gluon.dense_kernel[(blocks(steps, config.steps),)](
+        described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
+        sums_PTO, sums_PTO, tokens, outputs, outputs, steps, total, config.steps, BT=config.tokens,
+        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, BY_TOKEN=outputs,
+        REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+    )  # fmt: skip
+    return sums_PTO

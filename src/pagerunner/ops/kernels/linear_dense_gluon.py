@@ -102,17 +102,24 @@ def _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, AD
 
 
 @gluon.jit
-def _store_sums(acc, place, num_tokens):
-    """Store sums [64, BT], one row after another: addresses are one register's and constants. Nobody reads beyond the last eight tokens' end."""
-    rows = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout)) * acc.shape[1]
+def _store_sums(acc, place, num_tokens, BY_TOKEN: gl.constexpr):
+    """Store sums [64, BT], one row after another: addresses are one register's and constants. Nobody reads beyond the last eight tokens' end.
+
+    BY_TOKEN: one token after another, of so many features each; if it is 0, one feature after another. A warp stores eight neighbours of four tokens at a time, whole sectors of memory.
+    """
+    rows = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
     tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    gl.store(place + (rows[:, None] + tokens[None, :]), acc, mask=(tokens < (num_tokens + 7) // 8 * 8)[None, :])
+    mask = (tokens < (num_tokens + 7) // 8 * 8)[None, :]
+    if BY_TOKEN > 0:
+        gl.store(place + (rows[:, None] + tokens[None, :] * BY_TOKEN), acc, mask=mask)
+    else:
+        gl.store(place + (rows[:, None] * acc.shape[1] + tokens[None, :]), acc, mask=mask)
 
 
 @gluon.jit
 def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps,
              BT: gl.constexpr, C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr,
-             BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+             BIAS: gl.constexpr, BY_TOKEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's pieces of tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     wait_turn(PDL)
@@ -137,17 +144,18 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
             _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD, BIAS)
         else:
             part = gl.program_id(0) - tile * S // steps
-            _store_sums(acc, y_ptr + (part.to(gl.int64) * y_stride + feature) * BT, num_tokens)
+            at = part.to(gl.int64) * y_stride * BT + feature * (1 if BY_TOKEN > 0 else BT)
+            _store_sums(acc, y_ptr + at, num_tokens, BY_TOKEN)
         step = end
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "total", "S", "steps"])
 def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_stride, total, S, steps, BT: gl.constexpr, C: gl.constexpr,
-                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, REGS: gl.constexpr,
+                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, BY_TOKEN: gl.constexpr, REGS: gl.constexpr,
                  PDL: gl.constexpr):  # fmt: skip
     """`steps` of all `total` steps of a product, tile after tile, so that programs read equally many bytes.
 
-    DONE: a program has whole tiles, and `y` takes the outputs; otherwise it takes one sum after another, [parts, O, BT] float32, with
+    DONE: a program has whole tiles, and `y` takes the outputs; otherwise it takes one sum after another, [parts, O, BT] float32 (BY_TOKEN: [parts, BT, O]), with
     `y_stride` rows each. A tile's parts are numbered from the first program on that has some of it.
     """
     start_next(PDL)
@@ -171,24 +179,24 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
     if C == 1:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
         ], [1], [32])  # fmt: skip
     elif C == 2:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_compute, (c2, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

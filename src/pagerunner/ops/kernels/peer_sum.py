@@ -200,6 +200,16 @@ def _all_there(
     return _known(_rounded(low, high, DTYPE))
 
 
+@triton.jit
+def _rooms(peers_ptr, rank, N: tl.constexpr):
+    """The addresses of all ranks' rooms, from this rank's own on: each sends to the next one first, so that none gets the words of all at once."""
+    rooms = ()
+    for step in tl.static_range(N):
+        room = tl.load(peers_ptr + (rank + step) % N).to(tl.pointer_type(tl.int32))
+        rooms = rooms + (tl.multiple_of(room, 16),)
+    return rooms
+
+
 @triton.jit(do_not_specialize=["rank"])
 def peer_bare(
     x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
@@ -210,11 +220,12 @@ def peer_bare(
 
     A rank clears a word when it has it. The sender's next word for this place is of the round after the next one, which it begins when it has all words
     of the next round. These were sent behind the clearing: by `_next_round` within a launch, and between launches as the next one waits for its turn. As in
-    `peer_words`, words themselves are plain stores and loads. Ranks send to the next one first, so that none gets the words of all at once.
+    `peer_words`, words themselves are plain stores and loads.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
-    own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
+    rooms = _rooms(peers_ptr, rank, N)
+    own = rooms[0]
     wait_turn(PDL)
     round = tl.load(rounds_ptr + program)
     unit = program
@@ -226,8 +237,7 @@ def peer_bare(
         x = _known(tl.load(x_ptr + place, mask=mask, other=0))
         if SEND:
             for step in tl.static_range(1, N):
-                theirs = tl.load(peers_ptr + (rank + step) % N).to(tl.pointer_type(tl.int32))
-                tl.store(tl.multiple_of(theirs, 16) + slots + rank * SLOT + at, ~x, mask=mask)
+                tl.store(rooms[step] + slots + rank * SLOT + at, ~x, mask=mask)
         if TAKE:
             if ADD:
                 old = tl.load(out_ptr + place, mask=mask, other=0)
@@ -242,50 +252,97 @@ def peer_bare(
         tl.store(rounds_ptr + program, round)
 
 
-@triton.jit(do_not_specialize=["rank"])
-def peer_bare_twice(
-    x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
-    N: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
-    ADD: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The sum of `peer_bare` in two rounds: each of N ranks, a power of two, adds up PART of a unit's N * PART words, and sends that to all, itself too.
+@triton.jit
+def _normed(words, weights, eps, features, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """The norm of a token's numbers in words, as words. Words of nothing are 0."""
+    if DTYPE == tl.float32:
+        x = words.to(tl.float32, bitcast=True)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / features + eps)
+        y = _scaled(x, scale, weights.to(tl.float32, bitcast=True), DTYPE, OFFSET).to(tl.int32, bitcast=True)
+    else:
+        low, high = _low(words, DTYPE), _high(words, DTYPE)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / features + eps)
+        low = _scaled(low, scale, _low(weights, DTYPE), DTYPE, OFFSET)
+        y = _word(low, _scaled(high, scale, _high(weights, DTYPE), DTYPE, OFFSET), DTYPE)
+    return y
 
-    What is added up goes to a third and fourth half of the program's slots. The bits are the same.
+
+@triton.jit
+def _given(
+    x_ptr,
+    unit,
+    first,
+    num,
+    stride,
+    PART: tl.constexpr,
+    EACH: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """EACH words of a unit of UNIT words, from its word `first` on. PARTS: two numbers of 16 bits are the sums of so many float32, which are `stride` apart."""
+    at = tl.arange(0, PART)
+    if PARTS == 0:
+        place = unit * UNIT + first + at
+        words = tl.load(x_ptr + place, mask=(at < EACH) & (place < num), other=0)
+    else:
+        both = tl.arange(0, 2 * PART)
+        total = tl.zeros([2 * PART], tl.float32)
+        for part in tl.static_range(PARTS):
+            place = part * stride + unit * 2 * UNIT + 2 * first + both
+            total += tl.load(x_ptr + place, mask=both < 2 * EACH, other=0.0)
+        low, high = tl.split(tl.reshape(total, [PART, 2]))
+        words = _word(low, high, DTYPE)
+    return words
+
+
+@triton.jit(do_not_specialize=["rank", "eps"])
+def peer_bare_twice(
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, num, stride, rank, eps,
+    N: tl.constexpr, EACH: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum of `peer_bare` in two rounds: each of N ranks, a power of two, adds up EACH of a unit's N * EACH words, and sends that to all, itself too.
+
+    What is added up goes to a third and fourth half of the program's slots. The bits are the same. PART is the power of two from EACH on. NORM as in
+    `peer_units`; a unit is a token then, and the norm's weight has the same dtype. PARTS: what is added up comes in so many parts of float32, see `_given`.
     """
     start_next(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     at, every = tl.arange(0, PART), tl.arange(0, N * PART)
-    own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
+    of_every = every // PART * EACH + every % PART
+    rooms = _rooms(peers_ptr, rank, N)
+    own = rooms[0]
+    if NORM != 0:
+        weights = tl.load(weight_ptr + of_every, mask=every % PART < EACH, other=0)
     wait_turn(PDL)
     round = tl.load(rounds_ptr + program)
     unit = program
-    while unit * N * PART < num:
+    while unit * N * EACH < num:
         round += 1
         slots = ((round & 1) * PROGRAMS + program) * N * SLOT
         sums = slots + 2 * PROGRAMS * N * SLOT
-        first = unit * N * PART
+        first = unit * N * EACH
         if SEND:
             parts = ()
             for step in tl.static_range(1, N):  # all are asked for before the first is sent
-                place = first + (rank + step) % N * PART + at
-                parts = parts + (tl.load(x_ptr + place, mask=place < num, other=0),)
+                given = _given(x_ptr, unit, (rank + step) % N * EACH, num, stride, PART, EACH, N * EACH, DTYPE, PARTS)
+                parts = parts + (given,)
             for step in tl.static_range(1, N):
                 peer = (rank + step) % N
-                theirs = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int32))
-                mask = first + peer * PART + at < num
-                tl.store(tl.multiple_of(theirs, 16) + slots + rank * SLOT + at, ~_known(parts[step - 1]), mask=mask)
+                mask = (at < EACH) & (first + peer * EACH + at < num)
+                tl.store(rooms[step] + slots + rank * SLOT + at, ~_known(parts[step - 1]), mask=mask)
         if RELAY:
-            place = first + rank * PART + at
-            mask = place < num
-            x = _known(tl.load(x_ptr + place, mask=mask, other=0))
+            place = first + rank * EACH + at
+            mask = (at < EACH) & (place < num)
+            x = _known(_given(x_ptr, unit, rank * EACH, num, stride, PART, EACH, N * EACH, DTYPE, PARTS))
             total = _all_there(own + slots + at, x, mask, rank, N, SLOT, DTYPE, WAIT)
             for step in tl.static_range(N):
-                theirs = tl.load(peers_ptr + (rank + step) % N).to(tl.pointer_type(tl.int32))
-                tl.store(tl.multiple_of(theirs, 16) + sums + rank * SLOT + at, ~total, mask=mask)
+                tl.store(rooms[step] + sums + rank * SLOT + at, ~total, mask=mask)
         if TAKE:
-            mask = first + every < num
+            mask = (every % PART < EACH) & (first + of_every < num)
             if ADD:
-                old = tl.load(out_ptr + first + every, mask=mask, other=0)
+                old = tl.load(out_ptr + first + of_every, mask=mask, other=0)
             slot = own + sums + every // PART * SLOT + every % PART
             got = tl.load(slot, mask=mask, other=-1, volatile=True)
             if WAIT:
@@ -295,9 +352,13 @@ def peer_bare_twice(
             total = ~got
             if ADD:
                 total = _with_old(total, old, DTYPE)
-            tl.store(out_ptr + first + every, total, mask=mask)
+            tl.store(out_ptr + first + of_every, total, mask=mask)
+            if NORM != 0:
+                features: tl.constexpr = N * EACH * (4 // (DTYPE.primitive_bitwidth // 8))
+                normed = _normed(total, weights, eps, features, DTYPE, NORM == 2)
+                tl.store(normed_ptr + first + of_every, normed, mask=mask)
         unit += programs
-        if unit * N * PART < num:
+        if unit * N * EACH < num:
             round = _next_round(round, WAIT)
     if TAKE:
         tl.store(rounds_ptr + program, round)
