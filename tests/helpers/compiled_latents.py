@@ -90,6 +90,16 @@ def choice(narrow: str, heads: int, fp8: bool, chunk: int) -> dict[str, Any]:
     return _sparse(indexer._few_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 
+def best(several: bool) -> dict[str, Any]:
+    """The best of a chunk's scores, or of several chunks'."""
+    kernel = indexer._chunks_kernel if several else indexer._chunk_kernel
+    types = dict.fromkeys(("scores_ptr", "some_scores_ptr"), "*fp32") | {"position_ptr": "*i64"}
+    types |= dict.fromkeys(("chosen_ptr", "some_ptr", "count_ptr", "row_ptr"), "*i32")
+    types = {name: type for name, type in types.items() if name in kernel.arg_names}
+    constants = {"C": 1024, "KC": 512, "TOP_K": 512, "RATIO": 4, "PDL": True} | ({"B": 1024} if several else {})
+    return gluon(kernel, types, constants, list(types), ASTSource, num_warps=4, launch_pdl=True)
+
+
 def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:
     """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`."""
     names = vectors_kernel.arg_names

@@ -13,7 +13,7 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import VectorsCall
 from pagerunner.attention.capability import FLOATS, WINDOW_VECTORS, Capabilities
-from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.indexer import choose_slots, is_choice
 from pagerunner.ops.indexer_heads import is_mixed
 from pagerunner.ops.slot_pooling import store_slots_
 from pagerunner.ops.sparse_latents import Latents, held_in_fp8
@@ -67,7 +67,7 @@ class PagedVectorsBackend:
         slots = None
         if given is not None:
             latent, keys, own = given.pages.latent, given.pages.indexer, given.group
-            ratio, chosen = own.page_tokens // latent.shape[1], None
+            ratio, chosen, early = own.page_tokens // latent.shape[1], None, False
             plain = (latent,) if keys is None else (latent, keys)
             both: tuple[torch.Tensor | Latents, ...] = held_in_fp8(given.pages) or plain
             where = (rows.positions_T, own.write_entry, own.write_offset)
@@ -85,6 +85,7 @@ class PagedVectorsBackend:
                     scratch,
                     given.pages.indexer_scales,
                 )
-            slots = Slots(both[0], own.page_table, ratio, chosen)
+                early = is_choice(rows, ratio, query.top_k)
+            slots = Slots(both[0], own.page_table, ratio, chosen, early)
         window = Window(call.vectors_TD, pages, group.page_table, plan.window)
         return vectors_attention(call.q_THD, window, slots, rows, call.scale, call.sinks_H, call.angles)

@@ -22,6 +22,11 @@ def width_of(rows: StepRows, ratio: int) -> int:
     return max(1, rows.max_seq_len // ratio)
 
 
+def is_choice(rows: StepRows, ratio: int, top_k: int) -> bool:
+    """Whether a row may see more slots than are chosen. If none does, layers share one answer, and only the first launches something."""
+    return width_of(rows, ratio) > top_k
+
+
 def rounded_queries(
     q_TJI: torch.Tensor, weights_TJ: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,13 +39,15 @@ class Window(NamedTuple):
 class Slots(NamedTuple):
     """What stands for `ratio` tokens each: vectors [E, S, D], or in fp8 with scales of their own.
 
-    `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all.
+    `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all. `early`: `choose_slots` has just launched what
+    chooses them, so all else is there when a kernel may start.
     """
 
     pages: torch.Tensor | Latents
     table_SW: torch.Tensor
     ratio: int
     chosen_TK: torch.Tensor | None
+    early: bool = False
 
 
 @gpu_kernel("vectors_attention")

@@ -144,6 +144,7 @@ def prefill_cases() -> list[tuple[Any, ...]]:
 
 SPARSE, LATENTS = sparse_cases(), latent_cases()
 SUMMED = turns([False, True], 2)  # indexer keys in fp8
+BEST = turns([False, True], 2)
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [
     ("peers", "peer_words", 3),
@@ -177,7 +178,7 @@ CASES = [
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What was found about each case."""
     scores = [("scores", "bf16", 64, fp8, tokens) for fp8 in SUMMED for tokens in (1, 4, 64)]
-    scores += [("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED]
+    scores += [("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED] + [("best", several) for several in BEST]
     cases = [*CASES, *ROUNDING, *SPARSE, *(case for case in scores if case not in SPARSE)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -237,6 +238,15 @@ def test_a_score_is_the_same_sum_of_heads_in_decode_and_in_prompts(fp8, compiled
     found.append(compiled["choice", "bf16", 64, fp8, 1024])
     assert not any("error" in one for one in found)
     assert all(one["sums"] == [[[1, 8, 16, 32], [2, 4]]] for one in found)
+
+
+@pytest.mark.parametrize(
+    "case", [*(("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED), *(("best", several) for several in BEST)], ids=str
+)
+def test_attention_may_begin_when_all_before_the_choice_is_complete(case, compiled):
+    """It reads queries and windows before its turn (`Slots.early`), so what chooses has its own turn before it starts attention."""
+    steps = compiled[case]["steps"]
+    assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)

@@ -16,7 +16,7 @@ from helpers.indexer_cases import Case, made
 from helpers.interpreter_floats import install
 from helpers.launches import compiled_for
 from pagerunner.batch import StepRows
-from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.indexer import choose_slots, is_choice
 
 pytest.importorskip("triton")
 install()
@@ -108,6 +108,7 @@ def test_no_row_may_see_more_than_are_chosen() -> None:
     args, named = made(Case(ROWS, top_k=200))
     assert torch.equal(choose_slots.kernel(*args, **named), choose_slots.twin(*args, **named))
     assert choose_slots.kernel(*args, **named) is args[-1]["all slots"], "layers share them"
+    assert not is_choice(args[5], args[6], args[2]), "attention may not begin early: nothing was launched before it"
 
 
 def test_kernels_are_not_made_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def turned(x, cos, sin, D, P):
     return x
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, parts: int) -> Launched:
-    plain = Launched(vectors_gluon, "vectors_kernel", _back=turned)
+def launched(monkeypatch: pytest.MonkeyPatch, parts: int, **known: Any) -> Launched:
+    plain = Launched(vectors_gluon, "vectors_kernel", _back=turned, **known)
     monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=plain))
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     monkeypatch.setattr(kernels, "_parts", lambda *_: parts)
@@ -65,6 +65,23 @@ def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments[0][0] = float("nan")
     got = kernels.vectors_attention(*arguments)
     assert plain.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """A kernel that begins early finds other numbers until then: of a row whose window has two tiles or more, and of a short one."""
+    case = replace(FULL, rows=((400, 1), (90, 1)), window=150, top_k=60)
+    q, window, slots, *others = given(case)
+    right = slots.chosen_TK.clone()
+    launched(
+        monkeypatch,
+        parts,
+        start_next=lambda PDL: slots.chosen_TK.copy_(torch.where(right >= 0, (right + 7) % 20, right)),
+        wait_turn=lambda PDL: slots.chosen_TK.copy_(right),
+    )
+    want = vectors_attention.twin(q, window, slots, *others)
+    got = kernels.vectors_attention(q, window, slots._replace(early=True), *others)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("heads", [16, 32, 80])

@@ -26,8 +26,16 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
-from pagerunner.ops.indexer import width_of
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.indexer import is_choice, width_of
+from pagerunner.ops.kernels.launch import (
+    blocks,
+    dependent,
+    multiprocessors,
+    padded,
+    start_next,
+    start_next_and_wait,
+    wait_turn,
+)
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 
 PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal lengths
@@ -185,7 +193,8 @@ def _chunk_kernel(
 
     `width` of `chosen` and `chunks` H follow from the step's longest row, so they are no constants: each length would have a kernel.
     """
-    start_next_and_wait(PDL)
+    wait_turn(PDL)
+    start_next(PDL)  # attention begins with what is complete by now
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
     at = chunk * C + tl.arange(0, C)
@@ -212,7 +221,8 @@ def _chunks_kernel(
     C: tl.constexpr, KC: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of one token's chunks."""
-    start_next_and_wait(PDL)
+    wait_turn(PDL)
+    start_next(PDL)  # attention begins with what is complete by now
     token = tl.program_id(0).to(tl.int64)
     _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
     if (seen > TOP_K) & (seen > C):
@@ -234,7 +244,8 @@ def _few_kernel(
     RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of `parts` parts of the slots that a token sees, at most C. The program that ends last chooses. `counter` [T] is zeros, and is left so."""
-    start_next_and_wait(PDL)
+    wait_turn(PDL)
+    start_next(PDL)  # attention begins with what is complete by now
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
     chosen = chosen_ptr + token * width
@@ -363,7 +374,7 @@ def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int) 
     count, chunk = min(top_k, width), chunk_size(width, top_k)
     chunks, each = blocks(width, chunk), min(chunk, padded(top_k))
     chosen_TK = torch.empty(tokens, count, dtype=torch.int32, device=device)
-    several = chunks > 1 and width > top_k
+    several = chunks > 1 and is_choice(rows, ratio, top_k)
     some = torch.empty(tokens * chunks * each if several else 0, dtype=torch.int32, device=device)
     some_scores, counts = (
         torch.empty_like(some, dtype=torch.float32),
@@ -433,7 +444,7 @@ def choose_slots(
 ) -> torch.Tensor:
     """See the twin."""
     tokens, width = q_TJI.shape[0], width_of(rows, ratio)
-    if width <= top_k:  # every row sees as few
+    if not is_choice(rows, ratio, top_k):
         chosen_TK: torch.Tensor | None = scratch.get("all slots")
         if chosen_TK is None:
             nothing = torch.empty(1, 16, dtype=torch.float32, device=q_TJI.device).expand(

@@ -487,12 +487,12 @@ def _launch_gluon(
     out_THD: torch.Tensor, partial: torch.Tensor, found: torch.Tensor, parts: int,
 ) -> None:  # fmt: skip
     (tokens, heads, size), held = q_THD.shape, window.pages
-    pages, table, ratio, chosen = (held, window.table_SW, 0, None) if slots is None else slots
+    pages, table, ratio, chosen, early = (held, window.table_SW, 0, None, False) if slots is None else slots
     assert isinstance(pages, torch.Tensor) and isinstance(held, torch.Tensor)
     picked = rows.row_T if chosen is None else chosen
     _gluon().vectors_kernel[(tokens * parts, blocks(heads, GLUON_TILES.heads))](
         q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
-        rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2), window.table_SW.shape[1],
+        rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, int(early), scale / math.log(2), window.table_SW.shape[1],
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *held.stride()[:2],
         *pages.stride()[:2], picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.shape[1], SLOT_PAGE=pages.shape[1], D=size, P=angles.cos_T1D.shape[-1],
@@ -515,7 +515,7 @@ def vectors_attention(
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=device)
     if not tokens:
         return out_THD
-    pages, table, ratio, chosen = (window.pages, window.table_SW, 0, None) if slots is None else slots
+    pages, table, ratio, chosen = (window.pages, window.table_SW, 0, None) if slots is None else slots[:4]
     own, others = Stored.of(window.pages), Stored.of(pages)
     of = "windows" if slots is None else f"windows and slots of {slots.ratio} tokens"
     gluon = by_gluon(q_THD, window, slots)

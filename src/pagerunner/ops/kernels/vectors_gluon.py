@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from pagerunner.ops.kernels.launch import start_next_and_wait
+from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.vectors_attention import LOG2_E, LOWEST
 
 HELD = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -183,15 +183,22 @@ def _span(row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW: gl
     return slot, least, start, first, seen, count
 
 
-@gluon.jit(do_not_specialize=["num_heads", "window_width", "slot_width", "chosen", "chosen_stride", "num_parts"])
+@gluon.jit(
+    do_not_specialize=["num_heads", "num_parts", "early", "window_width", "slot_width", "chosen", "chosen_stride"]
+)
 def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
-                   window_table, slot_table, num_heads, num_parts, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
+                   window_table, slot_table, num_heads, num_parts, early, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
                    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride,
                    slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
                    D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
                    CHOSEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """One of a token's parts of keys, 64 heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page."""
-    start_next_and_wait(PDL)
+    """One of a token's parts of keys, 64 heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page.
+
+    `early`: the kernel before has started this one when all before it was complete, and leaves nothing but chosen numbers.
+    """
+    start_next(PDL)
+    if early == 0:
+        wait_turn(PDL)
     token, part = (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
     block = gl.program_id(1) * 64
     slot, least, start, first, seen, count = _span(
@@ -210,6 +217,8 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     p_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, BN], HELD)
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     key = begin + gl.arange(0, BN, KEYS)
+    if begin + 2 * BN > seen:  # of the first two tiles, slots too
+        wait_turn(PDL)
     number = _number(chosen_ptr, key, seen, stop, CHOSEN)
     after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
     entry = _entry(window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)
@@ -221,9 +230,8 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     _copy(k_smem.index(0), place, D)
     async_copy.commit_group()
     number = after
-    entry = _entry(
-        window_table, slot_table, number, key + BN, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
-    )
+    entry = _entry(window_table, slot_table, number, key + BN, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)  # fmt: skip
+    wait_turn(PDL)
     most = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros((64, BN), gl.float32, SCORES)
     acc = gl.zeros((64, D), gl.float32, SUMS)
