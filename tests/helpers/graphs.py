@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,6 +65,11 @@ class RecordedGraph:
         self.outputs = outputs
         self.replays = 0
         self._calls = [(func, args, kwargs, _made_by(args, kwargs, made)) for func, args, kwargs, made in calls]
+
+    @property
+    def num_launches(self) -> int:
+        """Operations that a device would run: those that aren't views of what they are given."""
+        return sum(not (isinstance(func, OpOverload) and func.is_view) for func, *_ in self._calls)
 
     def replay(self) -> None:
         """Every operation again, its results put where the capture's were."""

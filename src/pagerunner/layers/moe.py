@@ -20,8 +20,8 @@ from pagerunner.ops import numerics
 from pagerunner.ops.activation import SILU, GatedActivation, add_sigmoid_gated_
 from pagerunner.ops.dispatch import Op
 from pagerunner.ops.lora import Adapters, FusedExperts
-from pagerunner.ops.moe import Shared, moe_experts, reads_groups
-from pagerunner.ops.pair_sums import PairSums
+from pagerunner.ops.moe import Shared, moe_experts, pair_routes, reads_groups
+from pagerunner.ops.pair_sums import PairSums, add_pairs_
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
@@ -137,43 +137,51 @@ class Experts(Module):
         """Add that sum to `residual` in place, or return what is still to be added up, and then to be added. The output of `shared` is added."""
         if adapters is None or self.adapted is None or not adapters.experts:
             return self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)
-        routes, own = self._apart(routes, adapters, self.adapted)
-        sums = self.method.apply_then(x_TD, routes, self.mixture, residual_TD, shared)
+        (_, has_T1), (weights_TA, experts_TA) = adapters.apart(), routes[:2]
+        if len(experts_TA) == 1 and shared is None and not self.method.summed:
+            self._add_adapted_(x_TD, routes, adapters, self.adapted, residual_TD, alone=True)
+            return None
+        if len(experts_TA) == 1:  # kernels for one token read the experts that it has
+            others = routes._replace(weights_TA=weights_TA.masked_fill(has_T1, 0))
+        else:
+            others = Routes(weights_TA, experts_TA.masked_fill(has_T1, -1), most_tokens=routes.most_tokens)
+        sums = self.method.apply_then(x_TD, others, self.mixture, residual_TD, shared)
         out_TD = sums.part_TD if isinstance(sums, RankSums) else residual_TD
-        self._add_adapted_(x_TD, self.method.here(own), adapters, self.adapted, out_TD)
+        self._add_adapted_(x_TD, self.method.here(routes), adapters, self.adapted, out_TD)
         return sums
 
-    def _apart(self, routes: Routes, adapters: Adapters, layer: FusedExperts) -> tuple[Routes, Routes]:
-        """Where tokens go whose experts have no adapters, and where others go."""
-        has_T1, experts_TA = adapters.has_T(layer).unsqueeze(1), routes.experts_TA
-        own = Routes(routes.weights_TA, experts_TA.masked_fill(~has_T1, -1))
-        if len(experts_TA) == 1:  # kernels for one token read the experts that it has
-            return routes._replace(weights_TA=routes.weights_TA.masked_fill(has_T1, 0)), own
-        others = Routes(routes.weights_TA, experts_TA.masked_fill(has_T1, -1), most_tokens=routes.most_tokens)
-        return others, own
-
     def _add_adapted_(
-        self, x_TD: torch.Tensor, routes: Routes, adapters: Adapters, layer: FusedExperts, out_TD: torch.Tensor
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        adapters: Adapters,
+        layer: FusedExperts,
+        out_TD: torch.Tensor,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Add the sum over a token's experts here to `out` in place, each product with what the token's adapter adds to it."""
-        tokens, active = routes.experts_TA.shape
-        pairs, weights_P1 = adapters.of_pairs(routes.experts_TA, layer), routes.weights_TA.to(x_TD.dtype).view(-1, 1)
-        x_PD = x_TD.unsqueeze(1).expand(-1, active, -1).reshape(tokens * active, -1)
+        """Add the sum over the experts here of tokens whose adapter has products of experts to `out` in place, each product with what the adapter adds to it.
+
+        `alone`: of all tokens.
+        """
+        pairs, weights_TA = adapters.of_pairs(routes.experts_TA, layer), routes.weights_TA
+        experts_TA = routes.experts_TA if alone else pairs.experts_TA
+        own = pair_routes(weights_TA, experts_TA, self.sizes.experts, routes.ranks)
+        x = x_TD
         if self.weigh_inputs:
-            x_PD = x_PD * weights_P1
-        gate_up_P2I = self.method.pair_products(x_PD, routes, self._weights_of("gate_up"))
+            x = (x_TD.unsqueeze(1) * weights_TA.to(x_TD.dtype).unsqueeze(2)).flatten(0, 1)
+        gate_up_P2I = self.method.pair_products(x, own, self._weights_of("gate_up"))
         if self.interleaved:  # adapters have gates above ups
             gate_up_P2I = gate_up_P2I.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-        pairs.add_(x_PD, layer.gate_up, gate_up_P2I)
+        pairs.add_(x, layer.gate_up, gate_up_P2I, known=False)
         if self.interleaved:
             gate_up_P2I = gate_up_P2I.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
         inner_PI = self.activation(gate_up_P2I)
-        out_PD = self.method.pair_products(inner_PI, routes, self._weights_of("down"))
-        pairs.add_(inner_PI, layer.down, out_PD)
+        out_PD = self.method.pair_products(inner_PI, own, self._weights_of("down"))
+        pairs.add_(inner_PI, layer.down, out_PD, known=True)
         if not self.weigh_inputs:
-            out_PD = out_PD * weights_P1
-        out_PD = out_PD.masked_fill(routes.experts_TA.view(-1, 1) < 0, 0)
-        out_TD.add_(out_PD.view(tokens, active, -1).sum(1))
+            out_PD.mul_(weights_TA.reshape(-1, 1))
+        add_pairs_(out_TD, PairSums(out_PD, own.experts_TA))
 
     @property
     def mixture(self) -> Mixture:

@@ -222,7 +222,7 @@ class AdapterTable:
         self.page = page_bytes // dtype.itemsize
         shape = slots, len(products.sizes), -(-max_rank // TILE), 2
         places = torch.full(shape, -1, dtype=torch.int64, device=kv_bytes.device)
-        self.blocks = Blocks(kv_bytes.view(dtype), places)
+        self.blocks = Blocks(kv_bytes.view(dtype), places, torch.zeros(slots, dtype=torch.bool, device=kv_bytes.device))
         self._laid: dict[int, torch.Tensor] = {}  # the places of `Packed`, by slot
         self.of_experts: set[int] = set()
         """Slots whose adapters have products of experts."""
@@ -239,6 +239,8 @@ class AdapterTable:
                     pool[to + begin : to + stop].copy_(elements[begin:stop], non_blocking=True)
         self._laid[slot] = packed.places
         (self.of_experts.add if packed.experts else self.of_experts.discard)(slot)
+        assert self.blocks.experts_S is not None
+        self.blocks.experts_S[slot : slot + 1].fill_(packed.experts)
         self.place(slot, offsets)
 
     def place(self, slot: int, offsets: Sequence[int]) -> None:
@@ -249,7 +251,9 @@ class AdapterTable:
 
     def clear(self) -> None:
         """Forget all adapters."""
-        self.blocks.places.fill_(-1)
+        for one, value in ((self.blocks.places, -1), (self.blocks.experts_S, 0)):
+            assert one is not None
+            one.fill_(value)
         self.of_experts.clear()
 
 

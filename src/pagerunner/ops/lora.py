@@ -49,10 +49,11 @@ class WorkList(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Where all adapters' blocks lie: `places` [S, P, B, 2] int64, in elements of `pool`."""
+    """Where all adapters' blocks lie: `places` [S, P, B, 2] int64, in elements of `pool`. `experts_S`: which slots' adapters have products of experts, None: all may."""
 
     pool: torch.Tensor
     places: torch.Tensor
+    experts_S: torch.Tensor | None = None
 
     def of(self, slot: int, product: int) -> torch.Tensor:
         """A product's places, [B, 2]; it is the slot's, or, with one product a slot, that many slots behind it."""
@@ -132,6 +133,23 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
                 tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
                 tile += 1
     return WorkList(tokens_WX, slots_W)
+
+
+@gpu_kernel("lora")
+def pair_lists(
+    experts_TA: torch.Tensor, slots_T: torch.Tensor, products: int, none: int, tiles: int
+) -> tuple[torch.Tensor, WorkList, WorkList]:
+    """The tiles of pairs of a token and an expert: each slot's pairs of each expert, `slot * products + 3 * expert`, are those of a slot. At most `tiles` are needed.
+
+    Returns the experts of pairs that have one, and whose token has a slot, and -1 else; the tiles with each pair's token; and those with the pairs' numbers.
+    `none` is above all slots. The tiles' order is anybody's, and between them there may be some without pairs.
+    """
+    active = experts_TA.shape[1]
+    own_TA = experts_TA.masked_fill(slots_T.unsqueeze(1) < 0, -1)
+    keys_TA = slots_T.unsqueeze(1) * products + 3 * experts_TA
+    pairs = _pairs_work_list(keys_TA.masked_fill(own_TA < 0, none).flatten(), none, tiles)
+    tokens_WX = pairs.tokens_WX.div(active, rounding_mode="floor")
+    return own_TA, WorkList(tokens_WX, pairs.slots_W), pairs
 
 
 @gpu_kernel("lora")
@@ -216,6 +234,23 @@ def adapted_row_(
     out_TO.copy_(out_TO + y_TO if add else y_TO)
 
 
+class PairAdapters(NamedTuple):
+    """What adapters add to products of pairs of a token and an expert, as if each pair of a slot and an expert were a slot.
+
+    `experts_TA` are the experts of the pairs whose token has an adapter of experts; of others -1. Pairs meet in the same tiles by their tokens and by their own numbers.
+    """
+
+    experts_TA: torch.Tensor
+    tokens: WorkList
+    pairs: WorkList
+    blocks: Blocks
+
+    def add_(self, x: torch.Tensor, layer: Fused, y_PO: torch.Tensor, *, known: bool) -> None:
+        """Add what adapters say of each pair's input, or of its token's, to the pairs' outputs. `known`: it isn't the first time."""
+        inner = shrink(x, self.pairs if len(x) == len(y_PO) else self.tokens, self.blocks, layer, known=known)
+        expand_(y_PO, inner, self.pairs, self.blocks, layer)
+
+
 @dataclass(slots=True)
 class Adapters:
     """The adapters of some tokens, and what is made of them once for all layers: each row's slot of at most `slots` (`own_R`, int32, -1 for none),
@@ -231,6 +266,7 @@ class Adapters:
     """Whether a product has used the work list."""
     experts: bool = True
     """Whether any of the adapters may have products of experts."""
+    _apart: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of_rows(
@@ -255,20 +291,22 @@ class Adapters:
         work = work_list(slots_S, each, len(slots_S), self.slots)
         return Adapters(slots_S, None, self.slots, self.blocks, work, experts=self.experts)
 
-    def has_T(self, layer: FusedExperts) -> torch.Tensor:
-        """Whether a token's adapter has any product of these experts."""
-        slots_T, first = self._slots_T(), layer.gate_up.first
-        there_S = (self.blocks.places[:, first : first + 3 * layer.experts, 0, 0] >= 0).any(1)
-        return (slots_T >= 0) & there_S.index_select(0, slots_T.clamp(min=0))
+    def apart(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots [T] of tokens whose adapter has products of any experts, -1 for others; and which tokens these are, [T, 1]. All layers ask, and it is found once."""
+        if self._apart is None:
+            slots_T = self._slots_T()
+            if self.blocks.experts_S is not None:
+                has_T = self.blocks.experts_S.index_select(0, slots_T.clamp(min=0))
+                slots_T = slots_T.masked_fill(has_T.logical_not(), -1)
+            self._apart = slots_T, (slots_T >= 0).unsqueeze(1)
+        return self._apart
 
-    def of_pairs(self, experts_TA: torch.Tensor, layer: FusedExperts) -> Adapters:
-        """Of the pairs of a token and an expert, [T * A], as if each pair of a slot and an expert were a slot. Pairs whose expert is negative have none."""
+    def of_pairs(self, experts_TA: torch.Tensor, layer: FusedExperts) -> PairAdapters:
+        """Of the pairs of a token and one of these experts, -1 for none."""
         slots, products, per_product, _ = self.blocks.places.shape
-        slots_TA, none = self._slots_T().unsqueeze(1), slots * products
-        own_P = (slots_TA * products + 3 * experts_TA).masked_fill_((slots_TA < 0) | (experts_TA < 0), none).flatten()
-        work = _pairs_work_list(own_P, none, most_tiles(len(own_P), slots * layer.experts))
-        blocks = Blocks(self.blocks.pool, self.blocks.places.view(none, 1, per_product, 2))
-        return Adapters(own_P, None, none, blocks, work)
+        none, tiles = slots * products, most_tiles(experts_TA.numel(), slots * layer.experts)
+        lists = pair_lists(experts_TA, self.apart()[0], products, none, tiles)
+        return PairAdapters(*lists, Blocks(self.blocks.pool, self.blocks.places.view(none, 1, per_product, 2)))
 
     def _slots_T(self) -> torch.Tensor:
         """Each token's slot, -1 for none."""

@@ -137,10 +137,21 @@ def fixed_pairs(
 
 
 @gpu_kernel("moe")
+def pair_routes(weights_TA: torch.Tensor, experts_TA: torch.Tensor, experts: int, ranks: int = 1) -> Routes:
+    """Routes to so many experts as several `pair_products` take them, whose order kernels find once."""
+    return Routes(weights_TA, experts_TA, ranks=ranks)
+
+
+@gpu_kernel("moe")
 def pair_products(
-    x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
+    x: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each pair's row times its expert's matrix, [P, O], in the order of `routes.experts_TA`. What a pair without an expert gets may be anything."""
+    """Each pair's row, or its token's, times its expert's matrix, [P, O], in the order of `routes.experts_TA`. What a pair without an expert gets may be anything.
+
+    The routes are those of `pair_routes`.
+    """
+    tokens, active = routes.experts_TA.shape
+    x_PI = x if len(x) == tokens * active else x.repeat_interleave(active, 0)
     out_PO = x_PI.new_zeros(x_PI.shape[0], weights_EOI.shape[1])
     experts_P = routes.experts_TA.flatten()
     for expert in experts_P.unique().tolist():

@@ -176,10 +176,11 @@ class ExpertMethod(ABC):
 
     Each expert's matrix is stored as `linear` stores it. So a matrix's weights are those of `linear` with a first dimension of experts:
     "weight" [E, 2 I, D] and [E, D, I] of Unquantized. They may also hold a "bias" [E, 2 I] and [E, D].
-    `teams`: the products are for the tokens of so many teams of ranks.
+    `teams`: the products are for the tokens of so many teams of ranks. `summed`: their outputs are still to be added up with those of other ranks.
     """
 
     teams = 1
+    summed = False
 
     def __init__(self, linear: WeightMethod) -> None:
         self.linear = linear
@@ -231,9 +232,9 @@ class ExpertMethod(ABC):
         """The routes to experts whose matrices are here; of others, pairs have no expert."""
         return routes
 
-    def pair_products(self, x_PI: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
+    def pair_products(self, x: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
         """See `ops.moe.pair_products`, of one of the two matrices."""
-        return pair_products(x_PI, routes, self.matrix(weights), weights.get("bias"))
+        return pair_products(x, routes, self.matrix(weights), weights.get("bias"))
 
     def _operands(
         self, own: Mixture

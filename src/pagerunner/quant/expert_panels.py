@@ -130,15 +130,16 @@ class ExpertsInPanels(ExpertMethod):
             add_shared_(x_TD, shared, own.activation, residual_TD)
         self.apply(x_TD, routes, own, residual_TD)
 
-    def pair_products(self, x_PI: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
+    def pair_products(self, x: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
         """See ExpertMethod."""
+        active, pairs = routes.experts_TA.shape[1], routes.experts_TA.numel()
         experts_P, experts = routes.experts_TA.flatten(), weights["weight"].shape[0]
         order_P = experts_P.argsort(stable=True)[int((experts_P < 0).sum()) :]
         counts_E = torch.bincount(experts_P[order_P], minlength=experts).tolist()
         commands = Commands()
-        own = self._products(weights, x_PI[order_P], counts_E, commands)
+        own = self._products(weights, x[order_P if len(x) == pairs else order_P // active], counts_E, commands)
         commands.run()
-        return x_PI.new_zeros(x_PI.shape[0], own.shape[1]).index_copy_(0, order_P, own)
+        return x.new_zeros(pairs, own.shape[1]).index_copy_(0, order_P, own)
 
     def _products(
         self, weights: Weights, x_PI: torch.Tensor, counts_E: list[int], commands: Commands, *, gate: bool = False

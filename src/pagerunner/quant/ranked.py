@@ -82,6 +82,8 @@ class SummedExperts(ExpertMethod):
     token's experts.
     """
 
+    summed = True
+
     def __init__(self, own: ExpertMethod, comm: Comm, numbers: range | None = None) -> None:
         super().__init__(own.linear)
         self.own, self.comm, self.numbers = own, comm, numbers

@@ -179,6 +179,7 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
     torch.manual_seed(0)
     outputs, experts = [16, 16, 24] * 3, 3
     blocks, deltas = placed({2: 20, 0: 3, 1: 5}, outputs, 16)
+    blocks = blocks._replace(experts_S=torch.tensor([True, False, True, False]))
     blocks.places[1, 1:] = -1  # `placed` leaves the first product to others
     blocks.places[1, 0] = 0
     blocks.places[0, 1:4], blocks.places[0, 7:] = -1, -1
@@ -188,11 +189,14 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
     adapters = Adapters(own, row_T, 4, blocks, WorkList(torch.empty(0, TILE), torch.empty(0)))
     layer = FusedExperts.of(1, experts, 24, 16)
     of_tokens = [slots[row] if row >= 0 else -1 for row in (range(8) if rows is None else rows)]
-    assert adapters.has_T(layer).tolist() == [slot in (0, 2) for slot in of_tokens]
+    slots_T, has_T1 = adapters.apart()
+    assert slots_T.tolist() == [slot if slot in (0, 2) else -1 for slot in of_tokens]
+    assert has_T1.flatten().tolist() == [slot in (0, 2) for slot in of_tokens] and adapters.apart()[0] is slots_T
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(8)]).to(torch.int32)
     chosen[5] = -1
-    pairs = adapters.of_pairs(chosen, layer)
-    x = torch.randn(16, 16)
+    pairs, x_TI = adapters.of_pairs(chosen, layer), torch.randn(8, 16)
+    assert torch.equal(pairs.experts_TA, chosen.masked_fill(~has_T1, -1))
+    x = x_TI.repeat_interleave(2, 0)
     for fused, part, width in ((layer.gate_up, 0, 32), (layer.down, 2, 24)):
         want = torch.zeros(16, width)
         for pair, (token, expert) in enumerate((t, int(e)) for t in range(8) for e in chosen[t]):
@@ -200,10 +204,35 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
             if expert >= 0 and (slot == 2 or (slot == 0 and expert == 1)):
                 found = [deltas[slot, 3 * expert + p] @ x[pair] for p in ((0, 1) if part == 0 else (2,))]
                 want[pair] = torch.cat(found)
-        for shrink, expand_ in ((lora.shrink.twin, lora.expand_.twin), (lora.shrink.kernel, lora.expand_.kernel)):
+        for own_x, work in ((x, pairs.pairs), (x_TI, pairs.tokens)):
+            for shrink, expand_ in ((lora.shrink.twin, lora.expand_.twin), (lora.shrink.kernel, lora.expand_.kernel)):
+                got = torch.zeros(16, width)
+                expand_(got, shrink(own_x, work, pairs.blocks, fused), pairs.pairs, pairs.blocks, fused)
+                torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
             got = torch.zeros(16, width)
-            expand_(got, shrink(x, pairs.work, pairs.blocks, fused), pairs.work, pairs.blocks, fused)
+            pairs.add_(own_x, fused, got, known=False)
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "active", "experts"), [(1, 8, 128), (1, 1, 4), (9, 4, 5), (40, 3, 3), (33, 2, 1)])
+def test_lists_of_pairs(tokens: int, active: int, experts: int) -> None:
+    """Tiles may stand anywhere. Each has a slot's pairs alone, in their order, and none has fewer than it could: (33, 2, 1) are 66 pairs of two slots."""
+    torch.manual_seed(tokens)
+    chosen = torch.stack([torch.randint(-1, experts, (active,)) for _ in range(tokens)]).to(torch.int32)
+    slots_T, products = torch.randint(-1, 3, (tokens,), dtype=torch.int32), 3 * experts + 2
+    given = chosen, slots_T, products, 3 * products, lora.most_tiles(tokens * active, 3 * experts)
+    found = []
+    for run in (lora.pair_lists.kernel, lora.pair_lists.twin):
+        own_TA, of_tokens, of_pairs = run(*given)
+        assert torch.equal(own_TA, chosen.masked_fill(slots_T.unsqueeze(1) < 0, -1))
+        assert torch.equal(of_tokens.slots_W, of_pairs.slots_W) and len(of_pairs.slots_W) <= tokens * active
+        want_WX = of_pairs.tokens_WX // active
+        assert torch.equal(of_tokens.tokens_WX, want_WX) and want_WX.dtype == of_tokens.tokens_WX.dtype
+        tiles = zip(of_pairs.slots_W.tolist(), of_pairs.tokens_WX.tolist(), strict=True)
+        found.append(sorted((slot, own) for slot, own in tiles if slot >= 0 or max(own) >= 0))
+    assert found[0] == found[1]
+    named = sorted(pair for _, own in found[0] for pair in own if pair >= 0)
+    assert named == torch.nonzero(own_TA.flatten() >= 0).flatten().tolist()
 
 
 @pytest.mark.parametrize("slot", [0, 1, -1])

@@ -13,7 +13,7 @@ from pagerunner.ops.kernels import moe
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
 from pagerunner.ops.kernels.moe_joint import joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products
+from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products, pair_routes
 from pagerunner.ops.pair_sums import add_pairs_
 from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, own_experts, route
 from pagerunner.ops.stored import Stored, Stored4
@@ -40,7 +40,7 @@ def test_experts(sizes, biases, activation):
     "form", by_days(["float32", "fp8 row", "fp8 block", "int4 bf16 128", "e2m1 e8m0 32"], [1, 7, 40])
 )
 def test_products_of_pairs(form):
-    """Each pair with its own row, without an activation; a pair without an expert may get anything."""
+    """Each pair with its own row, or with its token's, without an activation; a pair without an expert may get anything."""
     kind, tokens = form
     torch.manual_seed(tokens)
     weights = torch.randn(4, 256, 128) if kind == "float32" else stored(kind, 256, 128, experts=4)
@@ -49,8 +49,10 @@ def test_products_of_pairs(form):
     routes = Routes(routes.weights_TA, routes.experts_TA.to(torch.int32))
     routes.experts_TA[tokens // 2 :: 2] = -1
     there = routes.experts_TA.flatten() >= 0
-    got, want = (run(x, routes, weights, bias) for run in (pair_products.kernel, pair_products.twin))
-    torch.testing.assert_close(got[there], want[there], atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+    ordered = pair_routes.kernel(*routes[:2], 4)
+    for rows in (x, x[:tokens]):
+        got, want = pair_products.kernel(rows, ordered, weights, bias), pair_products.twin(rows, routes, weights, bias)
+        torch.testing.assert_close(got[there], want[there], atol=1e-3 * float(want.abs().max()), rtol=1e-3)
 
 
 def test_inputs_are_weighted_and_the_sum_is_added_to_a_residual():

@@ -233,15 +233,22 @@ def _fixed_product(
     return grouped_product(x, w_EOK, bias_EO, routes, activation, weigh=weigh, tile_pairs=tile)
 
 
+def pair_routes(weights_TA: torch.Tensor, experts_TA: torch.Tensor, experts: int, ranks: int = 1) -> Routes:
+    """See `ops/moe.py`."""
+    routes = _ordered(Routes(weights_TA, experts_TA, ranks=ranks), experts)
+    assert routes.order_P is not None, "the pairs have no order"
+    # Behind the experts' pairs it says nothing, and rows are taken by it.
+    return routes._replace(order_P=routes.order_P.clamp_(0, experts_TA.numel() - 1))
+
+
 def pair_products(
-    x_PI: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
+    x: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/moe.py`."""
-    weights_EOI = _readable(weights_EOI, x_PI.dtype)
-    routes = _ordered(routes, weights_EOI.shape[0])
-    assert routes.order_P is not None, "the pairs have no order"
-    own_P = routes.order_P.clamp(0, x_PI.shape[0] - 1)  # behind the experts' pairs it says nothing
-    return _any_product(x_PI.index_select(0, own_P), weights_EOI, bias_EO, routes, None, weigh=False)
+    order_P, (tokens, active) = routes.order_P, routes.experts_TA.shape
+    assert order_P is not None, "the routes aren't those of `pair_routes`"
+    x_PI = x.index_select(0, order_P if len(x) == tokens * active else order_P // active)
+    return _any_product(x_PI, _readable(weights_EOI, x.dtype), bias_EO, routes, None, weigh=False)
 
 
 def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
