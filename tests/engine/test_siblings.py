@@ -88,6 +88,15 @@ def test_all_tokens_of_the_prompt_but_the_last_are_shared(checkpoint: Callable[[
     assert (stats.prefix_queries_total, stats.prefix_hits_total) == (4 * 41, 3 * 40)
 
 
+@pytest.mark.parametrize(("n", "most"), [(1, 1), (2, 3)])
+def test_without_caching_only_siblings_hold_a_snapshot(checkpoint: Callable[[str], str], n: int, most: int) -> None:
+    """A request without siblings has nobody who could go on from its prompt. Its state is the only page of that group."""
+    llm = LLM(checkpoint("qwen3-next"), max_model_len=128, skip_tokenizer_init=True, enable_prefix_caching=False)
+    states = [number for number, group in enumerate(llm.memory_plan.groups) if group.kind == "recurrent"]
+    held = [llm.stats().groups[states[0]].pages_in_use for _ in llm.stream(prompts()[2], sampling(1, n=n))]
+    assert (max(held), llm.stats().prefix_queries_total > 0) == (most, n > 1)
+
+
 def test_writing_into_the_shared_page_would_be_noticed(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class Sequence:
         self.awaits_adapter = False  # it was admitted, and its adapter's pages are being filled
         self.passed = 0  # how many went before it while it waited for a slot of adapters
         # of a request that has siblings
-        self.parent_id = request.parent_id if shares and request.parent_id != request.request_id else ""
+        self.parent_id = "" if request.is_alone or not shares else request.parent_id
         self.key = (request.priority, request.arrival_time, arrival)
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)

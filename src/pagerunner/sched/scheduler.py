@@ -150,7 +150,7 @@ class Scheduler:
         sequence = Sequence(
             request,
             manager.chain(request.cache_salt, request.parent_id, adapter),
-            shares=manager.enable_prefix_caching or request.parent_id != "",
+            shares=manager.enable_prefix_caching or not request.is_alone,
             max_model_len=self.max_model_len,
             arrival=self._state.counts.arrivals,
             adapter=adapter,

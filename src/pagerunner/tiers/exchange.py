@@ -192,8 +192,8 @@ class Exchange:
 
     def queued(self, request: EngineRequest, adapter: AdapterInfo | None = None) -> None:
         """The scheduler has a request. Its last update waits if its pages are to be lent."""
-        params, alone = request.kv_transfer, request.parent_id in ("", request.request_id)
-        if params is not None and params.do_remote_decode and alone and request.pooling is None:
+        params = request.kv_transfer
+        if params is not None and params.do_remote_decode and request.is_alone and request.pooling is None:
             self._to_lend[request.request_id] = request, adapter
 
     def hold(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:

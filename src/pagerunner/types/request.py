@@ -83,6 +83,11 @@ class EngineRequest(msgspec.Struct, kw_only=True, frozen=True):
             longest = max(map(len, words))
             at_most(longest, "MAX_BAD_WORD_LENGTH", "bad_words", f"holds a word of {longest} tokens")
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has no siblings. Frontends name a request's only sequence as its parent."""
+        return self.parent_id in ("", self.request_id)
+
     def siblings(self, others: Sequence[tuple[str, int]]) -> list[EngineRequest]:
         """More sequences of the same request, by id and seed.
 
