@@ -57,14 +57,16 @@ def least_bytes(model: ModelMemory, tokens: int) -> int:
 
 
 class _Watched(KVManager):
-    """Notes the most bytes that pages held at the end of any plan, before the plan's own leftovers are given back."""
+    """Notes the most bytes that pages held in any step: with snapshots that it takes, and before its own leftovers are given back."""
 
     peak_bytes = 0
 
     def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
-        held = zip(self.plan.groups, self.pool.used, strict=True)
+        before = list(self.pool.used)
+        saves = super().end_plan(rows)
+        held = zip(self.plan.groups, map(max, before, self.pool.used), strict=True)
         self.peak_bytes = max(self.peak_bytes, sum(group.page_bytes * used for group, used in held))
-        return super().end_plan(rows)
+        return saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ class Traffic:
 class Engine:
     """A scheduler and manager over a plan, and a runner that samples token 1 whatever is asked."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, plan: MemoryPlan, *, caches: bool = True) -> None:
         self.plan = plan
-        self.manager = _Watched(plan)
+        self.manager = _Watched(plan, enable_prefix_caching=caches)
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=256, max_num_batched_tokens=STEP_TOKENS, max_model_len=plan.max_model_len
         )
@@ -94,6 +96,7 @@ class Engine:
         self.scheduler.add(
             EngineRequest(
                 request_id=str(self._made),
+                parent_id=str(self._made),
                 prompt_token_ids=list(prompt),
                 params=SamplingParams(max_tokens=None, ignore_eos=True),
                 seed=0,
@@ -222,12 +225,15 @@ def planned_rows() -> list[Row]:
 
 def moving_rows() -> list[Row]:
     """What the manager and the scheduler do with one request."""
-    v4 = Engine(model_plan(memory_models.deepseek_v4_flash(), 40 * GIB)).run(prompt_of(65_536))
+    v4_plan = model_plan(memory_models.deepseek_v4_flash(), 40 * GIB)
+    v4 = Engine(v4_plan).run(prompt_of(65_536))
+    v4_alone = Engine(v4_plan, caches=False).run(prompt_of(65_536))
     hybrid = Engine(model_plan(memory_models.qwen3_next_80b(), 40 * GIB))
     prompt = prompt_of(10_000)
     ran = hybrid.run(prompt)
     return [
         Row("DeepSeek-V4-Flash (fp8), peak of a 64K-token prompt", "6.71 GiB", _gib(v4.peak_bytes)),
+        Row("the same without prefix caching", "", _gib(v4_alone.peak_bytes)),
         Row("DeepSeek-V4-Flash (fp8), what it leaves in the prefix cache", "5.70 GiB", _gib(v4.cached_bytes)),
         Row(
             "Qwen3-Next-80B, 10,000-token prompt: reachable hit, steps of its prefill",

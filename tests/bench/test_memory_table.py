@@ -69,9 +69,13 @@ def test_deepseek_v4_flash_is_what_the_engine_keeps() -> None:
 
 
 def test_moving_requests_reach_the_promised_figures(table: ModuleType) -> None:
-    flash = table.Engine(table.model_plan(memory_models.deepseek_v4_flash(), 40 * GIB)).run(table.prompt_of(65_536))
-    assert flash.peak_bytes <= 0.26 * GIB
-    assert 0 < flash.cached_bytes <= 0.26 * GIB
+    plan, long = table.model_plan(memory_models.deepseek_v4_flash(), 40 * GIB), table.prompt_of(65_536)
+    flash = table.Engine(plan).run(long)
+    assert flash.peak_bytes <= 0.267 * GIB
+    assert 0 < flash.cached_bytes <= 0.253 * GIB
+    alone = table.Engine(plan, caches=False).run(long)
+    assert alone.peak_bytes <= 0.253 * GIB and not alone.cached_bytes
+    assert flash.peak_bytes - alone.peak_bytes > 11 * MIB, "a snapshot of state is counted in the step that takes it"
     hybrid = table.Engine(table.model_plan(memory_models.qwen3_next_80b(), 40 * GIB))
     prompt = table.prompt_of(10_000)
     assert hybrid.run(prompt).prefill_steps == 2, "no forward is added for the snapshot"
