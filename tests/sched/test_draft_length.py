@@ -134,7 +134,7 @@ def test_a_place_that_is_never_right_counts_nothing_soon() -> None:
 
 def test_a_dear_number_is_not_chosen_before_the_one_below_it_has_run() -> None:
     engine = Decoding(256)
-    engine.run(300, BY_PLACE)
+    engine.run(300, (1.0, 1.0, 0, 0, 0, 0, 0))  # so the third is believed to be right, and those behind it
     assert 0 < max(engine.chosen) <= 3, "7 would take 5 times as long as none"
 
 
@@ -220,7 +220,7 @@ def test_a_trial_is_as_seldom_as_it_is_dear() -> None:
     engine.run(300, 0.1)
     begun = [place for place in range(301, 2300) if engine.run(1, 0.1) and engine.chosen[-1] > engine.chosen[-2]]
     apart = [later - one for one, later in zip(begun, begun[1:], strict=False)]
-    assert 10 < len(begun) < 60
+    assert 10 < len(begun) < 40, "one in 34 steps would be 58"
     assert min(apart) > 32
 
 

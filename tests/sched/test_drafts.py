@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from helpers.device_costs import KEY_BYTES, Device
 from helpers.plans import one_group
 from pagerunner.config import SpeculativeConfig
+from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, WindowKV
@@ -15,7 +18,7 @@ from pagerunner.sched.costs import CostModel
 from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, LengthByRows
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.suffix import SuffixDrafter, SuffixIndex
-from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult
+from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StateSave, StepPlan, StepResult
 
 
 def scheduler_of(drafts: int | DraftLength = 3, pages: int = 40, **limits: int) -> Scheduler:
@@ -142,15 +145,35 @@ def test_drafts_are_left_out_before_anybody_is_preempted() -> None:
 
 
 def test_a_row_whose_length_is_uncertain_waits_before_anybody_is_preempted() -> None:
+    """Two requests fill 4 pages, and may have as many tokens as these have room for."""
     scheduler = scheduler_of(pages=4)
-    add(scheduler, 30, 20, name="a")
-    add(scheduler, 30, 20, name="bb")
+    add(scheduler, 28, 20, name="a")
+    add(scheduler, 28, 20, name="bb")
     first, second = plan_of(scheduler), plan_of(scheduler)
-    assert bounds(second) == [(30, 1), (30, 1)], "there are no pages for positions from 32 on"
+    assert bounds(second) == [(28, 4), (28, 4)]
     commit(scheduler, first, [7], [8])
-    assert bounds(plan_of(scheduler)) == [(31, 1), (31, 1)]
+    assert scheduler.schedule() is None, "the next rows begin at 29 to 32, and there is no page for 32"
     commit(scheduler, second, [7], [8])
+    assert bounds(plan_of(scheduler)) == [(29, 1), (29, 1)]
     assert scheduler.stats().preemptions_total == 0
+
+
+def test_memory_is_told_where_rows_begin_at_the_least_and_end_for_certain() -> None:
+    """Snapshots of states are taken by these bounds: one that is believed to be taken, and isn't, would be found by others."""
+    told: list[list[tuple[int, int]]] = []
+
+    class Told(KVManager):
+        def end_plan(self, rows: Iterable[tuple[Grant, int, int]]) -> list[StateSave]:
+            given = list(rows)
+            told.append([(start, end) for _, start, end in given])
+            return super().end_plan(given)
+
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 640, "max_in_flight": 3}
+    scheduler = Scheduler(Told(one_group(40)), draft_length=FixedLength(3), **limits)
+    add(scheduler, 30)
+    plans = [plan_of(scheduler) for _ in range(3)]
+    assert [bounds(plan) for plan in plans] == [[(0, 30)], [(30, 4)], [(34, 4)]]
+    assert told == [[(0, 30)], [(30, 31)], [(31, 35)]]
 
 
 def test_rows_keep_their_drafts_where_a_drafter_has_no_pages_to_go_on() -> None:
