@@ -6,7 +6,6 @@ from collections.abc import Sequence as Ids
 
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
-from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.types import (
     NO_TOKEN_ALLOWED,
     FinishReason,
@@ -110,7 +109,7 @@ def _append(
         return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs, drafted=drafted)
     if sequence.guide is not None:
         if state.host_drafter is not None:
-            drafts = sequence.host_drafts = _host_drafts(state.host_drafter, sequence)
+            drafts = sequence.host_drafts = state.guess(sequence, sequence.drafts)
         sequence.guide.advance(token_ids, drafts)
     if sequence.reported:
         return RequestUpdate(
@@ -121,11 +120,3 @@ def _append(
             drafted=drafted,
         )
     return state.update(sequence, token_ids=token_ids, logprobs=logprobs, drafted=drafted)
-
-
-def _host_drafts(drafter: SuffixDrafter, sequence: Sequence) -> list[int]:
-    """Drafts of a sequence whose text is known to its end; none if it hasn't been taken up so far."""
-    text = sequence.text
-    if text is None or text.end < len(sequence.tokens):
-        return []
-    return drafter.draft(text, sequence.drafts, alone=bool(sequence.request.cache_salt))

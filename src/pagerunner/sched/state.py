@@ -68,6 +68,13 @@ class SchedulerState:
         self.counts = earlier.counts.carried_on()
         self._warned_preemptions = self.counts.preemptions
 
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        """What the host drafts behind a sequence's tokens; nothing while its text isn't taken up. Who has a salt is told no others' words."""
+        text = sequence.text
+        if self.host_drafter is None or text is None or text.end < len(sequence.tokens):
+            return []
+        return self.host_drafter.draft(text, most, alone=bool(sequence.request.cache_salt))
+
     def lacks_adapter(self, sequence: Sequence) -> bool:
         """Whether a sequence of the line has to wait for its adapter. If so, it stands beside the line from now on."""
         if self.adapters is None or self.adapters.take(sequence):

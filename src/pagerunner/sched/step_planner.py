@@ -218,9 +218,7 @@ class StepPlanner:
             self._to_index -= missing
         if sequence.guide is not None:  # it has seen them, and no step is in flight
             return Guess(-1, len(tokens), sequence.host_drafts)
-        if text.end < len(tokens):
-            return Guess(-1, len(tokens), [])
-        guess = drafter.draft(text, start + 1 - len(tokens) + self._drafts, alone=bool(sequence.request.cache_salt))
+        guess = self._state.guess(sequence, start + 1 - len(tokens) + self._drafts)
         sequence.drafts = max(len(guess) - sequence.pending, 0)
         return Guess(-1, len(tokens), guess)
 
