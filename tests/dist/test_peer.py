@@ -64,9 +64,10 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
     """Few programs, so that a program has several rounds; rooms keep what earlier calls have left. Sums of up to `bare` bytes go as bare words, those of
     up to `once` bytes not in two rounds."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
-    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 10)  # which have up to two rounds: a phase sends all of them
+    places = 4 if once < bare else 2
+    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 20 // places)  # which have as many rounds as places: a phase sends all of them
     monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
-    limits = Limits(0, 2**31, bare, once)
+    limits = Limits(0, 2**31, bare, once, places)
     rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
     ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks + bare)
@@ -192,6 +193,8 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
             assert grid[0] <= 256
             return lambda *_, **__: launched.append(self._said)
 
+    a_round = 4 * peer_sums._SLOT_WORDS * peer_sums._BARE_PROGRAMS
+    assert LIMITS[2].bare / a_round < LIMITS[2].places, "no launch has a fence"
     for ranks, limits in LIMITS.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
         names = "peer_units", "peer_bare", "peer_bare_twice"

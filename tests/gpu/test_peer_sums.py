@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from helpers.device import ON_CUDA
+from helpers.effort import effort
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
 
@@ -24,9 +26,10 @@ def test_random_calls_have_the_twins_bits(ranks: int, tmp_path: Path) -> None:
     meeting.mkdir(mode=0o700)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "helpers.peer_program", str(meeting)]
+    calls = ["150", str(effort(33, 200)), str(random.randrange(2**31))]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(ranks), "150"],
+            [*command, str(rank), str(ranks), *calls],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -380,8 +380,16 @@ def fixed(group: int, dim: int, one: bool, reach: bool, split: bool) -> dict[str
 
 PEERS = {
     "peer_words": {"W": 256, "SLOT": 1024},
-    "peer_bare": {"W": 1024, "SLOT": 1024, "DTYPE": tl.float32},
-    "peer_bare_twice": {"EACH": 512, "PART": 512, "SLOT": 1024, "DTYPE": tl.bfloat16, "RELAY": True, "NORM": 1},
+    "peer_bare": {"W": 1024, "SLOT": 1024, "PLACES": 2, "DTYPE": tl.float32},
+    "peer_bare_twice": {
+        "EACH": 512,
+        "PART": 512,
+        "SLOT": 1024,
+        "PLACES": 4,
+        "DTYPE": tl.bfloat16,
+        "RELAY": True,
+        "NORM": 1,
+    },
     "peer_units": {"W": 4096, "BLOCK": 4096, "UNITS": 2, "SLOT": 16384, "FLAGS": 2**26, "GATHER": False, "NORM": 1},
 }
 

@@ -1,6 +1,8 @@
 """A rank of `tests/gpu/test_peer_sums.py`: random sums, norms and gathers by our own kernels, compared bit by bit with what gloo gathers.
 
-python -m helpers.peer_program DIRECTORY RANK RANKS CALLS
+python -m helpers.peer_program DIRECTORY RANK RANKS CALLS KINDS SEED
+
+Calls are of so many kinds, as each is another kernel, whose compilation takes half a second with four ranks.
 """
 
 from __future__ import annotations
@@ -37,15 +39,22 @@ DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
 
 
 class Calls:
-    """Random calls, the same ones on all ranks, each with numbers of the rank's own."""
+    """Random calls of so many kinds, the same ones on all ranks, each with numbers of the rank's own."""
 
-    def __init__(self, comm: PeerComm, host: GlooComm, device: torch.device) -> None:
+    def __init__(self, comm: PeerComm, host: GlooComm, device: torch.device, choose: random.Random, count: int) -> None:
         self.comm, self.host, self.device = comm, host, device
+        self.kinds = [
+            (
+                choose.choice(["add", "sum", "norm", "parts", "gather"]),
+                SHAPES[number % len(SHAPES)],
+                choose.choice(DTYPES),
+            )
+            for number in range(count)
+        ]
 
     def make(self, choose: random.Random) -> tuple[str, list[torch.Tensor]]:
         """What is called, and with what."""
-        kind = choose.choice(["add", "sum", "norm", "gather"])
-        shape, dtype = choose.choice(SHAPES), choose.choice(DTYPES)
+        kind, shape, dtype = choose.choice(self.kinds)
         torch.manual_seed(choose.randrange(2**31) + self.host.rank)
         x = torch.randn(shape, device=self.device).mul_(10.0**self.host.rank).to(dtype)
         torch.manual_seed(0)
@@ -64,6 +73,12 @@ class Calls:
             return x
         if kind == "norm" and self.comm.takes_norm(x):
             return torch.cat([self.comm.add_norm_(x, residual, Norm(weight, 1e-6)), residual])
+        if kind == "parts" and self.comm.takes_parts(*x.shape, x.dtype):
+            parts = torch.full((3, len(x) + 7, x.shape[1]), torch.nan, device=self.device)
+            parts[:, : len(x)] = torch.stack([x.float() * share for share in (0.5, 0.25, 0.25)])
+            normed = self.comm.add_parts_(parts, residual, Norm(weight, 1e-6))
+            assert normed is not None
+            return torch.cat([normed, residual])
         self.comm.all_reduce_(x, residual)
         return residual
 
@@ -86,7 +101,7 @@ class Calls:
             return
         total = sum_in_order(parts)
         wanted = total if kind == "sum" else residual.cpu() + total
-        if kind == "norm" and found.shape[0] == 2 * x.shape[0]:
+        if found.shape[0] == 2 * x.shape[0]:
             normed, found = found.chunk(2)
             near = Norm(weight, 1e-6)(wanted.to(self.device))
             step = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}[x.dtype]
@@ -95,7 +110,7 @@ class Calls:
 
 
 def main() -> None:
-    directory, rank, ranks, calls = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    directory, rank, ranks, calls, kinds, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     host = GlooComm(directory, rank, ranks, 60)
@@ -104,7 +119,8 @@ def main() -> None:
         return PeerSums(torch.tensor(rooms, device=device), rank, limits_of(ranks)._replace(most=2**31))
 
     comm = PeerComm(host, StagedComm(host, lambda: False), CudaDriver(device.index), room_bytes, sums)
-    every, choose, own = Calls(comm, host, device), random.Random(7), random.Random(rank)
+    choose, own = random.Random(seed), random.Random(rank)
+    every = Calls(comm, host, device, choose, kinds)
     for _ in range(calls):
         kind, arguments = every.make(choose)
         torch.cuda._sleep(own.choice([0, 10**4, 10**6]))  # one rank comes before the other, and the other way round

@@ -30,7 +30,7 @@ from pagerunner.ops.peer_sums import Limits, PeerSums, room_bytes
 interpreter_floats.install()
 kernels: Any = importlib.import_module("pagerunner.ops.kernels.peer_sum")
 LIMITS = Limits(2**19, 2**31)
-BARE = Limits(0, 2**31, bare=2**31)
+BARE = Limits(0, 2**31, bare=2**31, places=4)
 
 
 def wait_slowly(seconds: float) -> None:

@@ -19,12 +19,14 @@ class Limits(NamedTuple):
 
     `words`: what is gathered, with the number of the round, which are twice as many bytes. `bare`: sums as bare words; up to `once` each rank sends
     all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones.
+    `places`, a power of two: those of each bare word, which rounds take in turns. A launch of fewer rounds needs no fence (`_next_round`).
     """
 
     words: int
     most: int
     bare: int = 0
     once: int = 2**31
+    places: int = 2
 
     @property
     def twice(self) -> bool:
@@ -33,9 +35,9 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    2: Limits(2**19, 2**31, bare=2**22),
+    2: Limits(2**19, 2**31, bare=2**22, places=8),
     3: Limits(2**16, 2**19, bare=2**16),
-    4: Limits(2**18, 2**24, bare=2**24, once=2**17),
+    4: Limits(2**18, 2**24, bare=2**24, once=2**17, places=4),
 }
 """By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL."""
 MORE_RANKS = Limits(2**16, 2**17, bare=2**16)
@@ -52,12 +54,12 @@ def _words_bytes(size: int) -> int:
 
 
 def _bare_bytes(size: int, limits: Limits) -> int:
-    return (4 if limits.twice else 2) * 4 * _SLOT_WORDS * _BARE_PROGRAMS * size
+    return limits.places * (2 if limits.twice else 1) * 4 * _SLOT_WORDS * _BARE_PROGRAMS * size
 
 
 def room_bytes(size: int, limits: Limits | None = None) -> int:
     """Of a rank's room: parts for words, for bare words and for units. Each has two halves, which rounds take in turns, of a slot for each program and
-    sender; bare words have two more, for sums, if some go in two rounds.
+    sender. Bare words have as many such places as the limits say, and as many again for sums if some go in two rounds.
 
     Behind the units' slots is a flag for each program and sender. Programs count the rounds of each part by itself, so the ways may alternate.
     """
@@ -208,6 +210,7 @@ class PeerSums:
         words = source if in_parts else source.view(-1).view(torch.int32)
         num, dtype = out_words.numel(), self._kernels.DTYPES[out.dtype]
         how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype, **kind}
+        how["PLACES"] = self.limits.places
         rooms = (self._bare_part, self._bare_rounds, num)
         if out.nbytes <= self.limits.once:
             del how["RELAY"]

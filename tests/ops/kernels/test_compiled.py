@@ -320,9 +320,9 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
         assert steps[first : first + ranks] == [looked] * ranks, "all ranks' words are asked for at once"
         paths = "; ".join(compiled[case]["paths"])
         between = r"; bra (\$L\w+); fence\.acq_rel\.sys; bar\.sync; bra\.uni \$L\w+; \1; ret$"
-        assert re.search(between, paths) and paths.count("fence") == 1, (
-            "a last round goes around the fence, and others don't"
-        )
+        if name == "peer_bare_twice":  # with four places two of three rounds go around it, too, to the barrier
+            between = r"; (\$L\w+); bar\.sync; .*; bra (\$L\w+); bra \1; fence\.acq_rel\.sys; bra\.uni \1; \2; ret$"
+        assert re.search(between, paths) and paths.count("fence") == 1, "a last round goes around the fence"
         return
     told = [place for place, step in enumerate(steps) if step.startswith("atom.")]
     assert len(told) == 1

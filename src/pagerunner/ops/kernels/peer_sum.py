@@ -4,7 +4,7 @@
 there: nothing is fenced, and no flag follows them. This leans on the devices more than on PTX's memory model, for which a plain store and a load in
 another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
 `peer_bare` (sums): 4 bytes go as their complement, which is never 0. Whoever has read them puts a 0 there. So again the numbers themselves say when
-they are there, in half as many bytes. Where a launch has several rounds a fence stands between them, as a place must be clear before it gets another word.
+they are there, in half as many bytes. A place must be clear before it gets another word: launches stand between the two, or a fence where a launch has many rounds.
 `peer_bare_twice` (larger sums, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
 added up is written to all. So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many.
 `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
@@ -131,10 +131,19 @@ def _fence(round):
 
 
 @triton.jit
-def _next_round(round, WAIT: tl.constexpr):
-    """Between two rounds of a launch: no thread sends words of the next one before all have cleared those of this one, as other devices see it too."""
+def _next_round(round, done, PLACES: tl.constexpr, WAIT: tl.constexpr):
+    """Between two rounds of a launch, of which `done` are behind: a fence behind every PLACES - 1 of them.
+
+    Why. A rank clears the place of round r. The next word for it is of round r + PLACES, which the sender sends when it has this rank's words of round
+    r + PLACES - 1. So the clearing must come before those, which this rank sends PLACES - 1 rounds later. If they are of another launch it does: a kernel has its turn when all that
+    the one before has written is there. In one launch the two are a store to this device and one to another device, which nothing keeps in their order: by
+    PTX's memory model only a fence of scope sys does, as the next word comes from another device. That fence waits until all words on their way have arrived, some 3 us.
+    With PLACES - 1 rounds or fewer no launch has both. Example with four places: three rounds need no fence, and six need one, behind the third.
+    The barrier: no thread sends words of the next round before all have cleared those of this one.
+    """
     if WAIT:
-        round = _fence(round)
+        if done % (PLACES - 1) == 0:
+            round = _fence(round)
     tl.debug_barrier()
     return round
 
@@ -213,14 +222,13 @@ def _rooms(peers_ptr, rank, N: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def peer_bare(
     x_ptr, out_ptr, peers_ptr, rounds_ptr, num, rank,
-    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, DTYPE: tl.constexpr,
     ADD: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See PeerSums. Units and rounds are those of `peer_words`, in a part of the room that only bare words use.
 
-    A rank clears a word when it has it. The sender's next word for this place is of the round after the next one, which it begins when it has all words
-    of the next round. These were sent behind the clearing: by `_next_round` within a launch, and between launches as the next one waits for its turn. As in
-    `peer_words`, words themselves are plain stores and loads.
+    A rank clears a word when it has it. The sender's next word for this place is of PLACES rounds later, which it begins when it has all words
+    of the round before. These were sent behind the clearing: see `_next_round`. As in `peer_words`, words themselves are plain stores and loads.
     """
     start_next(PDL)
     program, programs, at = tl.program_id(0), tl.num_programs(0), tl.arange(0, W)
@@ -228,12 +236,12 @@ def peer_bare(
     own = rooms[0]
     wait_turn(PDL)
     round = tl.load(rounds_ptr + program)
-    unit = program
+    unit, done = program, 0
     while unit * W < num:
         round += 1
         place = unit * W + at
         mask = place < num
-        slots = ((round & 1) * PROGRAMS + program) * N * SLOT
+        slots = ((round & (PLACES - 1)) * PROGRAMS + program) * N * SLOT
         x = _known(tl.load(x_ptr + place, mask=mask, other=0))
         if SEND:
             for step in tl.static_range(1, N):
@@ -245,9 +253,9 @@ def peer_bare(
             if ADD:
                 total = _with_old(total, old, DTYPE)
             tl.store(out_ptr + place, total, mask=mask)
-        unit += programs
+        unit, done = unit + programs, done + 1
         if unit * W < num:
-            round = _next_round(round, WAIT)
+            round = _next_round(round, done, PLACES, WAIT)
     if TAKE:
         tl.store(rounds_ptr + program, round)
 
@@ -299,12 +307,12 @@ def _given(
 @triton.jit(do_not_specialize=["rank", "eps"])
 def peer_bare_twice(
     x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, num, stride, rank, eps,
-    N: tl.constexpr, EACH: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, EACH: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, DTYPE: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, SEND: tl.constexpr, RELAY: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of `peer_bare` in two rounds: each of N ranks, a power of two, adds up EACH of a unit's N * EACH words, and sends that to all, itself too.
 
-    What is added up goes to a third and fourth half of the program's slots. The bits are the same. PART is the power of two from EACH on. NORM as in
+    What is added up goes to PLACES more of the program's slots. The bits are the same. PART is the power of two from EACH on. NORM as in
     `peer_units`; a unit is a token then, and the norm's weight has the same dtype. PARTS: what is added up comes in so many parts of float32, see `_given`.
     """
     start_next(PDL)
@@ -317,11 +325,11 @@ def peer_bare_twice(
         weights = tl.load(weight_ptr + of_every, mask=every % PART < EACH, other=0)
     wait_turn(PDL)
     round = tl.load(rounds_ptr + program)
-    unit = program
+    unit, done = program, 0
     while unit * N * EACH < num:
         round += 1
-        slots = ((round & 1) * PROGRAMS + program) * N * SLOT
-        sums = slots + 2 * PROGRAMS * N * SLOT
+        slots = ((round & (PLACES - 1)) * PROGRAMS + program) * N * SLOT
+        sums = slots + PLACES * PROGRAMS * N * SLOT
         first = unit * N * EACH
         if SEND:
             parts = ()
@@ -357,9 +365,9 @@ def peer_bare_twice(
                 features: tl.constexpr = N * EACH * (4 // (DTYPE.primitive_bitwidth // 8))
                 normed = _normed(total, weights, eps, features, DTYPE, NORM == 2)
                 tl.store(normed_ptr + first + of_every, normed, mask=mask)
-        unit += programs
+        unit, done = unit + programs, done + 1
         if unit * N * EACH < num:
-            round = _next_round(round, WAIT)
+            round = _next_round(round, done, PLACES, WAIT)
     if TAKE:
         tl.store(rounds_ptr + program, round)
 
