@@ -100,6 +100,25 @@ def test_drafts_change_no_token(
         assert counts is not None and counts.num_draft_tokens > 5
 
 
+def test_idle_copies_are_forgotten_before_those_of_running_requests(llm: LLM, adapters: list[LoRARequest]) -> None:
+    """Host memory has three. A request runs with the first, and three others are loaded: if it is preempted, its adapter can still come back from host memory."""
+    core = llm._core
+    names = [msgspec.structs.replace(one, lora_name=f"copy {one.lora_name}") for one in adapters]
+    core.load_adapters(names[:1])
+    [request] = llm._frontend.inputs.process(PROMPTS[0], GREEDY, "runs", lora=names[0].lora_name)
+    core.add(request)
+    while not core.stats().running:
+        core.step()
+    for one in names[1:]:
+        core.load_adapters([one])
+    digests = [core.adapters.books.of(one.lora_name).digest for one in names]
+    assert list(core.adapters._copies) == [digests[0], *digests[2:]]
+    core.abort(["runs"])
+    core.drain()
+    for one in names:
+        core.adapters.remove(one.lora_name)
+
+
 def test_prefixes_are_found_by_those_with_the_same_content_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
     llm.reset_prefix_cache()
     [first] = llm.generate(PROMPTS[0], GREEDY, False, lora_request=adapters[0])

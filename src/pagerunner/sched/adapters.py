@@ -186,6 +186,10 @@ class Adapters:
         leased = self.manager.adapters.is_leased
         return {slot.digest for slot in self._slots if slot.users and not leased(slot.digest)}
 
+    def in_use(self) -> set[str]:
+        """Digests whose slots sequences have."""
+        return {slot.digest for slot in self._slots if slot.users}
+
     def take_fills(self) -> list[AdapterFill]:
         """Fills that are to begin now, behind the steps that were planned so far."""
         fills, self._fills = self._fills, []

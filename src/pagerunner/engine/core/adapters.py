@@ -120,7 +120,10 @@ class AdapterWork:
 
     def forget_some(self) -> None:
         """Give up the copies that were used longest ago, but for those that slots may be filled from, of which there are no more than `most`. Beside these there are those that a directory may not have any more: what a name stands for
-        that is being loaded again, and what it stood for before, as long as sequences have that."""
+        that is being loaded again, and what it stood for before, as long as sequences have that.
+
+        Those of running sequences, which may lose their pages, go last, and so does the one used last.
+        """
         if len(self._copies) <= self._most:
             return
         names = self.books.names
@@ -128,7 +131,9 @@ class AdapterWork:
         needed = {names[name].digest for name in loading if name in names} | self.books.without_name()
         others = [digest for digest in self._copies if digest not in needed]
         to_fill = self.books.to_fill()
+        last, running = next(reversed(self._copies)), self.books.in_use()
         spare = [digest for digest in others if digest not in to_fill]
+        spare.sort(key=lambda digest: digest == last or digest in running)
         for digest in spare[: max(len(others) - self._most, 0)]:
             self._forgetting = digest
             self._loader.forget(digest)
