@@ -453,9 +453,18 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
 
 def adapters(name: str, features: int) -> dict[str, Any]:
     """The two kernels of `ops/kernels/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
+    early = name == "early shrink"
+    name = name.removeprefix("early ")
     kernel = {"shrink": lora._shrink, "expand": lora._expand}[name]
     own = {
-        "shrink": {"S": lora.WARPS, "K": features // lora.WARPS, "SPREAD": True, "NORM": 1, "KNOWN": True},
+        "shrink": {
+            "S": lora.WARPS,
+            "K": features // lora.WARPS,
+            "SPREAD": True,
+            "NORM": 1,
+            "KNOWN": True,
+            "EARLY": early,
+        },
         "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False},
     }
     pointers = [one for one in kernel.arg_names if one.endswith(("_TI", "_TO", "_ptr", "_WX", "_W", "_N5"))]

@@ -154,12 +154,13 @@ def pair_lists(
 
 @gpu_kernel("lora")
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
-) -> torch.Tensor:
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False, early: bool = False
+) -> torch.Tensor:  # fmt: skip
     """`A x`, or `A norm(x)`, of each tile and each of the layer's products, [pieces, W, parts, B, tokens of a tile, ranks of a block] in float32.
 
     It is for `expand_` alone: kernels leave `A (x * weight)` and another row for what the norm divides by. What belongs to no block holds
-    anything. `known`: a `shrink` with this work list is among the kernels before.
+    anything. `known`: a `shrink` with this work list is among the kernels before. `early`: what is launched next starts at once, and waits for all it reads
+    but weights and adapters. So it isn't `expand_`, which reads the layer's output before its turn.
     """
     if norm is not None:
         x_TI = norm(x_TI)
@@ -320,7 +321,7 @@ class Adapters:
     ) -> torch.Tensor:  # fmt: skip
         """`adapted_row_` of the layer's product of one token."""
         x_TI, norm = _in_range(x_TI, norm)
-        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
+        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known, early=True)
         self.known = True
         adapted_row_(out_TO, x_TI, weight_OI, bias_O, inner, self.work, self.blocks, layer, norm, gated=gated, add=add)
         return out_TO

@@ -144,10 +144,12 @@ def _sums(x, a, TILE: tl.constexpr):
 def _shrink(
     x_TI, x_stride, norm_ptr, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr,
-    NORM: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not KNOWN:
         wait_turn(PDL)
+    if EARLY:
+        start_next(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
     place = tl.load(
@@ -166,9 +168,10 @@ def _shrink(
         a = tl.load(a_place, (there & (place >= 0))[:, :, None], 0.0)
         if NORM != NO_NORM:
             weight = norm_weight(norm_ptr, features, there, NORM)
-        # The next kernel starts when all before this one have ended: it may read what they have written before its own wait.
+        # Without EARLY the next kernel starts when all before this one have ended: it may read what they have written before its own wait.
         wait_turn(PDL)
-        start_next(PDL)
+        if not EARLY:
+            start_next(PDL)
         if place < 0:
             return
         x = tl.load(x_place, there[:, None, :] & valid, 0.0)
@@ -179,7 +182,8 @@ def _shrink(
         total = _sums(x, a, TILE)
     else:
         wait_turn(PDL)
-        start_next(PDL)
+        if not EARLY:
+            start_next(PDL)
         if place < 0:
             return
         total = tl.zeros([TILE, TILE], tl.float32)
@@ -191,8 +195,8 @@ def _shrink(
 
 
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
-) -> torch.Tensor:
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False, early: bool = False
+) -> torch.Tensor:  # fmt: skip
     """See ops/lora.py."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
@@ -207,7 +211,7 @@ def shrink(
         sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
         _shrink[(tiles, layer.parts * per_product, shape[0])](
             x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
-            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
+            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, EARLY=early, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
 
