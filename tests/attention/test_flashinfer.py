@@ -153,7 +153,7 @@ def test_says_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     ("installed", "spec", "words"),
     [
         (False, specs.LatentKV(512, 64, "bfloat16"), "the package flashinfer-python is not installed"),
-        (True, specs.LatentKV(512, 64, "bfloat16"), "nobody has measured it"),
+        (True, specs.LatentKV(512, 64, "bfloat16"), "it plans on the host"),
         (True, specs.LatentKV(512, 64, "bfloat16", indexer_dim=128), "it serves latent memory, not chosen"),
         (True, specs.LatentKV(448, 64, "bfloat16", compression=4), "it serves latent memory, not compressed"),
         (True, specs.LatentKV(256, 64, "bfloat16"), "it needs latents of (512, 64) elements, not (256, 64)"),
