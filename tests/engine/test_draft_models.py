@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from helpers.device import as_on_cuda, counted_graphs
 from helpers.families import MAKERS
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import engine_args
+from pagerunner.demo import demo_path
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker.worker import load_worker
 from pagerunner.errors import ConfigError
@@ -191,6 +193,21 @@ def test_tokens_are_those_without_a_smaller_model(
             in_graphs, same = generated(followed, mixed_params(), speculative_config=drafts)
         assert in_graphs == found
         assert same == counts
+
+
+def test_a_smaller_model_reads_each_draft_at_its_place(tmp_path: Path) -> None:
+    """One with the target's own weights is always right, so a pass at another position, or over another token, shows."""
+    drafts: dict[str, object] = {"method": "draft_model", "num_speculative_tokens": 4}
+    drafts |= {
+        "model": str(copytree(demo_path(), tmp_path / "twin")),
+        "num_speculative_tokens_per_batch_size": [[1, 4, 4]],
+    }
+    limits: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**24, "max_num_batched_tokens": 24}
+    llm = LLM("demo", max_num_seqs=2, max_in_flight=2, speculative_config=drafts, **limits)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.generate(["Once upon a time", "Tom had a red ball. " * 6], params, use_tqdm=False)
+    counts = llm.stats().spec
+    assert counts is not None and counts.num_accepted_tokens == counts.num_draft_tokens > 50
 
 
 def test_smaller_models_that_cannot_draft(tmp_path: Path) -> None:
