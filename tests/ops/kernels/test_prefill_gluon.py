@@ -11,6 +11,7 @@ from helpers.gluon_groups import Described, Groups
 from helpers.interpreter_floats import install
 from helpers.paged_kernels import check_attention
 from pagerunner.attention.base import Reach
+from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
 from pagerunner.ops.kernels import paged_prefill_gluon, paged_prefill_wide
 from pagerunner.ops.kernels.paged_prefill_wide import Heads, run, serves
@@ -130,3 +131,11 @@ def test_steps_that_it_serves(monkeypatch: pytest.MonkeyPatch, launched: Groups,
     set_borders(monkeypatch, "attention", wide_queries=30)
     check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
     assert launched.programs == programs
+
+
+def test_a_fixed_order_has_the_one_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, launched: Groups) -> None:
+    """Tokens of an engine with `batch_invariant` must not depend on how long the rows of a step are."""
+    monkeypatch.setattr(PagedBackend, "fixed", True)
+    set_borders(monkeypatch, "attention", wide_queries=2)
+    check_attention(Case(FRESH[:1], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8), "cpu", atol=3e-2, rtol=3e-2)
+    assert launched.programs == 0
