@@ -164,9 +164,9 @@ class Experts(Module):
 
         `alone`: of all tokens.
         """
-        pairs, weights_TA = adapters.of_pairs(routes.experts_TA, layer), routes.weights_TA
-        experts_TA = routes.experts_TA if alone else pairs.experts_TA
-        own = pair_routes(weights_TA, experts_TA, self.sizes.experts, routes.ranks)
+        pairs, weights_TA = adapters.of_pairs(routes.experts_TA, layer, alone=alone), routes.weights_TA
+        experts_TA, _, _, *order = pairs.lists
+        own = pair_routes(weights_TA, experts_TA, self.sizes.experts, routes.ranks, *order)
         x = x_TD
         if self.weigh_inputs:
             x = (x_TD.unsqueeze(1) * weights_TA.to(x_TD.dtype).unsqueeze(2)).flatten(0, 1)

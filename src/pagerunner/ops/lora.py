@@ -135,13 +135,33 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
     return WorkList(tokens_WX, slots_W)
 
 
+class PairLists(NamedTuple):
+    """The tiles of pairs of a token and an expert, with the pairs' tokens and with their numbers. `experts_TA`: the experts of pairs that are computed, -1 for others.
+
+    `order_P` and `starts_E1` are those of `Routes`, if they were found on the way; the order says something behind the experts' pairs, too.
+    """
+
+    experts_TA: torch.Tensor
+    tokens: WorkList
+    pairs: WorkList
+    order_P: torch.Tensor | None = None
+    starts_E1: torch.Tensor | None = None
+
+
 @gpu_kernel("lora")
 def pair_lists(
-    experts_TA: torch.Tensor, slots_T: torch.Tensor, products: int, none: int, tiles: int
-) -> tuple[torch.Tensor, WorkList, WorkList]:
-    """The tiles of pairs of a token and an expert: each slot's pairs of each expert, `slot * products + 3 * expert`, are those of a slot. At most `tiles` are needed.
+    experts_TA: torch.Tensor,
+    slots_T: torch.Tensor,
+    products: int,
+    none: int,
+    tiles: int,
+    experts: int,
+    *,
+    alone: bool = False,
+) -> PairLists:
+    """Lists of pairs: each slot's pairs of each of the `experts`, `slot * products + 3 * expert`, are those of a slot. At most `tiles` are needed.
 
-    Returns the experts of pairs that have one, and whose token has a slot, and -1 else; the tiles with each pair's token; and those with the pairs' numbers.
+    Computed are pairs that have an expert and whose token has a slot, or with `alone` all that have an expert.
     `none` is above all slots. The tiles' order is anybody's, and between them there may be some without pairs.
     """
     active = experts_TA.shape[1]
@@ -149,7 +169,7 @@ def pair_lists(
     keys_TA = slots_T.unsqueeze(1) * products + 3 * experts_TA
     pairs = _pairs_work_list(keys_TA.masked_fill(own_TA < 0, none).flatten(), none, tiles)
     tokens_WX = pairs.tokens_WX.div(active, rounding_mode="floor")
-    return own_TA, WorkList(tokens_WX, pairs.slots_W), pairs
+    return PairLists(experts_TA if alone else own_TA, WorkList(tokens_WX, pairs.slots_W), pairs)
 
 
 @gpu_kernel("lora")
@@ -236,20 +256,16 @@ def adapted_row_(
 
 
 class PairAdapters(NamedTuple):
-    """What adapters add to products of pairs of a token and an expert, as if each pair of a slot and an expert were a slot.
+    """What adapters add to products of pairs of a token and an expert, as if each pair of a slot and an expert were a slot."""
 
-    `experts_TA` are the experts of the pairs whose token has an adapter of experts; of others -1. Pairs meet in the same tiles by their tokens and by their own numbers.
-    """
-
-    experts_TA: torch.Tensor
-    tokens: WorkList
-    pairs: WorkList
+    lists: PairLists
     blocks: Blocks
 
     def add_(self, x: torch.Tensor, layer: Fused, y_PO: torch.Tensor, *, known: bool) -> None:
         """Add what adapters say of each pair's input, or of its token's, to the pairs' outputs. `known`: it isn't the first time."""
-        inner = shrink(x, self.pairs if len(x) == len(y_PO) else self.tokens, self.blocks, layer, known=known)
-        expand_(y_PO, inner, self.pairs, self.blocks, layer)
+        pairs = self.lists.pairs
+        inner = shrink(x, pairs if len(x) == len(y_PO) else self.lists.tokens, self.blocks, layer, known=known)
+        expand_(y_PO, inner, pairs, self.blocks, layer)
 
 
 @dataclass(slots=True)
@@ -302,12 +318,12 @@ class Adapters:
             self._apart = slots_T, (slots_T >= 0).unsqueeze(1)
         return self._apart
 
-    def of_pairs(self, experts_TA: torch.Tensor, layer: FusedExperts) -> PairAdapters:
-        """Of the pairs of a token and one of these experts, -1 for none."""
+    def of_pairs(self, experts_TA: torch.Tensor, layer: FusedExperts, *, alone: bool = False) -> PairAdapters:
+        """Of the pairs of a token and one of these experts, -1 for none. `alone`: see `pair_lists`."""
         slots, products, per_product, _ = self.blocks.places.shape
         none, tiles = slots * products, most_tiles(experts_TA.numel(), slots * layer.experts)
-        lists = pair_lists(experts_TA, self.apart()[0], products, none, tiles)
-        return PairAdapters(*lists, Blocks(self.blocks.pool, self.blocks.places.view(none, 1, per_product, 2)))
+        lists = pair_lists(experts_TA, self.apart()[0], products, none, tiles, layer.experts, alone=alone)
+        return PairAdapters(lists, Blocks(self.blocks.pool, self.blocks.places.view(none, 1, per_product, 2)))
 
     def _slots_T(self) -> torch.Tensor:
         """Each token's slot, -1 for none."""

@@ -137,9 +137,16 @@ def fixed_pairs(
 
 
 @gpu_kernel("moe")
-def pair_routes(weights_TA: torch.Tensor, experts_TA: torch.Tensor, experts: int, ranks: int = 1) -> Routes:
-    """Routes to so many experts as several `pair_products` take them, whose order kernels find once."""
-    return Routes(weights_TA, experts_TA, ranks=ranks)
+def pair_routes(
+    weights_TA: torch.Tensor,
+    experts_TA: torch.Tensor,
+    experts: int,
+    ranks: int = 1,
+    order_P: torch.Tensor | None = None,
+    starts_E1: torch.Tensor | None = None,
+) -> Routes:
+    """Routes to so many experts as several `pair_products` take them, whose order kernels find once, unless it is given; then there are no tiles."""
+    return Routes(weights_TA, experts_TA, order_P, starts_E1, ranks=ranks)
 
 
 @gpu_kernel("moe")

@@ -195,7 +195,7 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(8)]).to(torch.int32)
     chosen[5] = -1
     pairs, x_TI = adapters.of_pairs(chosen, layer), torch.randn(8, 16)
-    assert torch.equal(pairs.experts_TA, chosen.masked_fill(~has_T1, -1))
+    assert torch.equal(pairs.lists.experts_TA, chosen.masked_fill(~has_T1, -1))
     x = x_TI.repeat_interleave(2, 0)
     for fused, part, width in ((layer.gate_up, 0, 32), (layer.down, 2, 24)):
         want = torch.zeros(16, width)
@@ -204,27 +204,34 @@ def test_pairs_of_a_token_and_an_expert(rows: list[int] | None) -> None:
             if expert >= 0 and (slot == 2 or (slot == 0 and expert == 1)):
                 found = [deltas[slot, 3 * expert + p] @ x[pair] for p in ((0, 1) if part == 0 else (2,))]
                 want[pair] = torch.cat(found)
-        for own_x, work in ((x, pairs.pairs), (x_TI, pairs.tokens)):
+        for own_x, work in ((x, pairs.lists.pairs), (x_TI, pairs.lists.tokens)):
             for shrink, expand_ in ((lora.shrink.twin, lora.expand_.twin), (lora.shrink.kernel, lora.expand_.kernel)):
                 got = torch.zeros(16, width)
-                expand_(got, shrink(own_x, work, pairs.blocks, fused), pairs.pairs, pairs.blocks, fused)
+                expand_(got, shrink(own_x, work, pairs.blocks, fused), pairs.lists.pairs, pairs.blocks, fused)
                 torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
             got = torch.zeros(16, width)
             pairs.add_(own_x, fused, got, known=False)
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("tokens", "active", "experts"), [(1, 8, 128), (1, 1, 4), (9, 4, 5), (40, 3, 3), (33, 2, 1)])
-def test_lists_of_pairs(tokens: int, active: int, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "active", "experts", "alone"),
+    [(1, 8, 128, True), (1, 1, 4, False), (9, 4, 5, True), (40, 3, 3, False), (33, 2, 1, False)],
+)
+def test_lists_of_pairs(tokens: int, active: int, experts: int, alone: bool) -> None:
     """Tiles may stand anywhere. Each has a slot's pairs alone, in their order, and none has fewer than it could: (33, 2, 1) are 66 pairs of two slots."""
     torch.manual_seed(tokens)
     chosen = torch.stack([torch.randint(-1, experts, (active,)) for _ in range(tokens)]).to(torch.int32)
     slots_T, products = torch.randint(-1, 3, (tokens,), dtype=torch.int32), 3 * experts + 2
-    given = chosen, slots_T, products, 3 * products, lora.most_tiles(tokens * active, 3 * experts)
+    given = chosen, slots_T, products, 3 * products, lora.most_tiles(tokens * active, 3 * experts), experts
     found = []
     for run in (lora.pair_lists.kernel, lora.pair_lists.twin):
-        own_TA, of_tokens, of_pairs = run(*given)
-        assert torch.equal(own_TA, chosen.masked_fill(slots_T.unsqueeze(1) < 0, -1))
+        own_TA, of_tokens, of_pairs, order_P, starts_E1 = run(*given, alone=alone)
+        assert torch.equal(own_TA, chosen.masked_fill(slots_T.unsqueeze(1) < 0, -1) if not alone else chosen)
+        if order_P is not None:
+            experts_P = own_TA.flatten().masked_fill(own_TA.flatten() < 0, experts)
+            assert torch.equal(order_P, experts_P.argsort(stable=True).to(torch.int32))
+            assert starts_E1.tolist() == [int((experts_P < expert).sum()) for expert in range(experts + 1)]
         assert torch.equal(of_tokens.slots_W, of_pairs.slots_W) and len(of_pairs.slots_W) <= tokens * active
         want_WX = of_pairs.tokens_WX // active
         assert torch.equal(of_tokens.tokens_WX, want_WX) and want_WX.dtype == of_tokens.tokens_WX.dtype
@@ -232,7 +239,7 @@ def test_lists_of_pairs(tokens: int, active: int, experts: int) -> None:
         found.append(sorted((slot, own) for slot, own in tiles if slot >= 0 or max(own) >= 0))
     assert found[0] == found[1]
     named = sorted(pair for _, own in found[0] for pair in own if pair >= 0)
-    assert named == torch.nonzero(own_TA.flatten() >= 0).flatten().tolist()
+    assert named == torch.nonzero(((chosen >= 0) & (slots_T.unsqueeze(1) >= 0)).flatten()).flatten().tolist()
 
 
 @pytest.mark.parametrize("slot", [0, 1, -1])

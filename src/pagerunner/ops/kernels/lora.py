@@ -27,6 +27,7 @@ from pagerunner.ops.lora import (
     WIDE_OUTPUTS,
     Blocks,
     Fused,
+    PairLists,
     WorkList,
     most_tiles,
 )
@@ -78,60 +79,77 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
 
 
 @triton.jit
-def _pair_keys(experts_TA, slots_T, pair, pairs, active, products, none):
-    """The pairs' experts, and their slots among those of slots and experts."""
+def _pair_keys(experts_TA, slots_T, pair, pairs, active, products, none, experts, ALONE: tl.constexpr):
+    """The pairs' experts, `experts` for none, and their slots among those of slots and experts."""
     expert = tl.load(experts_TA + pair, pair < pairs, -1).to(tl.int32)
     slot = tl.load(slots_T + pair // active, pair < pairs, -1).to(tl.int32)
-    return expert, tl.where((expert >= 0) & (slot >= 0), slot * products + 3 * expert, none)
+    there = (expert >= 0) & (slot >= 0)
+    return tl.where(there | ALONE & (expert >= 0), expert, experts), tl.where(there, slot * products + 3 * expert, none)
 
 
-@triton.jit(do_not_specialize=["pairs", "products", "none"])
+@triton.jit(do_not_specialize=["pairs", "products", "none", "experts"])
 def _pair_lists(
-    experts_TA, slots_T, own_TA, tokens_WX, pairs_WX, slots_W, pairs, active, products, none, ROWS: tl.constexpr, STEP: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    experts_TA, slots_T, own_TA, tokens_WX, pairs_WX, slots_W, order_P, starts_E1, pairs, active, products, none, experts,
+    ALONE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS pairs, each of which finds its place among all. A slot's tiles begin where its pairs would in the order of slots; so no two slots have one tile,
-    and none has to know how many tiles the slots before it have."""
+    """ROWS pairs, each of which finds its place among all; behind the pairs, the experts find where theirs begin. A slot's tiles begin where its pairs would in the
+    order of slots; so no two slots have one tile, and none has to know how many tiles the slots before it have."""
     start_next_and_wait(PDL)
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert, key = _pair_keys(experts_TA, slots_T, p, pairs, active, products, none)
+    inside, i = p < pairs, tl.arange(0, TILE)
+    expert, key = _pair_keys(experts_TA, slots_T, p, pairs, active, products, none, experts, ALONE)
+    expert = tl.where(inside, expert, p - pairs)
     first, rank, count = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
+    start, place = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
     for at in range(0, pairs, STEP):
         q = at + tl.arange(0, STEP)
-        _, other = _pair_keys(experts_TA, slots_T, q, pairs, active, products, none)
-        same = (other[None, :] == key[:, None]) & (q < pairs)[None, :]
+        whose, other = _pair_keys(experts_TA, slots_T, q, pairs, active, products, none, experts, ALONE)
+        real, before = (q < pairs)[None, :], q[None, :] < p[:, None]
+        same = (other[None, :] == key[:, None]) & real
         first += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
-        rank += tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)
+        rank += tl.sum((same & before).to(tl.int32), 1)
         count += tl.sum(same.to(tl.int32), 1)
-    inside, there, i = p < pairs, key < none, tl.arange(0, TILE)
-    tl.store(own_TA + p, tl.where(there, expert, -1), inside)
-    place = (first + rank // TILE) * TILE + rank % TILE
-    tl.store(pairs_WX + place, p, there)
-    tl.store(tokens_WX + place, p // active, there)
+        start += tl.sum(((whose[None, :] < expert[:, None]) & real).to(tl.int32), 1)
+        place += tl.sum(((whose[None, :] == expert[:, None]) & real & before).to(tl.int32), 1)
+    tl.store(order_P + start + place, p, inside)
+    tl.store(starts_E1 + p - pairs, start, (p >= pairs) & (p <= pairs + experts))
+    there = key < none
+    tl.store(own_TA + p, tl.where(expert < experts, expert, -1), inside)
+    to = (first + rank // TILE) * TILE + rank % TILE
+    tl.store(pairs_WX + to, p, there)
+    tl.store(tokens_WX + to, p // active, there)
     # Each pair also sees to the tile that has the number of its own place: what it lacks.
     used = there & (rank * TILE < count)
     tl.store(slots_W + first + rank, tl.where(used, key, -1), inside)
     empty = inside[:, None] & ((used == 0)[:, None] | (rank[:, None] * TILE + i[None, :] >= count[:, None]))
-    place = (first + rank)[:, None] * TILE + i[None, :]
-    tl.store(pairs_WX + place, -1, empty)
-    tl.store(tokens_WX + place, -1, empty)
+    lacks = (first + rank)[:, None] * TILE + i[None, :]
+    tl.store(pairs_WX + lacks, -1, empty)
+    tl.store(tokens_WX + lacks, -1, empty)
 
 
 def pair_lists(
-    experts_TA: torch.Tensor, slots_T: torch.Tensor, products: int, none: int, tiles: int
-) -> tuple[torch.Tensor, WorkList, WorkList]:
+    experts_TA: torch.Tensor,
+    slots_T: torch.Tensor,
+    products: int,
+    none: int,
+    tiles: int,
+    experts: int,
+    *,
+    alone: bool = False,
+) -> PairLists:
     """See ops/lora.py."""
     pairs, active = experts_TA.numel(), experts_TA.shape[1]
     if pairs > MOST_PAIRS or not pairs:
-        return _pair_lists_op.twin(experts_TA, slots_T, products, none, tiles)
+        return _pair_lists_op.twin(experts_TA, slots_T, products, none, tiles, experts, alone=alone)
     experts_TA, device = experts_TA.contiguous(), experts_TA.device
     own_TA, slots_W = torch.empty_like(experts_TA), torch.empty(pairs, dtype=torch.int32, device=device)
+    order_P, starts_E1 = torch.empty_like(slots_W), slots_W.new_empty(experts + 1)
     tokens_WX, pairs_WX = torch.empty(2, pairs, TILE, dtype=torch.int32, device=device).unbind()
-    _pair_lists[(blocks_of(pairs, 32),)](
-        experts_TA, slots_T, own_TA, tokens_WX, pairs_WX, slots_W, pairs, active, products, none, ROWS=32, STEP=64, TILE=TILE,
-        **dependent(device),
+    _pair_lists[(blocks_of(pairs + experts + 1, 32),)](
+        experts_TA, slots_T, own_TA, tokens_WX, pairs_WX, slots_W, order_P, starts_E1, pairs, active, products, none, experts,
+        ALONE=alone, ROWS=32, STEP=64, TILE=TILE, **dependent(device),
     )  # fmt: skip
-    return own_TA, WorkList(tokens_WX, slots_W), WorkList(pairs_WX, slots_W)
+    return PairLists(own_TA, WorkList(tokens_WX, slots_W), WorkList(pairs_WX, slots_W), order_P, starts_E1)
 
 
 @triton.jit

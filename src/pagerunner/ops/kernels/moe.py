@@ -233,8 +233,17 @@ def _fixed_product(
     return grouped_product(x, w_EOK, bias_EO, routes, activation, weigh=weigh, tile_pairs=tile)
 
 
-def pair_routes(weights_TA: torch.Tensor, experts_TA: torch.Tensor, experts: int, ranks: int = 1) -> Routes:
+def pair_routes(
+    weights_TA: torch.Tensor,
+    experts_TA: torch.Tensor,
+    experts: int,
+    ranks: int = 1,
+    order_P: torch.Tensor | None = None,
+    starts_E1: torch.Tensor | None = None,
+) -> Routes:
     """See `ops/moe.py`."""
+    if order_P is not None:
+        return _dense(Routes(weights_TA, experts_TA, order_P, starts_E1, ranks=ranks))
     routes = _ordered(Routes(weights_TA, experts_TA, ranks=ranks), experts)
     assert routes.order_P is not None, "the pairs have no order"
     # Behind the experts' pairs it says nothing, and rows are taken by it.
