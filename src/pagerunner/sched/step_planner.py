@@ -46,18 +46,16 @@ class StepPlanner:
         self._looks_ahead = looks_ahead
         self._state, self._pace = state, pace or NoPace()
         self._draft_length = draft_length or FixedLength(0)
-        self._drafts = self._made = (
-            0  # most drafts of a row of the plan in the making, and those that the device makes after it
-        )
+        self._drafts = 0  # most drafts of a row of the plan in the making
+        self._made = 0  # those of a row that the device makes after it
         self._guesses: list[Guess] = []
         self._to_index = 0  # tokens of texts that this plan may still take up
         self._manager = state.manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
         self._stages = stages
-        self._is_full = (
-            False  # a prompt that runs whole, and is admitted, waits for a step with room: nobody goes before it
-        )
+        # a prompt that runs whole, and is admitted, waits for a step with room: nobody goes before it
+        self._is_full = False
 
     def next_plan(self) -> StepPlan | None:
         """Choose the rows of a step and take their pages; None if there is nothing to run."""
@@ -144,10 +142,8 @@ class StepPlanner:
                 if not generating or (sequence.sampled_in >= 0 and step - sequence.sampled_in < turn):
                     continue
                 generating -= 1
-            guess, low = (
-                None,
-                total - 1 if generates and drafting else None,
-            )  # where it begins at the least; None: at start
+            guess = None
+            low = total - 1 if generates and drafting else None  # where it begins at the least; None: at start
             if generates and drafting:
                 if start >= sequence.max_total:
                     continue  # it may be complete
