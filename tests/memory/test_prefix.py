@@ -112,7 +112,7 @@ def test_groups_agree_on_the_longest_common_hit() -> None:
 def test_what_other_prompts_have_hashed_changes_no_hash(prompts: list[tuple[str, list[int], int]]) -> None:
     """Prompts are made of units that come again, cut anywhere, and may go on after that."""
     recent = RecentPrompts()
-    recent.KEPT = 2
+    recent.KEPT_TOKENS = 250
     for salt, units, cut in prompts:
         tokens = [unit * 100 + place for unit in units for place in range(UNIT_TOKENS)]
         tokens = tokens[: max(len(tokens) - cut, 0)]
@@ -132,3 +132,26 @@ def test_a_prompt_that_begins_as_another_hashes_only_the_rest(monkeypatch: pytes
     monkeypatch.setattr(prefix, "blake2b", lambda data, **options: hashed.append(data) or blake2b(data, **options))
     PrefixChain(seed, recent).cover([*range(400), *range(100)], 500)
     assert len(hashed) == 500 // UNIT_TOKENS - 400 // UNIT_TOKENS
+
+
+def test_conversations_that_begin_alike_hash_only_what_they_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred of them have 512 tokens in common, and come a second time."""
+    recent, seed = RecentPrompts(), chain_seed()
+    talks = [[*range(512), *range(1_000 * one, 1_000 * one + 688)] for one in range(1, 101)]
+    for talk in talks:
+        PrefixChain(seed, recent).cover(talk, len(talk))
+    hashed: list[bytes] = []
+    monkeypatch.setattr(prefix, "blake2b", lambda data, **options: hashed.append(data) or blake2b(data, **options))
+    for talk in talks:
+        PrefixChain(seed, recent).cover([*talk, *range(160)], 1_360)
+    assert len(hashed) == 100 * 10
+
+
+def test_no_more_prompts_are_remembered_than_have_so_many_tokens() -> None:
+    recent, seed = RecentPrompts(), chain_seed()
+    recent.KEPT_TOKENS = 10_000
+    for number in range(50):
+        PrefixChain(seed, recent).cover([number] * 1_600, 1_600)
+    kept = recent._prompts.values()
+    assert sum(len(data) // 4 for data, _ in kept) == recent._tokens == 9_600
+    assert {data[0] for data, _ in kept} == {47, 48, 49}, "those that came last"

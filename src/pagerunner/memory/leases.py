@@ -105,8 +105,7 @@ class Leases:
         Keys that are findable or arriving are left out. None if none is left, or if the pages were promised to requests.
         """
         there, coming = self._index.pages, self.arriving
-        both = zip(keys, there, coming, strict=True)
-        chosen = [filterfalse(more.__contains__, filterfalse(held.__contains__, some)) for some, held, more in both]
+        chosen = [_lacking(some, held, more) for some, held, more in zip(keys, there, coming, strict=True)]
         lease = self._new("arriving", keys, places, chosen)
         needs = [len(group) for group in lease.keys]
         pages = self._pool.allocate(needs) if any(needs) and self._books.promises.kept(needs) else None
@@ -139,9 +138,7 @@ class Leases:
             for group, pages in enumerate(lease.pages):
                 self._index.publish_all(group, lease.keys[group], pages)
         stood = [
-            [key for key, page, now in zip(keys, pages, map(there.get, keys), strict=True) if now == page]
-            if well
-            else []
+            _found_in(keys, pages, there) if well else []
             for keys, pages, there in zip(lease.keys, lease.pages, self._index.pages, strict=True)
         ]
         if keep and well and lease.state == "arriving":
@@ -251,3 +248,16 @@ class Leases:
                 key for lease in self._transfers.values() if lease.state == "arriving" for key in lease.keys[group]
             }
             assert brought == arriving.keys(), "arriving keys"
+
+
+def _lacking(keys: Sequence[PageKey], *held: dict[PageKey, int]) -> Iterable[PageKey]:
+    """Those of the keys that nothing holds: almost always all of them, as they were looked for just before."""
+    for one in held:
+        keys = keys if one.keys().isdisjoint(keys) else list(filterfalse(one.__contains__, keys))
+    return keys
+
+
+def _found_in(keys: list[PageKey], pages: list[int], there: dict[PageKey, int]) -> list[PageKey]:
+    """Those of the keys that are found in these very pages: almost always all of them."""
+    now = list(map(there.get, keys))
+    return keys if now == pages else [key for key, page, at in zip(keys, pages, now, strict=True) if at == page]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import repeat
 
@@ -18,6 +18,7 @@ from pagerunner.types.lora import AdapterInfo
 
 UNIT_TOKENS = 16
 _UNIT_BYTES = 4 * UNIT_TOKENS
+_LONG_BYTES = 64 * _UNIT_BYTES  # of a prompt's long beginning
 
 PageKey = bytes
 
@@ -38,19 +39,20 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 class RecentPrompts:
-    """Hashes of the last prompts that began differently, for those that begin the same: most of what requests with a
-    common system prompt, or a conversation's next turn, would hash again.
+    """Hashes of the last prompts that began differently, for those that begin the same: what requests with a common system prompt, a conversation's next
+    turn, or a prompt that comes again would hash again. A prompt is found by its first 16 tokens and by its first 1,024: conversations begin alike.
     """
 
-    KEPT = 8
-    """Prompts; of each its tokens and hashes are held, 9 bytes a token."""
+    KEPT_TOKENS = 2**21
+    """Tokens of prompts, counted for each of its two beginnings. They take 9 bytes each: 19 MB of prompts that are shorter than 1,024 tokens."""
 
     def __init__(self) -> None:
         self._prompts: dict[bytes, tuple[bytes, list[bytes]]] = {}
+        self._tokens = 0
 
     def hashes(self, seed: bytes, data: bytes) -> list[bytes]:
         """Those of leading units of `data` that are known."""
-        known, hashes = self._prompts.get(seed + data[:_UNIT_BYTES], (b"", []))
+        known, hashes = next(filter(None, map(self._prompts.get, _beginnings(seed, data))), (b"", []))
         same, beyond = 0, min(len(known), len(data)) // _UNIT_BYTES + 1
         while beyond - same > 1:
             middle = (same + beyond) // 2
@@ -60,11 +62,24 @@ class RecentPrompts:
 
     def keep(self, seed: bytes, data: bytes, hashes: list[bytes]) -> None:
         """Remember a prompt of whole units, in place of one that begins the same."""
-        key = seed + data[:_UNIT_BYTES]
-        self._prompts.pop(key, None)
-        self._prompts[key] = (data, list(hashes))
-        if len(self._prompts) > self.KEPT:
-            del self._prompts[next(iter(self._prompts))]
+        kept = data, list(hashes)
+        for key in _beginnings(seed, data):
+            self._forget(key)
+            self._prompts[key] = kept
+            self._tokens += len(data) // 4
+        while self._tokens > self.KEPT_TOKENS:
+            self._forget(next(iter(self._prompts)))
+
+    def _forget(self, key: bytes) -> None:
+        data, _ = self._prompts.pop(key, (b"", []))
+        self._tokens -= len(data) // 4
+
+
+def _beginnings(seed: bytes, data: bytes) -> Iterator[bytes]:
+    """What a prompt is found by, the longest first."""
+    if len(data) >= _LONG_BYTES:
+        yield seed + data[:_LONG_BYTES]
+    yield seed + data[:_UNIT_BYTES]
 
 
 class PrefixChain:
