@@ -459,18 +459,13 @@ class LLM:
         kind: OutputKind | None = None,
         adapters: Sequence[str] | None = None,
     ) -> None:
-        """Queue every prompt or none. If it raises, the caller drops them."""
+        """Queue every prompt or none. If it raises, the caller drops them. Pages of the first may come from another memory while the others are read."""
         self._core.check_awake()  # also where it is only paused: no other caller could wake the engine up
-        process = self._frontend.inputs.process
-        batches = [
-            (request_id, prompt, process(prompt, one_params, request_id, one_priority, pooling=pooling, lora=lora))
-            for request_id, prompt, one_params, one_priority, lora in zip(
-                request_ids, prompts, params, priorities, adapters or [""] * len(prompts), strict=True
-            )
-        ]
-        with self._whole():
-            for request_id, prompt, requests in batches:
-                self._outputs.add(request_id, shown_text(prompt), requests, kind)
+        adapters = adapters or [""] * len(prompts)
+        for name, prompt, one, priority, lora in zip(request_ids, prompts, params, priorities, adapters, strict=True):
+            requests = self._frontend.inputs.process(prompt, one, name, priority, pooling=pooling, lora=lora)
+            with self._whole():
+                self._outputs.add(name, shown_text(prompt), requests, kind)
                 for request in requests:
                     self._core.add(request, ids_checked=True)
 

@@ -14,14 +14,15 @@ from helpers.once import made_once
 from helpers.patience import until
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
+from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import build
-from pagerunner.errors import CapacityError, ConfigError
+from pagerunner.errors import CapacityError, ConfigError, InvalidRequestError
 from pagerunner.memory.report import plan_json, plan_table
 from pagerunner.runner.transfers import Transfers
 from pagerunner.tiers import bounds
 from pagerunner.tiers.host import HostTier
-from pagerunner.types import EngineRequest, PageTransfer, TransferEnd
+from pagerunner.types import EngineRequest, PageTransfer, StepPlan, TransferEnd
 
 pytest.importorskip("transformers")
 
@@ -201,6 +202,7 @@ def test_a_request_whose_load_goes_wrong_ends_if_that_is_asked_for(
         else:
             faults.setattr(bounds, "LEAST_PATIENCE", 0.0)
             faults.setattr(bounds, "PATIENCE", 0.0)
+            faults.setattr(late, "lag", late.lag + len(PROMPTS))  # ends are looked for while requests are queued, too
         for begin in range(0, len(PROMPTS), at_once):
             before, some = len(loads), PROMPTS[begin : begin + at_once]
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in some], PARAMS, use_tqdm=False)
@@ -210,6 +212,35 @@ def test_a_request_whose_load_goes_wrong_ends_if_that_is_asked_for(
     assert len(loads) >= len(PROMPTS) // 2
     nothing_held(llm)
     assert run(llm, LONGER)[0] == wanted[1]
+
+
+def test_loads_begin_while_prompts_are_queued_and_nothing_is_computed_before_all_are(
+    checkpoint: Callable[[str], str],
+    wanted: list[list[list[int]]],
+    late: type[LateTransfers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = engine(checkpoint("qwen3"), **TIER)
+    assert run(llm, PROMPTS)[0] == wanted[0]
+    nothing_held(llm)
+    core, done = llm._core, list[str]()
+    add, launch = core.add, core._executor.run
+
+    def noted_run(plan: StepPlan) -> Pending:
+        done.append("step" if plan.rows else "loads" if any(one.loads for one in plan.transfers) else "")
+        return launch(plan)
+
+    monkeypatch.setattr(core, "add", lambda *args, **kwargs: (done.append("add"), add(*args, **kwargs)))
+    monkeypatch.setattr(core._executor, "run", noted_run)
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        run(llm, [*PROMPTS, [10**6]])
+    assert done.count("add") == len(PROMPTS) and "step" not in done
+    assert done.index("loads") < 2, "the first prompt's pages come while the second one is read"
+    nothing_held(llm)
+    done.clear()
+    assert run(llm, LONGER)[0] == wanted[1]
+    assert done[: done.index("step")].count("add") == len(LONGER)
+    nothing_held(llm)
 
 
 def test_requests_that_are_gone_and_sleep_leave_no_transfer_behind(

@@ -21,13 +21,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from helpers import fake_core
 from helpers.patience import LONG, patient
 from helpers.processes import is_alive
 from pagerunner import limits
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core import client
+from pagerunner.engine.core import client, process
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.client import CoreClient, launch_core
 from pagerunner.engine.core.process import CoreLoop
@@ -125,6 +126,48 @@ def test_every_frontend_hears_that_weights_are_half_new() -> None:
     for (message,) in sent:
         told = msgspec.msgpack.decode(message, type=wire.Updates)
         assert (told.weights_fault, told.level) == ("They are half new.", 0)
+
+
+@pytest.mark.parametrize(("seconds", "order"), [(0.0, "a1 step b1 step a2 step b2 step"), (60.0, "a1 a2 b1 b2 step")])
+def test_steps_go_on_while_many_requests_come(monkeypatch: pytest.MonkeyPatch, seconds: float, order: str) -> None:
+    """Two frontends have sent two requests each. Both have their turn."""
+    monkeypatch.setattr(process, "INTAKE_SECONDS", seconds)
+    done: list[str] = []
+
+    class Core:
+        failure_fd, weights_fault, sleep_level, has_work = None, "", None, True
+
+        def add(self, request: EngineRequest) -> None:
+            done.append(request.request_id)
+
+        def step(self) -> list[RequestUpdate]:
+            done.append("step")
+            loop._running = any(queues)
+            return []
+
+        def stats(self) -> wire.SchedulerStats:
+            return wire.SchedulerStats()
+
+    class Socket:
+        def __init__(self, queue: list[bytes]) -> None:
+            self.queue = queue
+
+        def recv(self, _: int) -> bytes:
+            if not self.queue:
+                raise zmq.Again
+            return self.queue.pop(0)
+
+        def send(self, _: bytes) -> None:
+            pass
+
+    monkeypatch.setattr(process.zmq, "Poller", lambda: SimpleNamespace(register=lambda *_: None))
+    queues = [[msgspec.msgpack.encode(add(request(f"{who}{n}", [1]))) for n in (1, 2)] for who in "ab"]
+    sockets: Any = [Socket(queue) for queue in queues]
+    core: Any = Core()
+    loop = CoreLoop(core, sockets, stall_seconds=60)
+    loop._lives[1] = 1
+    loop.run()
+    assert " ".join(done) == order
 
 
 class Frontend:

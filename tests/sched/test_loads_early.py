@@ -15,6 +15,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.tiers import bounds
 from pagerunner.tiers.books import Waiting
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.policy import Tiering
@@ -95,9 +96,7 @@ class Engine:
         ):
             if (plan := self._launch()) is None:
                 tiers.now = min(self.ends.values())
-        for number in [number for number, at in self.ends.items() if at <= tiers.now]:
-            del self.ends[number]
-            scheduler.end_transfer(TransferEnd(number, True, LOAD))
+        self.end_transfers()
         while len(self.flight) < 2 and self._launch() is not None:
             pass
         if not self.flight:
@@ -108,12 +107,22 @@ class Engine:
         updates = scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=tokens))
         return sum(update.num_cached_tokens for update in updates if update.new_token_ids)
 
+    def end_transfers(self) -> None:
+        for number in [number for number, at in self.ends.items() if at <= self.tiers.now]:
+            del self.ends[number]
+            self.scheduler.end_transfer(TransferEnd(number, True, LOAD))
+
     def _launch(self) -> StepPlan | None:
-        tiers, began = self.tiers, self.tiers.now
-        if (plan := self.scheduler.schedule()) is None:
+        began = self.tiers.now
+        plan = self.launched(self.scheduler.schedule())
+        if plan is not None and any(not row.tokens for row in plan.rows):
+            self.made.append(self.tiers.now - began)
+        return plan
+
+    def launched(self, plan: StepPlan | None) -> StepPlan | None:
+        tiers = self.tiers
+        if plan is None:
             return None
-        if any(not row.tokens for row in plan.rows):
-            self.made.append(tiers.now - began)
         for transfer in plan.transfers:
             begins = max(self.bus, self.device, tiers.now) if transfer.loads else tiers.now
             self.ends[transfer.number] = begins + LOAD
@@ -169,6 +178,31 @@ def test_the_bus_is_busy_from_the_first_prompt_that_was_looked_up(engine: Engine
     idle = engine.loads[-1].ended - PROMPTS * LOAD
     assert engine.loads[0].begun <= 2 * LOOK, "the other prompts are looked up while the first one is on the bus"
     assert idle <= 2 * STEP, f"the bus was idle for {idle:.3f} s of {engine.loads[-1].ended:.3f}"
+
+
+def test_the_bus_is_busy_while_a_line_of_prompts_is_being_queued(engine: Engine) -> None:
+    """Each is queued QUEUED seconds after the one before. Nothing is computed meanwhile, and no more is loaded than keeps the bus busy."""
+    engine = fresh(engine)
+    queued, scheduler = 0.0035, engine.scheduler
+    for number in range(PROMPTS):
+        engine.add(f"again {number}", prompt(number))
+        engine.tiers.now = max(engine.tiers.now, number * queued)
+        engine.end_transfers()
+        while len(engine.flight) > 1:
+            ended, _ = engine.flight.pop(0)
+            assert not scheduler.commit(ended, StepResult(step_id=ended.step_id, token_ids=[]))
+        if (plan := engine.launched(scheduler.schedule_loads())) is not None:
+            assert not plan.rows and not plan.admitted and len(plan.transfers) == 1
+    early = len(engine.loads)
+    assert engine.loads[0].begun <= 2 * LOOK, "the others weren't queued yet"
+    assert all(b.begun - a.ended <= LOAD for a, b in zip(engine.loads, engine.loads[1:], strict=False))
+    assert early <= engine.tiers.now / LOAD + bounds.BUS_SECONDS / LOAD + 1
+    assert engine.run() == PROMPTS * ((TOKENS - 1) // 16 * 16) and len(engine.loads) == PROMPTS
+    engine.add("runs", prompt(902, 15), max_tokens=60)
+    engine.step()
+    engine.add("waits", prompt(0))
+    assert scheduler.schedule_loads() is None, "its next step is made at once"
+    engine.run()
 
 
 def test_requests_that_run_dont_wait_until_the_whole_line_is_looked_up(engine: Engine) -> None:

@@ -262,6 +262,15 @@ class Scheduler:
             self._costs.planned(plan.step_id, shape, plan.num_drafts)
         return plan
 
+    def schedule_loads(self) -> StepPlan | None:
+        """A step that only begins to load pages for requests that wait. None if some run, whose next step does so, or if there is nothing to load now.
+
+        With it, the bus works while a line of prompts is still being queued.
+        """
+        if self.tiers is None or len(self._state.in_flight) >= self.max_in_flight:
+            return None
+        return self._planner.plan_of_loads(self.tiers)
+
     @property
     def num_transfers(self) -> int:
         """Transfers of pages that haven't ended."""

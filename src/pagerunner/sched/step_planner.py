@@ -88,6 +88,21 @@ class StepPlanner:
         state.counts.last_step_tokens = self._max_num_batched_tokens - budget
         if rows:
             state.counts.step_sizes.add(state.counts.last_step_tokens)
+        return self._plan(rows, sequences, admitted)
+
+    def plan_of_loads(self, tiers: Tiering) -> StepPlan | None:
+        """A plan without rows, for which nobody who runs waits: it begins loads for requests that wait. None if there is nothing to load, or if the bus has work enough."""
+        state, manager = self._state, self._manager
+        if state.running or tiers.keeps_bus_busy:
+            return None
+        manager.begin_step()
+        tiers.begin(state.waiting, state.counts.arrivals, idle=False, runs=False)
+        self._guesses = []
+        return self._plan([], [], []) if manager.transfers_wait else None
+
+    def _plan(self, rows: list[StepRow], sequences: list[Sequence], admitted: list[SlotInit]) -> StepPlan:
+        """The plan of these rows. It carries what was decided about pages since the plan before it."""
+        state, manager = self._state, self._manager
         writes = manager.take_table_writes()
         saves = manager.end_plan(
             (sequence.grant, *_certain(row, sequence))

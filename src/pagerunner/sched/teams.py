@@ -116,6 +116,9 @@ class TeamsScheduler:
         of_teams = [msgspec.structs.replace(plan or idle, most_tokens=most, graphs=graphs) for plan in plans]
         return TeamsPlan(step_id=step, rows=[row for plan in of_teams for row in plan.rows], teams=of_teams)
 
+    def schedule_loads(self) -> None:
+        """See Scheduler.schedule_loads. All teams have a part in every step, so their loads begin with the next one that has rows."""
+
     @property
     def num_transfers(self) -> int:
         """See Scheduler.num_transfers."""

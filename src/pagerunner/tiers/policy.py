@@ -95,6 +95,11 @@ class Tiering:
         """Whether loads are under way that nobody has given up: room in host memory comes back from them."""
         return any(one.loads and one.lease.state == "arriving" for one in self._under_way.values())
 
+    @property
+    def keeps_bus_busy(self) -> bool:
+        """Whether the loads under way take long enough for as many as a plan begins beside requests that run."""
+        return self.rates.seconds(self._loading()) >= bounds.BUS_SECONDS
+
     def settle(self) -> None:
         """Take what has come from below."""
         if self.below is not None:
@@ -154,8 +159,7 @@ class Tiering:
             behind.pop(request, None)
             if request in self._ahead:
                 continue
-            enough = not runs or self.rates.seconds(self._loading()) >= bounds.BUS_SECONDS
-            if enough and self._pages_begun >= bounds.LOADED_AT_ONCE:
+            if self._pages_begun >= bounds.LOADED_AT_ONCE and (not runs or self.keeps_bus_busy):
                 return False
             if not self.look_up(request, behind):
                 break
@@ -324,9 +328,8 @@ class Tiering:
         takes_snapshot = request.shares and hit < (tokens - 1) // cell * cell
         more = pages_beside(self._rules, wanted, tokens, takes_snapshot)
         fits, needs = self._make_room(pages, keys, more, behind)
-        if (
-            not fits and takes_snapshot and not self._ahead and not manager.snapshot_waits(needs)
-        ):  # so it does without when it is its turn
+        # without that snapshot it goes when it is its turn
+        if not fits and takes_snapshot and not (self._ahead or manager.snapshot_waits(needs)):
             more = pages_beside(self._rules, wanted, tokens, False)
             fits, needs = self._make_room(pages, keys, more, behind)
         leases = self._load(request, keys, pages) if fits else None
@@ -576,8 +579,7 @@ class Tiering:
         stats, pool = self.stats(), self.host.pool
         return HostState(
             disk=None if stats.disk is None else stats.disk.state(), num_bytes=stats.num_bytes, ready_bytes=stats.ready_bytes, used_bytes=stats.used_bytes,
-            loads=stats.loads, stores=stats.stores,
-            queries_total=stats.queries_total, hits_total=stats.hits_total,
+            loads=stats.loads, stores=stats.stores, queries_total=stats.queries_total, hits_total=stats.hits_total,
             groups=[
                 HostPagesState(
                     name=group.name, in_use=pool.used[number], cached=len(pool.cached[number]),
@@ -591,10 +593,8 @@ class Tiering:
         """Counts for the log and the metrics."""
         states = [transfer.lease.state for transfer in self._under_way.values()]
         return self.counts.stats(
-            num_bytes=self.host.num_bytes, ready_bytes=self.host.ready_bytes, used_bytes=self.host.used_bytes,
-            loads=states.count("arriving"), stores=states.count("held"),
+            num_bytes=self.host.num_bytes, ready_bytes=self.host.ready_bytes, used_bytes=self.host.used_bytes, loads=states.count("arriving"), stores=states.count("held"),
             quarantined_bytes=sum(self._bytes_of(one.lease.pages) for one in self._under_way.values() if one.lease.state == "quarantined"),
-            bytes_per_second=self.rates.bytes_per_second,
-            seconds_per_token=self.rates.seconds_per_token,
+            bytes_per_second=self.rates.bytes_per_second, seconds_per_token=self.rates.seconds_per_token,
             disk=None if self.below is None else self.below.stats(),
         )  # fmt: skip

@@ -110,6 +110,23 @@ class EngineCore:
         if self._exchange is not None:
             self._exchange.queued(request, self._adapter_of(request))
 
+        self._begin_loads()
+
+    def _begin_loads(self) -> None:
+        """Begin to load for what was just queued, unless a step runs, which is followed by another one soon. More requests may be queued before that: a hundred
+        prompts of 8,192 tokens take 30 ms, in which a bus moves seven of them.
+        """
+        if not self._host_tier or self.is_sleeping or any(plan.rows for plan, _, _ in self._in_flight):
+            return
+        try:
+            self._end_transfers(0.0)
+            while len(self._in_flight) >= self._max_in_flight:
+                self._commit_oldest()
+            if (plan := self._scheduler.schedule_loads()) is not None:
+                self._launch(plan)
+        except Exception as error:
+            raise self._die(error) from error
+
     def _adapter_of(self, request: EngineRequest) -> AdapterInfo | None:
         return self.adapters.books.of(request.lora) if request.lora else None
 
@@ -231,8 +248,7 @@ class EngineCore:
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
             if plan is not None:
-                launched = time.monotonic()
-                self._in_flight.append((plan, self._executor.run(plan), launched))
+                self._launch(plan)
             if self._adapters is not None:
                 self._adapters.fill()
             if plan is None:
@@ -250,6 +266,10 @@ class EngineCore:
         elif self._scheduler.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
         return updates
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched = time.monotonic()
+        self._in_flight.append((plan, self._executor.run(plan), launched))
 
     def _end_transfers(self, seconds: float) -> None:
         """Tell the scheduler which transfers have ended. With none, wait for one for up to so many seconds."""

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.1
 """Least time between two SchedulerStats, and most time between two signs of life while the core steps."""
+INTAKE_SECONDS = 0.01
+"""How long messages are taken before a step goes on: a hundred long prompts take 30 ms, and their frontends may send more meanwhile."""
 _LINGER_MS = 2_000
 _LOAD_MS = 10  # how often an engine that has nothing else to do asks what has become of adapters
 
@@ -58,7 +60,7 @@ class CoreLoop:
         self._core = core
         self._watchdog = Watchdog(stall_seconds)
         self._sockets = sockets
-        self._client = 0  # whose message is being handled
+        self._client = self._turn = 0  # whose message is being handled, and whose are taken first
         self._lives = [1] + [0] * (len(sockets) - 1)  # of each frontend: the number of its latest process
         self._ended = [0] * len(sockets)  # and of the latest one that is known to have ended
         self._owners: dict[str, int] = {}  # of unfinished sequences, where there are several frontends
@@ -86,10 +88,13 @@ class CoreLoop:
                 self._wait(poller)
             if self._loads:
                 self._end_loads()
+            until = time.monotonic() + INTAKE_SECONDS
             for client, message in self._receive():
                 self._client = client
                 if self._is_there(client) or isinstance(message, wire.Hello):  # not of a process that has ended
                     self._handle(message)
+                if time.monotonic() >= until and core.has_work:
+                    break
             if self._running and core.has_work:
                 self._watchdog.begin()
                 updates = core.step()
@@ -180,10 +185,11 @@ class CoreLoop:
             self._report(self._forget(theirs) + self._core.abort(theirs))
 
     def _receive(self) -> Iterator[tuple[int, wire.ToCore]]:
-        for client, socket in enumerate(self._sockets):
+        """What has come. The next call begins with the frontend behind the one whose message was the last to be taken."""
+        for client in (*range(self._turn, len(self._sockets)), *range(self._turn)):
             while True:
                 try:
-                    data = socket.recv(zmq.NOBLOCK)
+                    data = self._sockets[client].recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 try:
@@ -191,6 +197,7 @@ class CoreLoop:
                 except msgspec.DecodeError:  # a fault of the frontend, which must not end any request
                     logger.exception("A message of the frontend can't be understood and is passed over.")
                     continue
+                self._turn = (client + 1) % len(self._sockets)
                 yield client, message
 
     def _report(self, updates: list[RequestUpdate]) -> None:
