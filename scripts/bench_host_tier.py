@@ -28,6 +28,7 @@ from typing import Any
 from pagerunner import LLM, SamplingParams
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import write_config
+from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.ops import async_copy
 from pagerunner.ops.host_words import from_host, to_host
 from pagerunner.runner import staging
@@ -71,7 +72,7 @@ def engine(options: argparse.Namespace, directory: Path) -> LLM:
         skip_tokenizer_init=True,
         use_tqdm=False,
         max_model_len=longest,
-        max_num_seqs=max(options.decoding, options.seqs),
+        max_num_seqs=max(options.decoding + 1, options.seqs),  # a prompt that comes beside them has a slot
         max_num_batched_tokens=min(8_192, longest),
         kv_cache_memory_bytes=int(options.pages_gib * GIB),
         kv_offloading_size=options.host_gib or None,
@@ -281,7 +282,10 @@ def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
     tier, groups = scheduler.tiers, scheduler.manager.plan.groups
     each = sum(group.page_bytes * (options.tokens // group.page_tokens) for group in groups if not group.rule.snapshots)
     count = max(int(options.move_gib * GIB / each), 1)
-    wanted = SamplingParams(temperature=0, max_tokens=150 + 80 * count, ignore_eos=True, detokenize=False)
+    most = (
+        2 * options.decoding + 100 + 3 * count * (3 * NEAR + 8)
+    )  # the first gets two tokens with every other that begins
+    wanted = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
     streams = [llm.stream(prompt(20_000 + number, 64), wanted) for number in range(options.decoding)]
     for stream in streams:
         next(stream)
@@ -299,6 +303,8 @@ def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
         while tier.num_transfers:
             step(moves)
         near += [step("alone") for _ in range(NEAR)]
+        if (run := llm.stats().running) < options.decoding:
+            sys.exit(f"{options.decoding - run} of {options.decoding} requests have ended, so these steps say nothing")
         ratios[moves].append(statistics.mean(beside) / statistics.mean(near))
 
     for _ in range(40):
@@ -380,7 +386,8 @@ def main() -> None:
         mixed(llm, options, answers)
         one_prompt(llm, options)
         if options.decoding:
-            decoding(llm, options)
+            with seldom_collected():  # as in a server: a collection of all objects stops the steps for 0.1 to 0.4 s
+                decoding(llm, options)
         answers.judge(llm, options)
         print(llm.stats().tier)
     if answers.wrong:

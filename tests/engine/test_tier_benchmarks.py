@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import script
+from pagerunner import LLM
 from pagerunner.runner.transfers import Transfers
 from pagerunner.types import PageTransfer
 
@@ -28,9 +30,24 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return run
 
 
+DECODING = ("tiny", "--decoding", 2, "--seqs", 2, "--move-gib", 0.0005)
+
+
 def test_host_memory(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench("bench_host_tier", "tiny", "--decoding", 0)
-    assert "24 tokens equal those from pages that never left the device: 4 of 4" in capsys.readouterr().out
+    bench("bench_host_tier", *DECODING)
+    said = capsys.readouterr().out
+    assert "24 tokens equal those from pages that never left the device: 4 of 4" in said
+    for moves in ("loading", "computed", "storing"):
+        assert re.search(rf"2 requests decode, {moves} *: .* of those before and after", said)
+
+
+@pytest.mark.days(2)
+def test_steps_of_requests_that_have_ended_are_no_measurement(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a slot beside theirs, a new prompt is computed when the first of them has ended."""
+    make = LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda *args, **given: make(*args, **(given | {"max_num_seqs": 2})))
+    with pytest.raises(SystemExit, match="2 requests have ended, so these steps say nothing"):
+        bench("bench_host_tier", *DECODING)
 
 
 @pytest.mark.days(2)
