@@ -9,7 +9,7 @@ import torch
 
 from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
-from helpers.vectors_cases import CASES, Case, in_fp8, inputs, moved
+from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
@@ -45,6 +45,21 @@ def test_attention(case: Case) -> None:
     for _ in range(3):
         got = vectors_attention(*given)
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", [name for name, case in LARGE.items() if case.heads == 64])
+def test_pages_in_fp8(name: str, heads: int) -> None:
+    torch.manual_seed(1)
+    arguments, _ = inputs(replace(LARGE[name], heads=heads), 16, 4)
+    want = vectors_attention.twin(*in_published_pages(arguments)[1])
+    held, _ = in_published_pages(
+        moved(arguments, DEVICE)
+    )  # made where they stay: a copy of parts of pages has strides of its own
+    assert by_gluon(*held[:3]) == HOPPER
+    for _ in range(3):
+        got = vectors_attention(*held).cpu()
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("fp8", [False, True])

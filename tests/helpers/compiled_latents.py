@@ -10,12 +10,11 @@ from triton.compiler import ASTSource
 
 from helpers.compiling import gluon
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import indexer, sparse_latents
+from pagerunner.ops.kernels import indexer, sparse_latents, vectors_fp8_gluon, vectors_gluon
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
 from pagerunner.ops.kernels.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
 from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
-from pagerunner.ops.kernels.vectors_gluon import vectors_kernel
 
 
 def _sparse(
@@ -100,18 +99,24 @@ def best(several: bool) -> dict[str, Any]:
     return gluon(kernel, types, constants, list(types), ASTSource, num_warps=4, launch_pdl=True)
 
 
-def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int) -> dict[str, Any]:
-    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`."""
-    names = vectors_kernel.arg_names
-    types = dict.fromkeys(("q", "vectors", "window", "slot_pages", "cos", "sin", "out"), "*" + name)
-    types |= dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
+def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: bool = False) -> dict[str, Any]:
+    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`, and with pages in fp8 `vectors_fp8_gluon.py`."""
+    kernel = vectors_fp8_gluon.vectors_kernel if fp8 else vectors_gluon.vectors_kernel
+    names, numbers = (
+        kernel.arg_names,
+        ("q", "vectors", "window", "window_rope", "slot_pages", "rope", "cos", "sin", "out"),
+    )
+    types = dict.fromkeys(numbers, "*" + name) | dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("window_scales", "codes", "scales", *(["window"] if fp8 else [])), "*u8")
     types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
     types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
+    types = {one: type for one, type in types.items() if one in names}
     constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
     constants |= {"SPLIT": parts > 1, "NEW": new, "CHOSEN": chosen, "PDL": True}
-    strides = ("q_token", "q_head", "vector_stride", "window_stride", "window_slot", "page_stride", "page_slot")
-    aligned = [*(one for one in names if types.get(one, "")[:1] == "*"), *strides]
-    return gluon(vectors_kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
+    strides = ["q_token", "q_head", "vector_stride"]
+    strides += [] if fp8 else ["window_stride", "window_slot", "page_stride", "page_slot"]
+    aligned = [*(one for one, type in types.items() if type[0] == "*"), *strides]
+    return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
 
 
 def prefill(name: str, group: int, page: int) -> dict[str, Any]:

@@ -75,9 +75,10 @@ class Copies:
     def __init__(self) -> None:
         self.groups: list[list[tuple[Shared, torch.Tensor]]] = [[]]
 
-    def async_copy_global_to_shared(self, smem: Shared, at: At) -> None:
+    def async_copy_global_to_shared(self, smem: Shared, at: At, mask: Any = True) -> None:
+        """Masked elements are zeros."""
         smem.fill_(float("nan") if smem.dtype.is_floating_point else 0x7F)
-        self.groups[-1].append((smem, at.load()))
+        self.groups[-1].append((smem, at.load(mask, 0)))
 
     def commit_group(self) -> None:
         self.groups.append([])
@@ -117,7 +118,7 @@ def language(programs: list[int]) -> SimpleNamespace:
         cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
-        expand_dims=torch.unsqueeze, permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing,
+        expand_dims=torch.unsqueeze, permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, float32=torch.float32, int32=torch.int32,
         int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16,
     )  # fmt: skip
@@ -144,11 +145,17 @@ class Launched:
         return launch
 
     def _program(self, programs: list[int]) -> Any:
-        known: dict[str, Any] = {name: getattr(value, "value", value) for name, value in vars(self.module).items()}
-        known |= {"gl": language(programs), "async_copy": Copies(), "warpgroup_mma": multiply}
+        known = {"gl": language(programs), "async_copy": Copies(), "warpgroup_mma": multiply}
         known |= {"warpgroup_mma_wait": lambda left, deps: deps[0], "warpgroup_mma_init": lambda acc: acc}
         known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known
-        for name, value in vars(self.module).items():
-            if name not in self.known and name not in NOTHING and hasattr(value, "arg_names"):
-                known[name] = FunctionType(value.fn.__code__, known, name)
-        return known[self.name]
+        return self._names(vars(self.module), known, {})[self.name]
+
+    def _names(self, names: dict[str, Any], known: dict[str, Any], done: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """A module's names, functions in Gluon as functions in Python. Those of other modules know these modules' names."""
+        if id(names) in done:
+            return done[id(names)]
+        found = done[id(names)] = {name: getattr(value, "value", value) for name, value in names.items()} | known
+        for name, value in names.items():
+            if name not in known and hasattr(value, "arg_names"):
+                found[name] = FunctionType(value.fn.__code__, self._names(value.fn.__globals__, known, done), name)
+        return found

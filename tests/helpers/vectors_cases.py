@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.fp8 import exponents, fitting_scale, to_fp8
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.sparse_latents import Latents
 from pagerunner.ops.vectors_attention import Slots, Window
@@ -146,6 +147,41 @@ def in_fp8(slots: torch.Tensor, block: int) -> tuple[Latents, torch.Tensor]:
     flat.write(slots.flatten(0, -2), *where)
     found = torch.cat(flat.read(*where), -1).view(slots.shape).to(slots.dtype)
     return pages, found
+
+
+def published(pages: torch.Tensor) -> tuple[Latents, torch.Tensor]:
+    """Slots of 512 numbers as published pages of DeepSeek-V4 hold them, 576 bytes each and behind all of them their scales; and the same as numbers."""
+    entries, slots, _ = pages.shape
+    held = torch.full((entries + 1, slots * 584 + 16), 0x7F, dtype=torch.uint8, device=pages.device)[
+        :entries, : slots * 584
+    ]
+    parts = held[:, : slots * 576].unflatten(1, (slots, 576)), held[:, slots * 576 :].unflatten(1, (slots, 8))
+    found = Latents(
+        parts[0][..., :448].view(torch.float8_e4m3fn), parts[0][..., 448:].view(torch.bfloat16), parts[1][..., :7]
+    )
+    blocks = pages[..., :448].float().unflatten(-1, (7, 64)) * 2.0 ** torch.arange(
+        -3, 4, device=pages.device
+    ).unsqueeze(-1)
+    scales = fitting_scale(blocks.abs().amax(-1), torch.float8_e4m3fn)
+    codes = to_fp8(blocks, scales.unsqueeze(-1), torch.float8_e4m3fn)
+    there = ~blocks.isnan().any(-1).any(-1)
+    found.latent_ESC.view(torch.uint8)[there] = codes.flatten(-2).view(torch.uint8)[there]
+    found.rope_ESP.copy_(pages[..., 448:])
+    found.scales_ESG[there] = exponents(scales)[there]
+    numbers = torch.cat(((codes.float() * scales.unsqueeze(-1)).flatten(-2).bfloat16(), pages[..., 448:]), -1)
+    return found, torch.where(there.unsqueeze(-1), numbers, float("nan"))
+
+
+def in_published_pages(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The same with windows and slots as published pages hold them, and with what these are as numbers."""
+    q_THD, window, slots, *others = arguments
+    both = [published(window.pages), None if slots is None else published(slots.pages)]
+    window = window._replace(vectors_TD=published(window.vectors_TD.unsqueeze(0))[1][0])  # as pages hold them
+    found = [
+        (q_THD, window._replace(pages=both[0][at]), slots and slots._replace(pages=both[1][at]), *others)
+        for at in range(2)
+    ]
+    return found[0], found[1]
 
 
 def densely(arguments: tuple[Any, ...], told: list[tuple[torch.Tensor, torch.Tensor]], case: Case) -> torch.Tensor:

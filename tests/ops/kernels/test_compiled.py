@@ -137,9 +137,10 @@ def sparse_cases() -> list[tuple[Any, ...]]:
 
 
 def vectors_cases() -> list[tuple[Any, ...]]:
-    """Layers of windows alone, of chosen slots and of all, by whether rows have several tokens, and parts."""
-    layers = (0, False), (4, True), (128, False)
-    return turns([("vectors", "bf16", *layer, new, 1 if new else 2) for layer in layers for new in (True, False)], 1)
+    """Layers of windows alone, of chosen slots and of all, by whether rows have several tokens, parts, and pages in fp8."""
+    layers = (0, False, False), (4, True, False), (128, False, False), (4, True, True), (128, False, True)
+    cases = [("vectors", "bf16", *layer, new, 1 if new else 2, fp8) for *layer, fp8 in layers for new in (True, False)]
+    return turns(cases, 1)
 
 
 def prefill_cases() -> list[tuple[Any, ...]]:
@@ -204,7 +205,7 @@ def test_kernels_stay_on_their_way(case, compiled):
 
     Some keep bytes for want of registers, up to 64: products of few tokens, 192 tokens with zero points, and streams with 128 pairs a tile. Of drafts, 64 queries with
     fp8 pages keep up to 96. Attention in a fixed order, with two results in registers, up to 150. Few rows with more
-    than 8 heads of 256 numbers keep up to 700. Latents with 64 queries keep up to 128, long rows up to 80.
+    than 8 heads of 256 numbers keep up to 700. Latents with 64 queries, and vectors with pages in fp8, keep up to 128, long rows up to 80.
     """
     found = compiled[case]
     assert "error" not in found, found["error"]
@@ -217,7 +218,7 @@ def test_kernels_stay_on_their_way(case, compiled):
         else 64
         if case[0] in ("wide", "streams", "drafts", "held")
         else 128
-        if case[0] == "latents" and case[2] > 16
+        if (case[0] == "latents" and case[2] > 16) or (case[0] == "vectors" and case[-1])
         else 80
         if case[0] == "prefill"
         else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,17 @@ import pytest
 import torch
 
 from helpers.gluon_programs import Launched
-from helpers.vectors_cases import Case, inputs
+from helpers.vectors_cases import Case, in_published_pages, inputs
+from pagerunner.bench.shapes import SHAPES
+from pagerunner.memory.planner import plan_memory
+from pagerunner.memory.specs import RecurrentState
+from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.kernels import vectors_attention as kernels
-from pagerunner.ops.kernels import vectors_gluon
+from pagerunner.ops.kernels import vectors_fp8_gluon, vectors_gluon
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
-from pagerunner.ops.vectors_attention import vectors_attention
+from pagerunner.ops.sparse_latents import held_in_fp8
+from pagerunner.ops.vectors_attention import Slots, Window, vectors_attention
+from pagerunner.runner.pages import Pages
 
 DECODE, PREFILL = ((300, 1), (3, 1), (0, 1), (63, 1), (129, 1)), ((0, 70), (37, 1), (101, 33))
 FULL = Case(DECODE, window=20, heads=64, size=512, dtype=torch.bfloat16)
@@ -34,12 +42,13 @@ def turned(x, cos, sin, D, P):
     return x
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, parts: int, **known: Any) -> Launched:
-    plain = Launched(vectors_gluon, "vectors_kernel", _back=turned, **known)
-    monkeypatch.setattr(kernels, "_gluon", lambda: SimpleNamespace(vectors_kernel=plain))
+def launched(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool = False, **known: Any) -> Launched:
+    known |= {"_back": turned} | ({"_factors": lambda x: torch.exp2(x.float() - 127).bfloat16()} if fp8 else {})
+    found = Launched(vectors_fp8_gluon if fp8 else vectors_gluon, "vectors_kernel", **known)
+    monkeypatch.setattr(kernels, "_gluon", {fp8: SimpleNamespace(vectors_kernel=found)}.__getitem__)
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     monkeypatch.setattr(kernels, "_parts", lambda *_: parts)
-    return plain
+    return found
 
 
 def given(case: Case) -> tuple[Any, ...]:
@@ -59,6 +68,18 @@ def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: in
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.days(4)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_pages_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
+    torch.manual_seed(3)
+    arguments, coded = given(CASES[name]), launched(monkeypatch, parts, True)
+    held, numbers = in_published_pages(arguments)
+    want, got = vectors_attention.twin(*numbers), kernels.vectors_attention(*held)
+    assert coded.programs == arguments[0].shape[0] * parts
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
+
+
 def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a query whose keys are divided among programs."""
     arguments, plain = given(replace(FULL, rows=((63, 1), (9, 1)), ratio=0)), launched(monkeypatch, 2)
@@ -67,21 +88,24 @@ def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.programs == 4 and got[0].isnan().all() and got[1].isfinite().all()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool) -> None:
     """A kernel that begins early finds other numbers until then: of a row whose window has two tiles or more, and of a short one."""
     case = replace(FULL, rows=((400, 1), (90, 1)), window=150, top_k=60)
-    q, window, slots, *others = given(case)
+    arguments = given(case)
+    (q, window, slots, *others), numbers = in_published_pages(arguments) if fp8 else (arguments, arguments)
     right = slots.chosen_TK.clone()
     launched(
         monkeypatch,
         parts,
+        fp8,
         start_next=lambda PDL: slots.chosen_TK.copy_(torch.where(right >= 0, (right + 7) % 20, right)),
         wait_turn=lambda PDL: slots.chosen_TK.copy_(right),
     )
-    want = vectors_attention.twin(q, window, slots, *others)
+    want = vectors_attention.twin(*numbers)
     got = kernels.vectors_attention(q, window, slots._replace(early=True), *others)
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("heads", [16, 32, 80])
@@ -97,17 +121,18 @@ def test_a_tile_with_fewer_heads(monkeypatch: pytest.MonkeyPatch, heads: int) ->
 
 
 @pytest.mark.parametrize(("heads", "rows", "by_gluon"), [(32, ((0, 3),), True), (16, ((0, 3),), False), (16, ((5, 1), (9, 1)), True), (16, ((5, 1),) * 3, False)])  # fmt: skip
+@pytest.mark.parametrize("fp8", [False, True])
 def test_few_heads_of_many_tokens_go_by_the_other_kernel(
-    monkeypatch: pytest.MonkeyPatch, heads: int, rows: Any, by_gluon: bool
+    monkeypatch: pytest.MonkeyPatch, heads: int, rows: Any, by_gluon: bool, fp8: bool
 ) -> None:
-    """Prompts, and as many tokens as there are. Kernels that aren't there are asked for and nothing else."""
+    """With numbers in pages: prompts, and large batches. Kernels that aren't there are asked for and nothing else."""
     monkeypatch.setattr(kernels, "MANY_TOKENS", 3)
     arguments, asked = given(replace(FULL, rows=rows, heads=heads, ratio=0)), []
-    launched(monkeypatch, 1)
+    launched(monkeypatch, 1, fp8)
     for name in ("_launch_gluon", "_attend_kernel"):
         monkeypatch.setattr(kernels, name, Asked(name, asked))
-    kernels.vectors_attention(*arguments)
-    assert asked == ["_launch_gluon" if by_gluon else "_attend_kernel"]
+    kernels.vectors_attention(*in_published_pages(arguments)[0] if fp8 else arguments)
+    assert asked == ["_launch_gluon" if by_gluon or fp8 else "_attend_kernel"]
 
 
 class Asked(dict):  # type: ignore[type-arg]
@@ -124,12 +149,40 @@ class Asked(dict):  # type: ignore[type-arg]
 
 
 def test_what_does_not_fit_goes_by_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that begin 8 bytes into a line, few heads, elements of other numbers, float32, and slots in fp8."""
+    """Pages that begin 8 bytes into a line, few heads, elements of other numbers, float32, and pages in fp8 that copies can't bring."""
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
     (q, window, slots, *_), _ = inputs(FULL)
     assert not kernels.by_gluon(q, window, slots)
     q, window, slots, *_ = given(FULL)
     assert kernels.by_gluon(q, window, slots) and kernels.by_gluon(q, window, None)
+    held, _ = in_published_pages((q, window, slots))
+    assert kernels.by_gluon(*held) and kernels.by_gluon(*held[:2], None)
+    assert not kernels.by_gluon(q, held[1], slots), "pages of both kinds"
     for change in ({"heads": 8}, {"size": 256}, {"dtype": torch.float32}, {"block": 56}):
         q, window, slots, *_ = given(replace(FULL, **change))
         assert not kernels.by_gluon(q, window, slots), change
+
+
+@pytest.mark.parametrize("pages", ["bfloat16", "fp8_e4m3"])
+def test_the_pages_of_a_published_model_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pages: str) -> None:
+    """Windows and slots of every layer of DeepSeek-V4-Flash, as an engine lays them out."""
+    monkeypatch.setattr(kernels, "has_gluon", lambda device: True)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["deepseek-v4-flash-8e"]))
+    specs = read_model_config(tmp_path).layer_specs(pages)
+    plan = plan_memory(
+        specs, page_tokens=64, budget_bytes=1 << 26, max_model_len=256, model_max_len=256, max_num_seqs=1, max_num_batched_tokens=64
+    )  # fmt: skip
+    layers = Pages(plan, torch.zeros(plan.kv_bytes, dtype=torch.uint8), poison=False).layers
+    q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
+    kinds = set()
+    for spec, layer in zip(specs, layers, strict=True):
+        if isinstance(spec, RecurrentState):
+            continue
+        coded = held_in_fp8(layer.coded if spec.window else layer)
+        held = coded[0] if coded else layer.k.squeeze(2) if spec.window else layer.latent
+        if spec.window:
+            window = Window(q[:, 0], held, torch.zeros(1, 1), spec.window)
+        slots = None if spec.window else Slots(held, torch.zeros(1, 1), spec.compression, None)
+        assert kernels.by_gluon(q, window, slots), spec
+        kinds.add((spec.window, spec.compression, bool(coded)))
+    assert kinds == {(128, 1, bool(coded)), (None, 4, bool(coded)), (None, 128, bool(coded))}

@@ -400,10 +400,9 @@ class Tiles(NamedTuple):
 
 GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/vectors_gluon.py`
 GLUON_HEADS = 16  # fewer leave most of a tile's 64 queries empty
-MANY_HEADS, MANY_TOKENS = (
-    32,
-    129,
-)  # fewer heads go by Triton's kernel in prompts and from so many tokens on: its programs share a multiprocessor
+GLUON_PARTS = (448, 64)  # of a vector in fp8: codes in blocks of 64, and rotary elements
+MANY_HEADS = 32  # fewer with numbers in pages go by Triton's kernel in prompts and large batches, as its programs share a multiprocessor
+MANY_TOKENS = 129  # of a batch that is large
 FEW_TOKENS = 32  # whose keys may be in parts of one tile
 
 
@@ -429,6 +428,11 @@ class Stored(NamedTuple):
         return *self.codes.stride()[:2], *self.rope.stride()[:2], *self.scales.stride()[:2]
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """From page to page and from slot to slot in 16 bytes of codes, and in 8 of scales."""
+        return *(step // 16 for step in self.codes.stride()[:2]), *(step // 8 for step in self.scales.stride()[:2])
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """Elements that are codes, those that share a scale, and the type of codes; None if there are none."""
         size, coded = self.codes.shape[-1], self.codes is not self.scales
@@ -445,9 +449,9 @@ def attention_tiles(heads: int, exact: bool) -> Tiles:
 
 
 @functools.cache
-def _gluon() -> Any:
+def _gluon(fp8: bool) -> Any:
     """The module in Gluon. It isn't imported with Triton versions that may not have what it names."""
-    return importlib.import_module("pagerunner.ops.kernels.vectors_gluon")
+    return importlib.import_module("pagerunner.ops.kernels." + ("vectors_fp8_gluon" if fp8 else "vectors_gluon"))
 
 
 def _is_new(rows: StepRows) -> bool:
@@ -456,21 +460,33 @@ def _is_new(rows: StepRows) -> bool:
 
 
 def by_gluon(q_THD: torch.Tensor, window: Window, slots: Slots | None) -> bool:
-    """Whether `kernels/vectors_gluon.py` takes this: heads and vectors of its sizes, all of one type of two bytes, and aligned."""
+    """Whether kernels in Gluon take this: heads and vectors of their sizes, of one type of two bytes but for pages in e4m3, and aligned."""
     (_, heads, size), dtype = q_THD.shape, q_THD.dtype
     held, pages = window.pages, window.pages if slots is None else slots.pages
-    if (
-        isinstance(held, Latents)
-        or isinstance(pages, Latents)
-        or heads < GLUON_HEADS
-        or size != GLUON_SIZE
-        or dtype.itemsize != 2
-    ):
+    if heads < GLUON_HEADS or size != GLUON_SIZE or dtype.itemsize != 2 or isinstance(held, Latents) != isinstance(pages, Latents):  # fmt: skip
         return False
-    for part in (q_THD, window.vectors_TD, held, pages):  # copies bring 16 bytes each
+    parts = [q_THD, window.vectors_TD]  # copies bring 16 bytes each
+    for one in (held, pages):
+        if isinstance(one, Latents) and not _codes_by_gluon(one, dtype):
+            return False
+        parts.append(one.rope_ESP if isinstance(one, Latents) else one)
+    for part in parts:
         if part.dtype != dtype or part.data_ptr() % 16 or any(step % 8 for step in part.stride()[:-1]):
             return False
     return has_gluon(q_THD.device)
+
+
+def _codes_by_gluon(pages: Latents, dtype: torch.dtype) -> bool:
+    """Whether `kernels/vectors_fp8_gluon.py` reads these slots: e4m3 with bytes of scales, in strides that their rotary parts have, too."""
+    codes, rope, scales = pages
+    if scales is None or scales.itemsize != 1 or codes.dtype != torch.float8_e4m3fn or dtype != torch.bfloat16:
+        return False
+    if (codes.shape[-1], rope.shape[-1]) != GLUON_PARTS or scales.shape[-1] < GLUON_PARTS[0] // GLUON_PARTS[1]:
+        return False
+    if any(one != 2 * other for one, other in zip(codes.stride()[:2], rope.stride()[:2], strict=True)):
+        return False
+    steps = [*(step % 16 for step in codes.stride()[:2]), *(step % 8 for step in scales.stride()[:2])]
+    return not any(steps) and codes.data_ptr() % 16 == 0 and scales.data_ptr() % 8 == 0
 
 
 def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device) -> int:
@@ -486,16 +502,17 @@ def _launch_gluon(
     q_THD: torch.Tensor, window: Window, slots: Slots | None, rows: StepRows, scale: float, sinks_H: torch.Tensor, angles: RopeAngles,
     out_THD: torch.Tensor, partial: torch.Tensor, found: torch.Tensor, parts: int,
 ) -> None:  # fmt: skip
-    (tokens, heads, size), held = q_THD.shape, window.pages
-    pages, table, ratio, chosen, early = (held, window.table_SW, 0, None, False) if slots is None else slots
-    assert isinstance(pages, torch.Tensor) and isinstance(held, torch.Tensor)
-    picked = rows.row_T if chosen is None else chosen
-    _gluon().vectors_kernel[(tokens * parts, blocks(heads, GLUON_TILES.heads))](
-        q_THD, window.vectors_TD, held, pages, picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
+    (tokens, heads, size), held = q_THD.shape, Stored.of(window.pages)
+    pages, table, ratio, chosen, early = (window.pages, window.table_SW, 0, None, False) if slots is None else slots
+    picked, fp8, stored = rows.row_T if chosen is None else chosen, isinstance(pages, Latents), Stored.of(pages)
+    kinds = [[part.codes, part.rope, part.scales.view(torch.uint8)] if fp8 else [part.codes] for part in (held, stored)]
+    steps = [part.steps if fp8 else part.strides[:2] for part in (held, stored)]
+    _gluon(fp8).vectors_kernel[(tokens * parts, blocks(heads, GLUON_TILES.heads))](
+        q_THD, window.vectors_TD, *kinds[0], *kinds[1], picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
         rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, int(early), scale / math.log(2), window.table_SW.shape[1],
-        table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *held.stride()[:2],
-        *pages.stride()[:2], picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
-        WINDOW=window.size, RATIO=ratio, PAGE=held.shape[1], SLOT_PAGE=pages.shape[1], D=size, P=angles.cos_T1D.shape[-1],
+        table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *steps[0], *steps[1],
+        picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
+        WINDOW=window.size, RATIO=ratio, PAGE=held.codes.shape[1], SLOT_PAGE=stored.codes.shape[1], D=size, P=angles.cos_T1D.shape[-1],
         SPLIT=parts > 1, NEW=_is_new(rows), CHOSEN=chosen is not None,
         num_warps=GLUON_TILES.warps, **dependent(q_THD.device),
     )  # fmt: skip
@@ -519,9 +536,18 @@ def vectors_attention(
     own, others = Stored.of(window.pages), Stored.of(pages)
     of = "windows" if slots is None else f"windows and slots of {slots.ratio} tokens"
     gluon = by_gluon(q_THD, window, slots)
-    if gluon and heads < MANY_HEADS and (tokens >= MANY_TOKENS or _is_new(rows)):
+    if gluon and heads < MANY_HEADS and not isinstance(pages, Latents) and (tokens >= MANY_TOKENS or _is_new(rows)):
         gluon, of = False, of + " in prompts and large batches"
-    say_kernel(of, "vectors_gluon", gluon, device, heads, size, q_THD.dtype, others.dtype)
+    say_kernel(
+        of,
+        "vectors_fp8_gluon" if isinstance(pages, Latents) else "vectors_gluon",
+        gluon,
+        device,
+        heads,
+        size,
+        q_THD.dtype,
+        others.dtype,
+    )
     tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
     seen = window.size
     if ratio:

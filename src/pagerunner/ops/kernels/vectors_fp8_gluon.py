@@ -1,0 +1,253 @@
+"""The attention of `kernels/vectors_gluon.py` to windows and slots in e4m3, which a Hopper program makes numbers of while it multiplies.
+
+A tile has keys of one kind: the step's own vectors, or what is in pages, the window and behind it slots in one list. So of 128 + 512 keys in pages each of ten tiles is full.
+Vectors are copied to where products read them. Codes, scales and rotary parts are copied, too. While a tile's weights meet its vectors, the next tile's codes become numbers in shared memory. So they are read from
+memory once, in the bytes that they have there: 584 a slot of DeepSeek-V4 instead of 1,024. A token of a window is stored as a slot is.
+
+A slot is 448 codes of 7 blocks, and 64 rotary elements of the queries' type. A block's scale is a power of two, kept as the byte of its exponent. There isn't room in
+shared memory for all codes of a tile beside two tiles of numbers: the last block's are kept in registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from pagerunner.ops.kernels.latent_gluon import numbers_of_codes
+from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.vectors_attention import LOWEST
+from pagerunner.ops.kernels.vectors_gluon import (
+    BN,
+    HELD,
+    KEYS,
+    SCORES,
+    SUMS,
+    _copy,
+    _copy_queries,
+    _end,
+    _number,
+    _score,
+    _span,
+    _weigh,
+)
+
+LOW = gl.constexpr(gl.BlockedLayout([1, 16], [2, 16], [8, 1], [1, 0]))
+"""A slot's first 256 codes as they are copied, the next 128, the last 64, rotary parts, and scales."""
+HIGH = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
+LAST = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))
+TURNED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+FEW = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _factors(scales):
+    """Bytes of exponents as numbers. A byte is a bfloat16's exponent."""
+    return (scales.to(gl.int16) << 7).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def _convert(
+    codes, scales, target, FIRST: gl.constexpr, COUNT: gl.constexpr, NUMBERS: gl.constexpr, SCALED: gl.constexpr
+):
+    """Make numbers of the codes of COUNT blocks from FIRST on, all at once: the compiler has a barrier before each store to `target`."""
+    numbers = gl.reshape(numbers_of_codes(codes.load(NUMBERS)), [BN, COUNT, 64])
+    factors = _factors(scales.slice(FIRST, COUNT, dim=1).load(gl.SliceLayout(2, SCALED)))
+    numbers = gl.convert_layout(numbers, SCALED, assert_trivial=True) * gl.expand_dims(factors, 2)
+    numbers = gl.convert_layout(gl.reshape(numbers, [BN, COUNT * 64]), NUMBERS, assert_trivial=True)
+    target.slice(FIRST * 64, COUNT * 64, dim=1).store(numbers)
+
+
+@gluon.jit
+def _make_numbers(room, last, target):
+    """Make numbers of a tile's codes."""
+    low, high, scales, _ = room
+    _convert(low, scales, target, 0, 4, gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]),
+             gl.BlockedLayout([1, 1, 8], [1, 4, 8], [8, 1, 1], [2, 1, 0]))  # fmt: skip
+    _convert(high, scales, target, 4, 2, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]),
+             gl.BlockedLayout([1, 1, 8], [2, 2, 8], [8, 1, 1], [2, 1, 0]))  # fmt: skip
+    factors = _factors(scales.slice(6, 1, dim=1).load(LAST))
+    target.slice(384, 64, dim=1).store(numbers_of_codes(last) * factors)
+
+
+@gluon.jit
+def _room():
+    """Where a tile's first 256 codes are copied to, the next 128, scales, and where its slots begin."""
+    low, high = (
+        gl.allocate_shared_memory(gl.uint8, [BN, 256], PLAIN),
+        gl.allocate_shared_memory(gl.uint8, [BN, 128], PLAIN),
+    )
+    return (
+        low,
+        high,
+        gl.allocate_shared_memory(gl.uint8, [BN, 8], SCALES),
+        gl.allocate_shared_memory(gl.int64, [BN], LINE),
+    )
+
+
+@gluon.jit
+def _shares(new, seen, count, part, num_parts):
+    """Where what is in pages begins among keys, and behind its window slots, if the first `new` are of the step itself; and a part of all keys."""
+    padded = gl.cdiv(new, BN) * BN  # what is in pages begins with a tile of its own
+    count = count - new + padded
+    per = (gl.cdiv(count, BN) + num_parts - 1) // num_parts
+    begin = gl.minimum(part * per * BN, count)
+    return padded, seen - new + padded, begin, gl.minimum(begin + per * BN, count)
+
+
+@gluon.jit
+def _entry(tables, number, key, seen, padded, least, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr):
+    """The pages of keys, of which those from `padded` to `seen` are the window's; -1: none."""
+    own, position = key < seen, gl.maximum(least + key - padded, 0)
+    place = gl.where(
+        own, tables[0] + position // PAGE % tables[2], tables[1] + gl.maximum(number, 0) // SLOT_PAGE % tables[3]
+    )
+    return gl.load(place, mask=gl.where(own, key >= padded, number >= 0), other=-1)
+
+
+@gluon.jit
+def _at(places, window, slots, UNIT: gl.constexpr, COPY: gl.constexpr):
+    """Where a tile's slots begin in parts of which a number has UNIT bytes, by rows of a copy; a column of them, and which are there."""
+    at = places.load(gl.SliceLayout(1, COPY))
+    held = gl.where((at & 1) != 0, window, slots) + (at & -16) // UNIT
+    return gl.multiple_of(held, 16)[:, None], (at >= 0)[:, None]
+
+
+@gluon.jit
+def _bring_codes(k_smem, room, window, slots, number, entry, key, stop, seen, padded, least, PAGE: gl.constexpr,
+                 SLOT_PAGE: gl.constexpr):  # fmt: skip
+    """Begin to bring a tile of what is in pages: its last codes as numbers of threads, and which are there. What isn't there is zeros.
+
+    `window` and `slots` are codes, rotary parts, scales, and strides of codes and of scales. The lowest bit of a place says that it is the window's.
+    """
+    low, high, few, places = room
+    own, position = key < seen, gl.maximum(least + key - padded, 0)
+    live, inside = (entry >= 0) & (key < stop), gl.where(own, position % PAGE, gl.maximum(number, 0) % SLOT_PAGE)
+    at = entry * (gl.where(own, window[3], slots[3]) * 16) + inside * (gl.where(own, window[4], slots[4]) * 16)
+    places.store(gl.where(live, gl.where(own, at + 1, at), -16))
+    gl.thread_barrier()
+    at, there = _at(places, window[0], slots[0], 1, LOW)
+    x = gl.arange(0, 256, gl.SliceLayout(0, LOW))[None, :]
+    async_copy.async_copy_global_to_shared(low, at + x, mask=there)
+    at, there = _at(places, window[0], slots[0], 1, HIGH)
+    x = gl.arange(0, 128, gl.SliceLayout(0, HIGH))[None, :]
+    async_copy.async_copy_global_to_shared(high, at + (x + 256), mask=there)
+    at, there = _at(places, window[1], slots[1], 2, TURNED)
+    x = gl.arange(0, 64, gl.SliceLayout(0, TURNED))[None, :]
+    async_copy.async_copy_global_to_shared(k_smem.slice(448, 64, dim=1), at + x, mask=there)
+    at = entry * (gl.where(own, window[5], slots[5]) * 8) + inside * (gl.where(own, window[6], slots[6]) * 8)
+    at = gl.multiple_of(gl.convert_layout(gl.where(own, window[2], slots[2]) + at, gl.SliceLayout(1, FEW)), 8)[:, None]
+    x = gl.arange(0, 8, gl.SliceLayout(0, FEW))[None, :]
+    there = gl.convert_layout(live, gl.SliceLayout(1, FEW))[:, None]
+    async_copy.async_copy_global_to_shared(few, at + x, mask=there)
+    at, there = _at(places, window[0], slots[0], 1, LAST)
+    x = gl.arange(0, 64, gl.SliceLayout(0, LAST))[None, :]
+    return gl.load(at + (x + 384), mask=there, other=0), live
+
+
+@gluon.jit
+def _bring(k_smem, room, last, q_at, vectors, window, slots, number, entry, key, tile, stop, seen, padded, least, own, vector_stride,
+           PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr, NEW: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    """Begin to bring a tile of either kind. `own`: the token of the first of the step's vectors that is seen, and how many there are."""
+    if NEW:
+        if tile < padded:  # one that isn't there is read as the token's query, whose numbers are finite
+            live = key < gl.minimum(stop, own[1])
+            place = gl.where(live, vectors + (own[0] + key).to(gl.int64) * vector_stride, q_at)
+            _copy(k_smem, place, D)
+        else:
+            last, live = _bring_codes(k_smem, room, window, slots, number, entry, key, stop, seen, padded, least, PAGE,
+                                      SLOT_PAGE)  # fmt: skip
+    else:
+        last, live = _bring_codes(k_smem, room, window, slots, number, entry, key, stop, seen, padded, least, PAGE,
+                                  SLOT_PAGE)  # fmt: skip
+    async_copy.commit_group()
+    return last, live
+
+
+@gluon.jit(
+    do_not_specialize=["num_heads", "num_parts", "early", "window_width", "slot_width", "chosen", "chosen_stride"]
+)
+def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
+                   window_table, slot_table, num_heads, num_parts, early, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
+                   window_page, window_slot, window_scale_page, window_scale_slot, page_stride, slot_stride, scale_page, scale_slot, chosen_stride,
+                   angle_stride, window_table_stride, slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
+                   D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr, CHOSEN: gl.constexpr,
+                   PDL: gl.constexpr):  # fmt: skip
+    """One of a token's parts of keys, 64 heads. Strides of what is in pages are in 16 bytes, those of scales in 8."""
+    start_next(PDL)
+    if early == 0:
+        wait_turn(PDL)
+    token, part = (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
+    block = gl.program_id(1) * 64
+    slot, least, start, first, seen, count = _span(
+        row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
+    )
+    own = (first + start, least + seen - start)
+    padded, seen, begin, stop = _shares(own[1], seen, count, part, num_parts)
+    tables = (
+        window_table + slot * window_table_stride,
+        slot_table + slot * slot_table_stride,
+        window_width,
+        slot_width,
+    )
+    chosen_ptr += token * chosen_stride
+    q_at = q + token * q_token + block * q_head
+    held = (window, window_rope, window_scales, window_page, window_slot, window_scale_page, window_scale_slot)
+    slots = (codes, rope, scales, page_stride, slot_stride, scale_page, scale_slot)
+
+    q_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, D], HELD)
+    k_smem = gl.allocate_shared_memory(q.dtype.element_ty, [2, BN, D], HELD)
+    p_smem, room = gl.allocate_shared_memory(q.dtype.element_ty, [64, BN], HELD), _room()
+    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
+    last, key = gl.zeros([BN, 64], gl.uint8, LAST), begin + gl.arange(0, BN, KEYS)
+    if begin + BN > seen:
+        wait_turn(PDL)
+    number = _number(chosen_ptr, key, seen, stop, CHOSEN)
+    entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
+    last, live = _bring(k_smem.index(0), room, last, q_at, vectors, held, slots, number, entry, key, begin, stop,
+                        seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+    wait_turn(PDL)  # the window's tile is on its way
+    key = key + BN
+    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    if begin >= padded:
+        _make_numbers(room, last, k_smem.index(0))
+    fence_async_shared()
+    gl.thread_barrier()
+    last, next_live = _bring(k_smem.index(1), room, last, q_at, vectors, held, slots, number, entry, key,
+                             begin + BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+    key, number = key + BN, after
+    after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
+    most, sums = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES)), gl.zeros((64, BN), gl.float32, SCORES)
+    acc, now = gl.zeros((64, D), gl.float32, SUMS), 0
+    for tile in range(begin, stop, BN):
+        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
+        most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(p_smem, k_smem.index(now), acc * shrink, is_async=True)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        if (tile + BN >= padded) & (tile + BN < stop):
+            _make_numbers(room, last, k_smem.index(1 - now))
+        fence_async_shared()
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        gl.thread_barrier()  # both groups have used the tile, and the next one is there
+        live = next_live
+        if tile + 2 * BN < stop:
+            last, next_live = _bring(k_smem.index(now), room, last, q_at, vectors, held, slots, number, entry, key,
+                                     tile + 2 * BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+        key, number = key + BN, after
+        after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+        entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
+        now = 1 - now
+    async_copy.wait_group(0)
+    _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_heads, angle_stride, most, sums, acc, stop > begin, D, P,
+         SPLIT)  # fmt: skip
