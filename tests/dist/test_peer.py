@@ -229,6 +229,7 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
         all_gather=lambda x: done.append((name, x.nbytes)),
         all_to_all=lambda x: done.append((name, x.nbytes)),
         most_bytes=most,
+        most_gathered=most // 2,
     )
 
     def sums(rooms: list[int], rank: int) -> Any:
@@ -259,6 +260,8 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
     assert comm.all_gather(torch.empty(0, 4)).shape == (2, 0, 4) and comm.all_to_all(torch.empty(2, 0)).shape == (2, 0)
     assert len(done) == len(names), "nothing is sent of no numbers, which a graph couldn't record by way of the host"
     assert comm.all_gather(torch.empty(4, 4).T).shape == (2, 4, 4) and done.pop() == ("peers", 128)
+    comm.all_gather(torch.empty(most // 2 + 1, dtype=torch.uint8))
+    assert done.pop() == ("nccl", most // 2 + 1), "what is gathered has a limit of its own"
     comm.all_gather(torch.empty(most + 1, dtype=torch.uint8))
     comm.all_to_all(torch.empty(2, most, dtype=torch.uint8))
     assert done.pop() == ("nccl", 2 * most)
@@ -274,7 +277,7 @@ def test_what_the_kernel_can_not_do_is_left_to_nccl() -> None:
 class OneProcess:
     """Sums of two ranks: what the other one has is known."""
 
-    most_bytes = 2**31
+    most_bytes = most_gathered = 2**31
 
     def __init__(self, theirs: torch.Tensor) -> None:
         self.theirs = theirs

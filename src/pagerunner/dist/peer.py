@@ -26,6 +26,11 @@ class Sums(Protocol):
         """The largest sum that it makes."""
         ...
 
+    @property
+    def most_gathered(self) -> int:
+        """The largest part of a rank that it gathers."""
+        ...
+
     def add_(self, x: torch.Tensor, residual: torch.Tensor | None, /) -> None:
         """See Comm.all_reduce_."""
         ...
@@ -127,7 +132,7 @@ class PeerComm(Comm):
         """
         self.rank, self.size, self._host, self._large = large.rank, large.size, host, large
         self._sums = make_sums(take_rooms(host, memory, room_bytes(self.size)), self.rank)
-        self._most = self._sums.most_bytes
+        self._most, self._most_gathered = self._sums.most_bytes, self._sums.most_gathered
 
     def all_reduce_(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See Comm."""
@@ -171,7 +176,7 @@ class PeerComm(Comm):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
-        if x.nbytes > self._most:
+        if x.nbytes > self._most_gathered:
             return self._large.all_gather(x)
         found = x.new_empty((self.size, *x.shape))
         if not x.numel():
@@ -182,7 +187,7 @@ class PeerComm(Comm):
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm. Of two ranks each gets all of the other's numbers, which are twice as many bytes, and no more calls than one."""
-        if self.size != 2 or x.nbytes > self._most:
+        if self.size != 2 or x.nbytes > self._most_gathered:
             return self._large.all_to_all(x)
         return self.all_gather(x)[:, self.rank].contiguous()
 

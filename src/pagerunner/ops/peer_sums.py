@@ -18,7 +18,8 @@ class Limits(NamedTuple):
     """Largest sums in bytes, by the way they go.
 
     `words`: what is gathered, with the number of the round, which are twice as many bytes. `bare`: sums as bare words; up to `once` each rank sends
-    all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones.
+    all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones,
+    and gathers more than `gathered` of a rank.
     `places`, a power of two: those of each bare word, which rounds take in turns. A launch of fewer rounds needs no fence (`_next_round`).
     """
 
@@ -27,6 +28,7 @@ class Limits(NamedTuple):
     bare: int = 0
     once: int = 2**31
     places: int = 2
+    gathered: int = 2**31
 
     @property
     def twice(self) -> bool:
@@ -37,7 +39,7 @@ class Limits(NamedTuple):
 LIMITS = {
     2: Limits(2**19, 2**31, bare=2**22, places=8),
     3: Limits(2**16, 2**19, bare=2**16),
-    4: Limits(2**18, 2**24, bare=2**24, once=2**17, places=4),
+    4: Limits(2**18, 2**26, bare=2**26, once=2**17, places=4, gathered=2**24),
 }
 """By number of ranks. Two ranks would send as much in two rounds as in one, and leave nothing to NCCL."""
 MORE_RANKS = Limits(2**16, 2**17, bare=2**16)
@@ -101,6 +103,11 @@ class PeerSums:
     def most_bytes(self) -> int:
         """The largest sum that is made here."""
         return self.limits.most
+
+    @property
+    def most_gathered(self) -> int:
+        """The largest part of a rank that is gathered here."""
+        return min(self.limits.most, self.limits.gathered)
 
     def add_(
         self,

@@ -250,7 +250,7 @@ def _joined(host: GlooComm, device: torch.device, *, by_kernel: bool) -> Comm:
 
     limits = limits_of(host.size)
     if ranks_share_devices():  # graphs can't record what goes through the host, so the kernels make all sums
-        limits = limits._replace(most=2**31)
+        limits = limits._replace(most=2**31, gathered=2**31)
         return PeerComm(host, StagedComm(host, rehearsing), CudaDriver(device.index), room_bytes, sums)
     if by_kernel and len(set(gathered_bytes(host, visible_devices().encode()))) > 1:
         by_kernel = False
