@@ -108,7 +108,9 @@ class PrefixChain:
         units = min(limit, len(tokens)) // UNIT_TOKENS
         if units <= done:
             return
-        data = _token_bytes(tokens[done * UNIT_TOKENS : units * UNIT_TOKENS])
+        whole = not done and limit >= len(tokens)  # a slice would look at each of its numbers twice more
+        data = _token_bytes(tokens if whole else tokens[done * UNIT_TOKENS : units * UNIT_TOKENS])
+        data = data[: (units - done) * _UNIT_BYTES]
         recent = None if done else self._recent
         if recent is not None:
             self.hashes += recent.hashes(self.seed, data)

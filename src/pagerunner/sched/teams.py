@@ -117,7 +117,7 @@ class TeamsScheduler:
         return TeamsPlan(step_id=step, rows=[row for plan in of_teams for row in plan.rows], teams=of_teams)
 
     def schedule_loads(self) -> None:
-        """See Scheduler.schedule_loads. All teams have a part in every step, so their loads begin with the next one that has rows."""
+        """See Scheduler.schedule_loads. Teams make all steps together, so their loads begin with the next one."""
 
     @property
     def num_transfers(self) -> int:

@@ -82,7 +82,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest, *, ids_checked: bool = False) -> None:
         """Queue a request. While the engine is paused (level 0) it waits for `wake_up`. `ids_checked`: all its ids are known to be the vocabulary's,
-        as a frontend of this very process has looked at them. A look at 8,192 takes 0.06 ms, and of 96 prompts no pages come before all were added.
+        as a frontend of this very process has looked at them. A look at 8,192 takes 0.06 ms, and no step runs before all prompts of a call were added.
 
         Raises:
             InvalidRequestError: it could never run; the message has the numbers.
@@ -113,8 +113,8 @@ class EngineCore:
         self._begin_loads()
 
     def _begin_loads(self) -> None:
-        """Begin to load for what was just queued, unless a step runs, which is followed by another one soon. More requests may be queued before that: a hundred
-        prompts of 8,192 tokens take 30 ms, in which a bus moves seven of them.
+        """Begin to load for what was just queued, unless a step runs, which is followed by another one soon. More requests may be queued before the next
+        step: a hundred prompts of 8,192 tokens take 30 ms, in which a bus moves seven of them.
         """
         if not self._host_tier or self.is_sleeping or any(plan.rows for plan, _, _ in self._in_flight):
             return
