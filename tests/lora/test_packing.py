@@ -178,6 +178,20 @@ def test_readers_give_the_lock_up_after_a_few_tensors(tmp_path: Path, monkeypatc
     assert count <= 8 * pauses.MOST_AT_ONCE and pauses_made > 60, (
         f"{where.co_filename}:{line} had {count} calls at once"
     )
+    packed = products.pack(adapter, 1, torch.float32, PAGE)
+    pages = range(len(packed.pages))
+    memory = torch.zeros(len(pages) * PAGE * 4, dtype=torch.uint8)
+    table = AdapterTable(products, memory, PAGE * 4, torch.float32, 1, 16)
+    calls.clear()
+    most.clear()
+    sys.setprofile(called)
+    try:
+        table.fill(0, packed, [page * PAGE * 4 for page in pages], pages)
+    finally:
+        sys.setprofile(None)
+    most |= calls
+    assert torch.equal(table.blocks.pool.view(-1, PAGE), packed.pages)
+    assert most.most_common(1)[0][1] <= 3 * pauses.MOST_AT_ONCE < len(pages), "copies of pages"
 
 
 def test_no_copy_crosses_what_is_locked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ class AdapterTable:
         """Copy the `missing` ones of an adapter's pages to their places (`offsets`, in bytes, of all its pages), on the current stream. They are the slot's from then on."""
         pool, itemsize = self.blocks.pool, self.dtype.itemsize
         elements, piece = packed.pages.view(-1), LOCK_BYTES // itemsize
-        for number in missing:
+        for number in in_turns(missing):
             if number < len(packed.pages):  # other ranks may have more
                 first, end = number * self.page, (number + 1) * self.page
                 to = offsets[number] // itemsize - first
