@@ -10,12 +10,13 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.dist.base import Comm, RankSums
+from pagerunner.ops.embedding import chosen_within, span_embedding
 from pagerunner.ops.linear import linear_parts
 from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes, own_experts
 from pagerunner.ops.stored import Stored
-from pagerunner.quant.base import ExpertMethod, Mixture, WeightMethod, Weights
+from pagerunner.quant.base import ExpertMethod, Mixture, Unquantized, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
 
 
@@ -206,9 +207,11 @@ class OfVocabulary(Ranked):
 
     def rows(self, numbers_T: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Rows of any token ids, [T, D]. Each is one rank's, and others add zeros."""
-        places_T, most = numbers_T - self._ids.start, len(self._ids) - 1
-        rows_TD = self.own.rows(places_T.clamp(0, most), weights)
-        rows_TD = rows_TD.masked_fill(((places_T < 0) | (places_T > most)).unsqueeze(1), 0.0)
+        if type(self.own) is Unquantized:
+            rows_TD = span_embedding(numbers_T, weights["weight"], self._ids.start)
+        else:
+            places_T, others_T1 = chosen_within(numbers_T - self._ids.start, len(self._ids))
+            rows_TD = self.own.rows(places_T, weights).masked_fill(others_T1, 0.0)
         self.comm.all_reduce_(rows_TD)
         return rows_TD
 
