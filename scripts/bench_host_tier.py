@@ -50,6 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pages-gib", type=float, default=8)
     parser.add_argument("--host-gib", type=float, default=80)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--block-size", type=int, default=16, help="tokens of a page; the host's part grows with the number of pages"
+    )
     parser.add_argument("--seqs", type=int, default=64, help="most requests that run at once")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode while pages move; 0 for none")
     parser.add_argument("--move-gib", type=float, default=10)
@@ -76,6 +79,7 @@ def engine(options: argparse.Namespace, directory: Path) -> LLM:
         max_num_batched_tokens=min(8_192, longest),
         kv_cache_memory_bytes=int(options.pages_gib * GIB),
         kv_offloading_size=options.host_gib or None,
+        block_size=options.block_size,
     )
 
 
