@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from hashlib import blake2b
 
 import pytest
@@ -153,5 +154,18 @@ def test_no_more_prompts_are_remembered_than_have_so_many_tokens() -> None:
     for number in range(50):
         PrefixChain(seed, recent).cover([number] * 1_600, 1_600)
     kept = recent._prompts.values()
-    assert sum(len(data) // 4 for data, _ in kept) == recent._tokens == 9_600
+    assert sum(len(data) // 4 + recent.OWN_TOKENS for data, _ in kept) == recent._tokens == 6 * 1_636
     assert {data[0] for data, _ in kept} == {47, 48, 49}, "those that came last"
+
+
+@pytest.mark.parametrize("tokens", [16, 48, 1_008])
+def test_remembered_prompts_take_9_bytes_a_token_however_short_they_are(tokens: int) -> None:
+    recent, seed = RecentPrompts(), chain_seed()
+    recent.KEPT_TOKENS = 2**16
+    tracemalloc.start()
+    try:
+        for number in range(2**16 // tokens):
+            PrefixChain(seed, recent).cover([number] * tokens, tokens)
+        assert 0.5 < tracemalloc.get_traced_memory()[0] / (9 * 2**16) < 1.15
+    finally:
+        tracemalloc.stop()

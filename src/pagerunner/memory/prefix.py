@@ -44,7 +44,9 @@ class RecentPrompts:
     """
 
     KEPT_TOKENS = 2**21
-    """Tokens of prompts, counted for each of its two beginnings. They take 9 bytes each: 19 MB of prompts that are shorter than 1,024 tokens."""
+    """Tokens of prompts, counted for each of its two beginnings with OWN_TOKENS more. They take 9 bytes each: 19 MB of prompts that are shorter than 1,024 tokens."""
+    OWN_TOKENS = 36
+    """As many tokens take what a prompt takes beside its own: 320 bytes."""
 
     def __init__(self) -> None:
         self._prompts: dict[bytes, tuple[bytes, list[bytes]]] = {}
@@ -66,13 +68,13 @@ class RecentPrompts:
         for key in _beginnings(seed, data):
             self._forget(key)
             self._prompts[key] = kept
-            self._tokens += len(data) // 4
+            self._tokens += len(data) // 4 + self.OWN_TOKENS
         while self._tokens > self.KEPT_TOKENS:
             self._forget(next(iter(self._prompts)))
 
     def _forget(self, key: bytes) -> None:
-        data, _ = self._prompts.pop(key, (b"", []))
-        self._tokens -= len(data) // 4
+        if key in self._prompts:
+            self._tokens -= len(self._prompts.pop(key)[0]) // 4 + self.OWN_TOKENS
 
 
 def _beginnings(seed: bytes, data: bytes) -> Iterator[bytes]:
