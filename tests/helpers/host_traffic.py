@@ -77,7 +77,6 @@ class HostTraffic(Traffic):
         if self.now % 2 and (plan := self.scheduler.schedule_loads()) is not None:
             assert not plan.rows and plan.transfers and not self.scheduler._state.running
             self.flight.append((plan, self.checker.run(plan, None)))
-            self.seen["loads alone"] += any(one.loads for one in plan.transfers)
         super().step(fault)
         self.note(more := self.scheduler.take_failed())
         self.seen["admission waits"] += any(one.awaits_transfer for one in self.scheduler._state.waiting)
