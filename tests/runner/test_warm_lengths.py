@@ -76,7 +76,7 @@ def _runner(
 def test_prompts_of_any_length_find_their_kernels_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A prompt whole, its last tokens behind the others, and two at once; in steps that don't run in graphs."""
+    """A prompt whole, its last tokens behind the others, two at once, and three rows that generate; in steps that don't run in graphs."""
     runner, config = _runner(tmp_path, monkeypatch, name)
     runner._kernels, runner._lengths = (
         build._kernels_of(runner._model),
@@ -90,8 +90,14 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
         for _ in range(effort(12, 100)):
             length = draw.randrange(BETWEEN_TOKENS + 1, LONGEST)
             last, half = min(length, 300), length // 2
-            for rows in ([(0, length)], [(length - last, last)], [(0, half), (0, length - half)]):
-                runner._run_first([StepRow(slot, start, n, [0] * n, True) for slot, (start, n) in enumerate(rows)])
+            for rows in (
+                [(0, length)],
+                [(length - last, last)],
+                [(0, half), (0, length - half)],
+                3 * [(length - 1, 1)],
+            ):
+                given = [(start, n, [0] * n if n > 1 else []) for start, n in rows]
+                runner._run_first([StepRow(slot, *row, True) for slot, row in enumerate(given)])
             assert launched <= met, (length, launched - met)
     assert len(met) > 20
 

@@ -426,8 +426,13 @@ class ModelRunner:
             self._run_scored(even_rows(1, count, longest, past=False))
         for count in tokens:
             self._run_first(self._long_rows(count))
+        generating = 1 + max(
+            (key.rows for key in self._graphs.keys if key.decode), default=0
+        )  # more rows than graphs have
         for length in lengths:
             self._run_first(even_rows(1, min(length, BETWEEN_TOKENS, self._builder.max_tokens), length, past=True))
+            if generating <= min(self._builder.max_rows, self._builder.max_tokens):
+                self._run_first(even_rows(generating, generating, length, past=True))
 
     def _long_rows(self, tokens: int) -> list[StepRow]:
         """A step of so many tokens at the end of long sequences."""
