@@ -87,34 +87,37 @@ class Comm(Protocol):
 
 
 class RankSums(NamedTuple):
-    """What a sublayer adds to the residual stream: the sum of all ranks' parts. This rank's is `part` [T, D], or what parts [P, T, D] in float32 add up to. To be added once."""
+    """What a sublayer adds to the residual stream: the sum of all ranks' parts. To be added once.
 
-    part_TD: torch.Tensor
+    This rank's `part` is [T, D], or several [P, T, D] in float32 that are still to be added up.
+    """
+
+    part: torch.Tensor
     comm: Comm
 
     def takes_norm(self) -> bool:
         """Whether the norm behind the sum can be part of the sum's kernel."""
-        return self.part_TD.dim() == 3 or self.comm.takes_norm(self.part_TD)
+        return self.part.dim() == 3 or self.comm.takes_norm(self.part)
 
     def add_(self, residual_TD: torch.Tensor) -> None:
         """Add the sum to `residual` in place."""
-        if self.part_TD.dim() == 3:
-            self.comm.add_parts_(self.part_TD, residual_TD)
+        if self.part.dim() == 3:
+            self.comm.add_parts_(self.part, residual_TD)
         else:
-            self.comm.all_reduce_(self.part_TD, residual_TD)
+            self.comm.all_reduce_(self.part, residual_TD)
 
     def total(self) -> torch.Tensor:
-        """The sum, [T, D]."""
-        self.comm.all_reduce_(self.part_TD)
-        return self.part_TD
+        """The sum of parts [T, D]."""
+        self.comm.all_reduce_(self.part)
+        return self.part
 
     def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
-        if self.part_TD.dim() == 3:
-            normed_TD = self.comm.add_parts_(self.part_TD, residual_TD, norm)
+        if self.part.dim() == 3:
+            normed_TD = self.comm.add_parts_(self.part, residual_TD, norm)
             assert normed_TD is not None
             return normed_TD
-        return self.comm.add_norm_(self.part_TD, residual_TD, norm)
+        return self.comm.add_norm_(self.part, residual_TD, norm)
 
 
 class Stage(Protocol):

@@ -103,7 +103,7 @@ class Linear(Module):
             return self.method.unfinished(x_TI, self.weights)
         sums = self.method.part(x_TI, self.weights)
         if sums is not None:
-            adapters.add_(x_TI, self.adapted, sums.part_TD)
+            adapters.add_(x_TI, self.adapted, sums.part)
         return sums
 
     def joins_norm(self, tokens: int) -> bool:

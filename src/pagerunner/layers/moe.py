@@ -146,7 +146,7 @@ class Experts(Module):
         else:
             others = Routes(weights_TA, experts_TA.masked_fill(has_T1, -1), most_tokens=routes.most_tokens)
         sums = self.method.apply_then(x_TD, others, self.mixture, residual_TD, shared)
-        out_TD = sums.part_TD if isinstance(sums, RankSums) else residual_TD
+        out_TD = sums.part if isinstance(sums, RankSums) else residual_TD
         self._add_adapted_(x_TD, self.method.here(routes), adapters, self.adapted, out_TD)
         return sums
 

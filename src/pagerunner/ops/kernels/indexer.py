@@ -46,10 +46,8 @@ MOST_PARTS = 256
 MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
 CHUNK = 8192
 FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
-FEW_TOKENS, FEW_SLOTS = (
-    256,
-    2048,
-)  # up to so many tokens that see up to so many slots they are; with more slots a multiprocessor has one program
+FEW_TOKENS = 256  # of such a launch at most
+FEW_SLOTS = 2048  # that each of several tokens sees at most: with more, a multiprocessor has one program
 BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
 
 

@@ -77,16 +77,10 @@ def _make_numbers(room, last, target):
 @gluon.jit
 def _room():
     """Where a tile's first 256 codes are copied to, the next 128, scales, and where its slots begin."""
-    low, high = (
-        gl.allocate_shared_memory(gl.uint8, [BN, 256], PLAIN),
-        gl.allocate_shared_memory(gl.uint8, [BN, 128], PLAIN),
-    )
-    return (
-        low,
-        high,
-        gl.allocate_shared_memory(gl.uint8, [BN, 8], SCALES),
-        gl.allocate_shared_memory(gl.int64, [BN], LINE),
-    )
+    low = gl.allocate_shared_memory(gl.uint8, [BN, 256], PLAIN)
+    high = gl.allocate_shared_memory(gl.uint8, [BN, 128], PLAIN)
+    scales = gl.allocate_shared_memory(gl.uint8, [BN, 8], SCALES)
+    return low, high, scales, gl.allocate_shared_memory(gl.int64, [BN], LINE)
 
 
 @gluon.jit
