@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.adapters import AdaptedMixture, merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.device import DEVICE, counted_graphs, device_llm
 from pagerunner import LoRARequest, SamplingParams
+from pagerunner.layers.moe import ExpertSizes
 from pagerunner.ops import lora
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import Norm, norm_linear, norm_linear_silu
 from pagerunner.ops.lora import Adapters, Blocks, Fused
+from pagerunner.ops.pair_sums import PairSums
+from pagerunner.ops.routing import Routes
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "max_model_len": 256}
 PROMPTS = [[7, 8, 9, 10 + n] * 6 for n in range(12)]
@@ -125,6 +128,29 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
     for one, got, want in zip(wanted, mixed, plain, strict=True):
         if one is None:
             assert got.outputs[0].token_ids == want.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 64, 128, 300])
+@pytest.mark.parametrize("sizes", [ExpertSizes(32, 256, 128), ExpertSizes(5, 72, 40)])
+def test_experts_have_the_adapters_of_their_tokens(tokens: int, sizes: ExpertSizes) -> None:
+    """A token alone, up to 1,024 pairs of tokens and experts, and more. Every third row's adapter has products of experts."""
+    torch.manual_seed(tokens)
+    mixture = AdaptedMixture(sizes, 4, torch.bfloat16, DEVICE)
+    x = torch.randn(tokens, sizes.features, device=DEVICE).bfloat16()
+    routes = mixture.mlp.router(x)
+    found = Routes(routes.weights_TA.cpu(), routes.experts_TA.cpu())
+    base, merged = torch.zeros(2, tokens, sizes.features).unbind()
+    for want, adapted in ((base, False), (merged, True)):
+        mixture.on_cpu(merged=adapted).add_then(x.float().cpu(), found, want)
+    for first in (1, 0, -1):
+        slots = [(first, 1, 0)[row % 3] for row in range(tokens)]
+        out = torch.zeros_like(x)
+        rest = mixture.mlp.experts.add_then(x, routes, out, adapters=mixture.adapters(slots))
+        if isinstance(rest, PairSums):
+            out += rest.total()
+        want = torch.where(torch.tensor(slots).unsqueeze(1) == 1, merged, base)
+        torch.testing.assert_close(out.float().cpu(), want, rtol=0.03, atol=0.03)
+    assert (merged - base).abs().max() > 0.2
 
 
 def test_sleep_and_loading_beside_steps(tmp_path: Path) -> None:

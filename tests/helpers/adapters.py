@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.forward import load
-from pagerunner.lora.adapter import Targets, read_adapter
-from pagerunner.lora.blocks import Products
+from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
+from pagerunner.lora.adapter import Adapter, Stack, Targets, read_adapter
+from pagerunner.lora.blocks import AdapterTable, Products
 from pagerunner.models.checkpoint.loader import own_name
+from pagerunner.ops.lora import Adapters
+from pagerunner.ops.routing import Routing
 
 PREFIX = "base_model.model."
 
@@ -109,3 +112,54 @@ def _add_to_stacked(tensors: dict[str, torch.Tensor], name: str, known: Targets,
     else:
         matrix_OI[: owner.sizes.inner] += delta_OI if part == owner.checkpoint_names.gate else 0
         matrix_OI[owner.sizes.inner :] += delta_OI if part == owner.checkpoint_names.up else 0
+
+
+class AdaptedMixture:
+    """A mixture with random weights, and an adapter of all its experts, of rank 20, in slot 1 of two; that in slot 0 has none of experts."""
+
+    def __init__(
+        self, sizes: ExpertSizes, active: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        self.sizes, self.active, self.dtype, self.device = sizes, active, dtype, device
+        self.mlp = self._mixture(dtype, device)
+        products, page = Products.of(self.mlp), 64 * sizes.features
+        products.adapt(device)
+        self.sides = [
+            (torch.randn(20, inputs) / inputs**0.5, torch.randn(outputs, 20) / 5)
+            for outputs, inputs in products.sizes.values()
+        ]
+        stacks = [
+            Stack([name], a[None].to(dtype), b[None].to(dtype))
+            for name, (a, b) in zip(products.sizes, self.sides, strict=True)
+        ]
+        packed = products.pack(Adapter("", "", stacks), 32, dtype, page // dtype.itemsize)
+        pages = range(len(packed.pages))
+        memory = torch.zeros(len(pages) * page, dtype=torch.uint8, device=device)
+        self.table = AdapterTable(products, memory, page, dtype, 2, 32)
+        self.table.fill(1, packed, [number * page for number in pages], pages)
+
+    def _mixture(self, dtype: torch.dtype, device: torch.device | str) -> SparseMLP:
+        router = Router(self.sizes.features, self.sizes.experts, dtype, Routing(self.active))
+        mlp = SparseMLP(router, Experts(self.sizes, dtype))
+        for module in (mlp.router, mlp.experts):
+            for name, one in module.weights.items():
+                module.weights[name] = (torch.randn(one.shape) / one.shape[-1] ** 0.5).to(device, dtype)
+        return mlp
+
+    def on_cpu(self, *, merged: bool) -> Experts:
+        """The experts on a CPU and in float32, `merged` with what the adapter adds or as they are."""
+        experts = self._mixture(torch.float32, "cpu").experts
+        experts.weights = {
+            name: one.cpu().to(torch.float32, copy=True) for name, one in self.mlp.experts.weights.items()
+        }
+        gate_up, down = (experts.weights[f"{name}.weight"] for name in ("gate_up", "down"))
+        for number, (a, b) in enumerate(self.sides if merged else ()):
+            expert, part = divmod(number, 3)
+            (down[expert] if part == 2 else gate_up[expert].unflatten(0, (2, -1))[part]).add_(b @ a)
+        return experts
+
+    def adapters(self, slots: list[int]) -> Adapters:
+        """Of rows of one token with these slots."""
+        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+        own = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        return Adapters.of_rows(own, starts, starts[:-1], 2, self.table.blocks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.adapters import pair, write_adapter
+from helpers.adapters import AdaptedMixture, pair, write_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.forward import Harness, Sequence, load, prompts
 from helpers.graphs import RecordedGraphs
@@ -18,11 +18,10 @@ from pagerunner.dist.null import NullComm
 from pagerunner.errors import ConfigError
 from pagerunner.layers import linear
 from pagerunner.layers.linear import Linear
-from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
+from pagerunner.layers.moe import ExpertSizes
 from pagerunner.lora.adapter import Adapter, Stack, Targets, read_adapter
 from pagerunner.lora.blocks import AdapterTable, Products
 from pagerunner.ops.lora import Adapters
-from pagerunner.ops.routing import Routing
 from pagerunner.quant.ranked import Summed
 
 RANKS = {0: 4, 1: 20}
@@ -79,44 +78,19 @@ def harness(base: Path, directory: Path, slots: dict[int, int]) -> Adapted:
 def test_adapters_of_experts_are_few_launches(tokens: int) -> None:
     """Slot 1 has products of experts, slot 0 of none. With some 70 launches a layer, a token alone took four times as long as without adapters."""
     torch.manual_seed(tokens)
-    experts, features, inner, rank = 4, 32, 16, 4
-    mlp = SparseMLP(
-        Router(features, experts, torch.float32, Routing(2)),
-        Experts(ExpertSizes(experts, features, inner), torch.float32),
-    )
-    for module in (mlp.router, mlp.experts):
-        module.weights = {name: torch.randn(one.shape) / 4 for name, one in module.weights.items()}
-    products = Products.of(mlp)
-    products.adapt()
-    table = AdapterTable(products, torch.zeros(PAGES * PAGE, dtype=torch.uint8), PAGE, torch.float32, 2, 16)
-    sides = [(torch.randn(rank, inputs), torch.randn(outputs, rank) / 4) for outputs, inputs in products.sizes.values()]
-    stacks = [Stack([name], a[None], b[None]) for name, (a, b) in zip(products.sizes, sides, strict=True)]
-    packed = products.pack(Adapter("", "", stacks), 16, torch.float32, table.page)
-    pages = range(len(packed.pages))
-    table.fill(1, packed, [page * PAGE for page in pages], pages)
-    own, starts = (
-        torch.tensor([1, 0, -1, 1, 1], dtype=torch.int32)[:tokens],
-        torch.arange(tokens + 1, dtype=torch.int32),
-    )
-    x = torch.randn(tokens, features)
-    given = own, starts, torch.arange(tokens), 2, table.blocks
-    adapters = Adapters.of_rows(*given)
+    mixture, slots, x = AdaptedMixture(ExpertSizes(4, 32, 16), 2), [1, 0, -1, 1, 1][:tokens], torch.randn(tokens, 32)
+    out, base, want, adapters = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x), mixture.adapters(slots)
+    experts, routes = mixture.mlp.experts, mixture.mlp.router(x)
     adapters.apart()  # once for all layers
-    routes, out, base = mlp.router(x), torch.zeros(tokens, features), torch.zeros(tokens, features)
-    mlp.experts.add_then(x, routes, base)
     recorded = RecordedGraphs()
-    recorded.capture(lambda: (mlp.experts.add_then(x, routes, out, adapters=adapters), out)[1:])
+    recorded.capture(lambda: (experts.add_then(x, routes, out, adapters=adapters), out)[1:])
     assert recorded.graphs[0].num_launches <= 14
-    gate_up, down = (mlp.experts.weights[f"{name}.weight"] for name in ("gate_up", "down"))
-    for number, (name, (a, b)) in enumerate(zip(products.sizes, sides, strict=True)):
-        expert, part = divmod(number, 3)
-        assert name.endswith(f"{expert}.{('gate_proj', 'up_proj', 'down_proj')[part]}")
-        (down[expert] if part == 2 else gate_up[expert].unflatten(0, (2, -1))[part]).add_(b @ a)
-    want = torch.zeros(tokens, features)
-    mlp.experts.add_then(x, routes, want)
-    with_experts = own == 1
+    experts.add_then(x, routes, base)
+    mixture.on_cpu(merged=True).add_then(x, routes, want)
+    with_experts = torch.tensor(slots) == 1
     torch.testing.assert_close(out[with_experts], want[with_experts], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out[~with_experts], base[~with_experts], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(base[with_experts], want[with_experts], atol=1e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
