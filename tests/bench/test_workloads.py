@@ -12,6 +12,7 @@ from pagerunner.bench.workloads import WORKLOADS, BenchRequest, uniform_workload
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.models.configs.reader import read_model_config
 from pagerunner.sched.stats import SchedulerStats, SpecCounts
 from pagerunner.types import CompletionOutput, RequestOutput
 
@@ -107,6 +108,12 @@ def test_model_files_name_the_shape(tmp_path):
         assert (config["max_position_embeddings"], config["torch_dtype"]) == (40960, "bfloat16")
     with pytest.raises(ConfigError, match="unknown shape"):
         write_model("huge", tmp_path)
+
+
+def test_shapes_of_published_models_run_in_bfloat16(tmp_path):
+    """A config.json that names no dtype is read as float32, in which the largest of them takes minutes to start."""
+    for shape in set(SHAPES) - {"tiny", "small"}:
+        assert read_model_config(write_model(shape, tmp_path / shape)).dtype == "bfloat16", shape
 
 
 def test_throughput_uses_fresh_prompts_each_round_and_reports_the_last():
