@@ -13,6 +13,7 @@ from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import until
 from pagerunner import LLM, SamplingParams
+from pagerunner import llm as llm_module
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.executors.base import Pending
 from pagerunner.engine.startup.resolve import resolve
@@ -232,6 +233,7 @@ def test_loads_begin_while_prompts_are_queued_and_nothing_is_computed_before_all
 
     monkeypatch.setattr(core, "add", lambda *args, **kwargs: (done.append("add"), add(*args, **kwargs)))
     monkeypatch.setattr(core._executor, "run", noted_run)
+    monkeypatch.setattr(llm_module, "_QUEUED_AT_ONCE", 1)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
         run(llm, [*PROMPTS, [10**6]])
     assert done.count("add") == len(PROMPTS) and "step" not in done
