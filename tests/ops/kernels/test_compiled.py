@@ -287,11 +287,15 @@ def test_adapters_are_read_before_the_turn_and_sums_at_once(case, compiled):
 
 @pytest.mark.parametrize("case", ADAPTED_ROWS, ids=str)
 def test_a_thread_of_one_row_loads_its_share_of_the_adapter(case, compiled):
-    """Before its turn, and once: with the layout of the product's own sums every thread would load 32 of B's numbers, and fewer programs would fit."""
+    """Before its turn, and once: with the layout of the product's own sums every thread would load 32 of B's numbers, and fewer programs would fit.
+
+    The one warp of few gates loads 26. It has 128 registers with an adapter, and 168 without.
+    """
     found = compiled[case]
     assert "error" not in found, found["error"]
     turn = found["steps"].index("griddepcontrol.wait")
-    assert found["steps"][:turn].count("ld.global.b16") == (2 if case[-1] else 1)
+    once = 2 if case[-1] else 1
+    assert found["steps"][:turn].count("ld.global.b16") == (26 if case[-1] and case[2][0] <= 3072 else once)
 
 
 @pytest.mark.parametrize("case", PEERS, ids=str)
