@@ -12,6 +12,7 @@ from pagerunner.sched.pace import NoPace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
 from pagerunner.sched.suffix import SuffixDrafter
+from pagerunner.tiers import bounds
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import Guess, SlotInit, StepPlan, StepRow
 
@@ -93,8 +94,8 @@ class StepPlanner:
     def plan_of_loads(self, tiers: Tiering) -> StepPlan | None:
         """A plan without rows, for which nobody who runs waits: it begins loads for requests that wait. None if there is nothing to load, or if the bus has work enough."""
         state, manager = self._state, self._manager
-        if state.running or tiers.keeps_bus_busy:
-            return None
+        if state.running or len(state.waiting) > bounds.LOOK_AHEAD or tiers.keeps_bus_busy:
+            return None  # of a longer line the first have been looked up
         manager.begin_step()
         tiers.begin(state.waiting, state.counts.arrivals, idle=False, runs=False)
         self._guesses = []
