@@ -462,7 +462,7 @@ class LLM:
         kind: OutputKind | None = None,
         adapters: Sequence[str] | None = None,
     ) -> None:
-        """Queue every prompt or none. If it raises, the caller drops them. Pages of the first may come from another memory while the others are read."""
+        """Queue all prompts. If it raises, some may be queued, and the caller drops them. Pages of the first may come from another memory while the others are read."""
         self._core.check_awake()  # also where it is only paused: no other caller could wake the engine up
         adapters = adapters or [""] * len(prompts)
         batch, tokens = list[tuple[str, Prompt, list[EngineRequest]]](), 0

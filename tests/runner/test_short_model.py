@@ -16,6 +16,7 @@ from pagerunner.engine.core.core import EngineCore
 from pagerunner.engine.startup.build import build_from
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import build as build_module
+from pagerunner.ops import numerics
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner import runner as runner_module
 from pagerunner.runner.short_model import first_of_each_kind, one_layer_of_each_kind
@@ -188,3 +189,12 @@ def test_what_layers_add_up_by_is_the_same_in_all_of_them(deep: str) -> None:
     for layer in core._executor._runner._model.model.layers:
         layer.mixer.comm = comm
     assert kept(core) == [0, 1]
+
+
+@pytest.mark.parametrize("longest", [200, 257, 400, 512, 2000])
+def test_the_largest_steps_have_rows_of_the_kernel_of_long_rows(deep: str, longest: int) -> None:
+    """With a past, and so many that other kernels don't do. Rows of half of 400 tokens are too short for it, one of 399 may be too few, and four of 512 have no past."""
+    runner = build(deep, max_model_len=longest, max_num_batched_tokens=2048)._executor._runner
+    wide, room = numerics.FAST.attention.wide_queries, min(2048, 4 * (longest - 1))
+    steps = [rows for rows in runner._largest_steps() if all(row.start > 0 and row.num_tokens >= wide for row in rows)]
+    assert any(2 * sum(row.num_tokens for row in rows) >= room for rows in steps) == (longest > wide)

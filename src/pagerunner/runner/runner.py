@@ -394,7 +394,11 @@ class ModelRunner:
         there is a step with just fewer tokens, for the memory that it takes.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
-        yield self._long_rows(most)
+        long_rows, wide = self._long_rows(most), numerics.FAST.attention.wide_queries
+        yield long_rows
+        if longest > wide and any(row.start == 0 or row.num_tokens < wide for row in long_rows):
+            size = min(longest - 1, most)  # long rows with a past have a kernel of their own
+            yield even_rows(min(most // size, most_rows), min(most // size, most_rows) * size, longest, past=True)
         yield even_rows(min(-(-most // longest), most_rows), most, longest, past=False)
         yield from self._drafted_steps((most_rows,), 1 + self._num_drafts)
         if self._unpacks and most >= numerics.FAST.products.parted_tokens:
