@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, seed, settings
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -49,6 +51,28 @@ def run_until(
             seed(number)(machine), settings=settings(QUICK, max_examples=10, stateful_step_count=steps, **more)
         )
     assert enough(), "chance has left out some traffic 61 times"
+
+
+def expect_failure(
+    machine: type[RuleBasedStateMachine],
+    errors: tuple[type[Exception], ...] = (AssertionError, KeyError),
+    steps: int = 30,
+    match: str = "",
+) -> None:
+    """Some seed's traffic must meet the planted bug; which one depends on what else hypothesis has seen loaded.
+
+    PageFault is an AssertionError; a pool has no entry for a page that nobody holds.
+    """
+    quick = settings(
+        QUICK, max_examples=100, stateful_step_count=steps, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    for number in range(20):
+        try:
+            run_state_machine_as_test(seed(number)(machine), settings=quick)
+        except errors as error:
+            assert re.search(match, str(error)), error  # noqa: PT017
+            return
+    pytest.fail("no traffic met the planted bug")
 
 
 # Few distinct texts, so that prefixes are often shared and often differ late.

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule
 
 from helpers.effort import effort
 from helpers.plans import one_group
-from helpers.traffic import QUICK, Traffic, mixes, run_until
+from helpers.traffic import Traffic, expect_failure, mixes, run_until
 from pagerunner.memory import growth, rules
 from pagerunner.memory.events import BlockShape, Change, LoggedIndex
 from pagerunner.memory.manager import KVManager
@@ -149,11 +149,9 @@ def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
 def test_a_change_that_nobody_is_told_of_is_noticed(monkeypatch: pytest.MonkeyPatch, missed: str) -> None:
     monkeypatch.setattr(LoggedIndex, missed, getattr(PrefixIndex, missed))
     kinds = {"pools": mixes(("full", "recurrent"))} if missed == "publish" else {}  # snapshots come one by one
-    with pytest.raises(AssertionError, match="told but not there|there but not told"):
-        run_state_machine_as_test(
-            type("Broken", (LoggedTraffic,), kinds),
-            settings=settings(QUICK, max_examples=200, stateful_step_count=30, phases=[Phase.generate]),
-        )
+    expect_failure(
+        type("Broken", (LoggedTraffic,), kinds), (AssertionError,), match="told but not there|there but not told"
+    )
 
 
 def test_pages_that_were_loaded_are_told_when_a_prompt_has_found_them() -> None:

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import Phase, seed, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.effort import effort
-from helpers.traffic import QUICK, WORDS, Traffic, mixes, run_until
+from helpers.traffic import QUICK, WORDS, Traffic, expect_failure, mixes, run_until
 from pagerunner.memory import growth, rules
 from pagerunner.memory.forks import Forks
 from pagerunner.memory.grant import NO_PAGE, Grant
@@ -120,20 +120,7 @@ class _ConfusesPrefixes(KVManager):
     ],
 )
 def test_a_planted_bug_is_caught(broken: type[KVManager]) -> None:
-    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken}))
-
-
-def _expect_failure(machine: type[Traffic]) -> None:
-    """Some seed's traffic must meet the planted bug; which one depends on what else hypothesis has seen loaded."""
-    for number in range(20):
-        try:
-            run_state_machine_as_test(
-                seed(number)(machine),
-                settings=settings(QUICK, max_examples=100, stateful_step_count=30, phases=[Phase.generate]),
-            )
-        except (AssertionError, KeyError):  # PageFault is one; the pool has no entry for a page that nobody holds
-            return
-    pytest.fail("no traffic met the planted bug")
+    expect_failure(type("Broken", (Traffic,), {"manager_class": broken}))
 
 
 def _with_holdings(kind: type[Holdings]) -> type[KVManager]:
@@ -264,7 +251,7 @@ class _BorrowsWhatIsGone(KVManager):
     ],
 )
 def test_a_bug_planted_in_windows_snapshots_or_forks_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
-    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}))
+    expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}))
 
 
 # -- drafts: how far a sequence is, the host knows by bounds only
@@ -297,7 +284,7 @@ class _LeavesDraftsWithoutPages(KVManager):
 )
 def test_a_bug_planted_in_bounds_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
     pools = mixes(kinds, drafts=(3, 7))
-    _expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": pools}))
+    expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": pools}))
 
 
 @pytest.mark.days(3)
@@ -308,7 +295,7 @@ def test_tables_that_are_not_wider_for_drafts_are_noticed(monkeypatch: pytest.Mo
         "table_width",
         lambda self, tokens: width(dataclasses.replace(self, open_tokens=1), tokens),
     )
-    _expect_failure(type("Broken", (Traffic,), {"pools": mixes(("window-5",), drafts=(7,))}))
+    expect_failure(type("Broken", (Traffic,), {"pools": mixes(("window-5",), drafts=(7,))}))
 
 
 @pytest.mark.days(3)
@@ -324,7 +311,7 @@ def test_a_bound_that_is_not_lowered_at_commit_is_noticed(monkeypatch: pytest.Mo
         return updates
 
     monkeypatch.setattr(scheduler, "commit", forgets)
-    _expect_failure(type("Broken", (Traffic,), {"pools": mixes(("full",), drafts=(7,))}))
+    expect_failure(type("Broken", (Traffic,), {"pools": mixes(("full",), drafts=(7,))}))
 
 
 def test_drafts_are_accepted_and_pages_are_scarce_in_this_traffic() -> None:
