@@ -30,13 +30,13 @@ LOWEST = gl.constexpr(-1.0e30)
 N = gl.constexpr(64)
 """Keys of a tile, and queries of a program."""
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
-"""Latents as they are copied: a warp has a vector."""
+"""Queries and numbers of codes: a warp has a vector."""
 BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0]))
-"""The same of codes in fp8."""
+"""Codes in fp8 as they are copied."""
 BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
 """Latents by blocks that have a scale each, in fp8."""
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-"""Rotary parts as they are copied."""
+"""Latents and rotary parts as they are copied. A lane has parts of two vectors, so it looks up two pages and not eight."""
 FEW = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
 """Scales as they are copied."""
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -87,10 +87,16 @@ def _sees(row_ptr, position_ptr, token, there, length, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def _entries(row_table, slot, PAGE: gl.constexpr):
+    """Pages of slots. Their numbers have 32 bits, so that they take half the registers."""
+    return gl.load(row_table + slot // PAGE).to(gl.int32)
+
+
+@gluon.jit
 def _places(row_table, own, first, n, length, PAGE: gl.constexpr, CHOSEN: gl.constexpr):
     """Pages and slots of a tile's keys."""
     slot = _slots(own, first + n, length, CHOSEN)
-    return gl.load(row_table + slot // PAGE), slot
+    return _entries(row_table, slot, PAGE), slot
 
 
 @gluon.jit
@@ -99,7 +105,7 @@ def _copy(
 ):
     """Begin to bring what a tile's slots hold. Strides are counted in UNIT elements, so that the compiler knows what they are multiples of."""
     x = gl.arange(0, target.shape[1], gl.SliceLayout(0, COPIED))
-    at = entry * (page_stride * UNIT) + (slot % PAGE) * (slot_stride * UNIT)
+    at = entry.to(gl.int64) * (page_stride * UNIT) + (slot % PAGE) * (slot_stride * UNIT)
     async_copy.async_copy_global_to_shared(target, source + at[:, None] + x[None, :])
 
 
@@ -134,7 +140,10 @@ def _copy_tile(held, k_rope, factors, pages, rope, scales, wide_entry, wide_slot
                rope_page, rope_slot, scale_page, scale_slot, G: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Begin to bring all of a tile."""
     UNIT: gl.constexpr = 16 if G > 0 else 8
-    _copy(held, pages, wide_entry, wide_slot, page_stride, slot_stride, UNIT, PAGE, BYTES if G > 0 else WIDE)
+    if G > 0:
+        _copy(held, pages, wide_entry, wide_slot, page_stride, slot_stride, UNIT, PAGE, BYTES)
+    else:
+        _copy(held, pages, entry, slot, page_stride, slot_stride, UNIT, PAGE, NARROW)
     _copy(k_rope, rope, entry, slot, rope_page, rope_slot, 8, PAGE, NARROW)
     if G > 0:
         _copy(factors, scales, few_entry, few_slot, scale_page, scale_slot, 4, PAGE, FEW)
@@ -194,13 +203,14 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
     AT_ONCE: gl.constexpr = (
         H < 64 or G > 0
     )  # a tile is asked for before the scores, which 64 queries take long to compute
-    wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES if G > 0 else WIDE))
+    wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES))
     n, few_n = gl.arange(0, N, gl.SliceLayout(1, NARROW)), gl.arange(0, N, gl.SliceLayout(1, FEW))
-    wide_entry, wide_slot = _places(row_table, own, at + N, wide_n, length, PAGE, CHOSEN)
     entry, slot = _places(row_table, own, at + N, n, length, PAGE, CHOSEN)
-    wide_later, later = _slots(own, at + 2 * N + wide_n, length, CHOSEN), _slots(own, at + 2 * N + n, length, CHOSEN)
-    few_entry, few_slot, few_later = entry, slot, slot
+    later = _slots(own, at + 2 * N + n, length, CHOSEN)
+    wide_entry, wide_slot, wide_later, few_entry, few_slot, few_later = entry, slot, slot, entry, slot, slot
     if G > 0:
+        wide_entry, wide_slot = _places(row_table, own, at + N, wide_n, length, PAGE, CHOSEN)
+        wide_later = _slots(own, at + 2 * N + wide_n, length, CHOSEN)
         few_entry, few_slot = _places(row_table, own, at + N, few_n, length, PAGE, CHOSEN)
         few_later = _slots(own, at + 2 * N + few_n, length, CHOSEN)
     most = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(KEYS, SCORES))
@@ -229,13 +239,13 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
                 _copy_tile(held.index(later_stage), k_rope.index(later_stage), factors.index(later_stage), pages, rope, scales, wide_entry, wide_slot,
                            entry, slot, few_entry, few_slot, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, G, PAGE)  # fmt: skip
         async_copy.commit_group()
-        wide_slot, slot = wide_later, later
-        wide_entry, entry = gl.load(row_table + wide_slot // PAGE), gl.load(row_table + slot // PAGE)
-        if G > 0:
-            few_entry, few_slot = gl.load(row_table + few_later // PAGE), few_later
-            few_later = _slots(own, start + 3 * N + few_n, length, CHOSEN)
-        wide_later = _slots(own, start + 3 * N + wide_n, length, CHOSEN)
+        entry, slot = _entries(row_table, later, PAGE), later
         later = _slots(own, start + 3 * N + n, length, CHOSEN)
+        if G > 0:
+            wide_entry, wide_slot = _entries(row_table, wide_later, PAGE), wide_later
+            wide_later = _slots(own, start + 3 * N + wide_n, length, CHOSEN)
+            few_entry, few_slot = _entries(row_table, few_later, PAGE), few_later
+            few_later = _slots(own, start + 3 * N + few_n, length, CHOSEN)
         scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
         seen = gl.expand_dims(start + key, 1 - KEYS) < gl.expand_dims(sees, KEYS)
         scores = gl.where(seen, scores, LOWEST)
@@ -288,7 +298,7 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
         if upto > tile:
             own = chosen + unit.to(gl.int64) * chosen_stride
             at, last = (tile - first_tile) * N, (upto - first_tile) * N
-            wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES if G > 0 else WIDE))
+            wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES))
             wide_entry, wide_slot = _places(row_table, own, at, wide_n, length, PAGE, CHOSEN)
             n = gl.arange(0, N, gl.SliceLayout(1, NARROW))
             entry, slot = _places(row_table, own, at, n, length, PAGE, CHOSEN)
