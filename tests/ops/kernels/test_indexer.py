@@ -73,7 +73,7 @@ def test_so_many_rows_that_few_parts_fill_the_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(indexer, "score_sizes", lambda *given: sizes.append(run(*given)) or sizes[-1])
     for longest in (256, 500):
         check(Case((*ROWS, (240, 1)), dtype=torch.float16, padding=1, longest=longest))
-    assert [(one.parts, one.keys, one.warps) for one in sizes] == [(2, 128, 8), (4, 128, 8)]
+    assert [(one.parts, one.keys, one.warps) for one in sizes] == [(2, 128, 4), (4, 128, 4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

@@ -47,7 +47,7 @@ MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
 CHUNK = 8192
 FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
 FEW_TOKENS = 256  # of such a launch at most
-FEW_SLOTS = 2048  # that each of several tokens sees at most: with more, a multiprocessor has one program
+FEW_SLOTS = 4096  # that each of several tokens sees at most: with more, a multiprocessor has one program
 BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
 
 
@@ -305,11 +305,9 @@ def score_sizes(rows: StepRows, tokens: int, heads: int, width: int, dtype: torc
         return Sizes(1, group, parts, 64 if heads <= 64 else 32, 8, 2)
     if together > 1:
         return Sizes(together, group, parts, 128, 8, 3)
-    if dtype.itemsize == 1:
-        return Sizes(1, group, parts, 128, 4, 4)
     if units < FULL_TOKENS or heads > 64:
-        return Sizes(1, group, parts, 64, 4, 4)
-    return Sizes(1, group, max(1, FULL // units, min(parts, blocks(width, PART))), 128, 8, 3)
+        return Sizes(1, group, parts, 128 if dtype.itemsize == 1 else 64, 4, 4)
+    return Sizes(1, group, max(1, FULL // units, min(parts, blocks(width, PART))), 128, 4, 3)
 
 
 def _width(rows: StepRows, ratio: int) -> int:
