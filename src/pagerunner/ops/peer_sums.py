@@ -221,7 +221,7 @@ class PeerSums:
         rooms = (self._bare_part, self._bare_rounds, num)
         if out.nbytes <= self.limits.once:
             del how["RELAY"]
-            width = _bare_words(num, self._size)
+            width = _bare_words(num)
             programs = min(_BARE_PROGRAMS, -(-num // width))
             self._kernels.peer_bare[(programs,)](
                 words, out_words, *rooms, self._rank, W=width, num_warps=max(1, width // 128), **how
@@ -264,9 +264,9 @@ def _few_words(num: int) -> int:
     return 256 if num <= 8192 else 512 if num <= 2**16 else 1024
 
 
-def _bare_words(num: int, ranks: int) -> int:
-    """The same of bare words. A program of one warp looks for its words without a barrier; with two ranks that hasn't been measured."""
-    return 128 if ranks > 2 and num <= 128 * _BARE_PROGRAMS else _few_words(num)
+def _bare_words(num: int) -> int:
+    """The same of bare words. A program of one warp looks for its words without a barrier."""
+    return 128 if num <= 128 * _BARE_PROGRAMS else _few_words(num)
 
 
 def _unit(x: torch.Tensor) -> int:
