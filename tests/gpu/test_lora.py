@@ -101,6 +101,40 @@ def test_one_row_has_its_adapter_in_its_own_product(inputs: int, outputs: list[i
     torch.testing.assert_close(made(0).float(), want.float(), rtol=3e-2, atol=3e-2)
 
 
+def test_words_of_one_row_are_those_of_its_turn() -> None:
+    """144 products in a graph tell each other `A x` in the same words. A program that took older ones would have another product's."""
+    torch.manual_seed(0)
+    inputs, products = 1024, 144
+    size = 16 * 2 * inputs
+    pool = (torch.randn(products * size, device=DEVICE) * 0.3).bfloat16()
+    at = torch.arange(products, device=DEVICE) * size
+    blocks = Blocks(pool, torch.stack([at, at + 16 * inputs], 1).view(1, products, 1, 2))
+    weight = torch.zeros(inputs, inputs, device=DEVICE).bfloat16()
+    x = torch.randn(1, inputs, device=DEVICE).bfloat16()
+    start, row = torch.arange(2, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    layers = [Fused.of(number, [inputs], DEVICE) for number in range(products)]
+    out = x.new_empty(products, inputs)
+
+    def step() -> None:
+        adapters = Adapters.of_rows(row, start, row, 1, blocks)
+        for number, layer in enumerate(layers):
+            adapters.row(layer, x, weight, None, out[number : number + 1])
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        x.normal_()
+        out.zero_()
+        graph.replay()
+        a, b = pool.view(products, 2, -1)[:, 0].view(products, 16, inputs), pool.view(products, 2, -1)[:, 1]
+        want = torch.einsum(
+            "pr,pro->po", (a.float() @ x[0].float()).bfloat16().float(), b.view(products, 16, -1).float()
+        )
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=0.5)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
     """Four adapters and none in two slots, so graphs are replayed with adapters that change."""

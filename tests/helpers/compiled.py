@@ -52,6 +52,7 @@ from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 from pagerunner.ops.kernels.paged_fixed import fixed_kernel, fixed_tiles
+from pagerunner.ops.lora import COPIES
 from pagerunner.ops.numerics import FIXED
 
 ROWS = NVMMASharedLayout(128, 16, 2)
@@ -453,8 +454,6 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
 
 def adapters(name: str, features: int) -> dict[str, Any]:
     """The two kernels of `ops/kernels/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
-    early = name == "early shrink"
-    name = name.removeprefix("early ")
     kernel = {"shrink": lora._shrink, "expand": lora._expand}[name]
     own = {
         "shrink": {
@@ -463,7 +462,6 @@ def adapters(name: str, features: int) -> dict[str, Any]:
             "SPREAD": True,
             "NORM": 1,
             "KNOWN": True,
-            "EARLY": early,
         },
         "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False},
     }
@@ -481,12 +479,14 @@ def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:
     """One token's product with its adapter's sums, for bfloat16."""
     kernel, config = linear._rows_kernel, linear.rows_config(inputs, sum(outputs) // (2 if gated else 1), gated)
     types = dict.fromkeys(("x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr", "pool"), "*bf16")
-    types |= {"inner": "*fp32", "slots_W": "*i32", "places": "*i64", "eps": "fp32"}
-    sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "PIECES": inputs // lora.PIECE, "BLOCKS": 1}
+    types |= {"words": "*i64", "slots_W": "*i32", "places": "*i64", "eps": "fp32"}
+    sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "BLOCKS": 1, "COPIES": COPIES}
+    sizes |= linear.first_programs(config, len(outputs)) | {"WIDE": linear.wide_ranks(config, 1)}
     flags = {"NORM": 0, "GATED": gated, "ADD": False, "BIAS": False, "PDL": True}
     constants = sizes | flags | {"TILE": lora.TILE, "STARTS": tuple(itertools.accumulate(outputs, initial=0))}
     aligned = [name for name, type in types.items() if type[0] == "*"]
-    return gluon(kernel, types, constants, aligned, ASTSource, num_warps=config.warps, launch_pdl=True)
+    most = linear.most_registers(inputs, config, gated)
+    return gluon(kernel, types, constants, aligned, ASTSource, num_warps=config.warps, maxnreg=most, launch_pdl=True)
 
 
 @triton.jit

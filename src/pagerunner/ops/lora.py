@@ -8,9 +8,9 @@ graphs.
 A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
-Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Sums have a fixed order, so a step made again
-has the same bits. A row's bits may differ with the number of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and a row
-that is alone has its adapter in its own product (`adapted_row_`). So `batch_invariant` refuses adapters.
+Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. For one token and a matrix in
+floats there is none (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
+of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and other kernels add up otherwise. So `batch_invariant` refuses adapters.
 
 Shape letters: T tokens, R rows, W tiles, I input features, O output features, N tiles of outputs, S slots of adapters, P products, B blocks.
 """
@@ -39,6 +39,8 @@ PIECE = 512
 """Input features whose sum is made at once; the sums of pieces are added in their order."""
 SPREAD_TILES = 64
 """Up to so many tiles, pieces are summed by programs of their own."""
+COPIES = 8
+"""Of what the first programs of one token's product tell the others: some 500 ask at once, and a part of the cache answers one after another."""
 
 
 class WorkList(NamedTuple):
@@ -174,13 +176,12 @@ def pair_lists(
 
 @gpu_kernel("lora")
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False, early: bool = False
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
+) -> torch.Tensor:
     """`A x`, or `A norm(x)`, of each tile and each of the layer's products, [pieces, W, parts, B, tokens of a tile, ranks of a block] in float32.
 
     It is for `expand_` alone: kernels leave `A (x * weight)` and another row for what the norm divides by. What belongs to no block holds
-    anything. `known`: a `shrink` with this work list is among the kernels before. `early`: what is launched next starts at once, and waits for all it reads
-    but weights and adapters. So it isn't `expand_`, which reads the layer's output before its turn.
+    anything. `known`: a `shrink` with this work list is among the kernels before.
     """
     if norm is not None:
         x_TI = norm(x_TI)
@@ -235,7 +236,8 @@ def adapted_row_(
     x_TI: torch.Tensor,
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None,
-    inner: torch.Tensor,
+    words: torch.Tensor,
+    turn: int,
     work: WorkList,
     adapters: Blocks,
     layer: Fused,
@@ -244,12 +246,14 @@ def adapted_row_(
     gated: bool = False,
     add: bool = False,
 ) -> None:
-    """Write one token's product with the layer's own matrix and `B` of what `shrink` of this norm has left into `out`, or add them.
+    """Write one token's product with the layer's own matrix and what its adapter adds into `out`, or add them.
 
-    `gated`: it is `silu(gate) * up` of the gate's features and then up's. It is one launch, as a token's own product alone.
+    `gated`: it is `silu(gate) * up` of the gate's features and then up's. It is one launch, as a token's own product alone: its programs tell
+    each other `A x` in `words`, which were zeros before the first `turn`. A word has a number and its turn, and no two launches in a row have the same.
     """
-    y_TO = F.linear(x_TI if norm is None else norm(x_TI), weight_OI, bias_O)
-    expand_.twin(y_TO, inner, work, adapters, layer, norm)
+    x_TI = x_TI if norm is None else norm(x_TI)
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    expand_.twin(y_TO, shrink.twin(x_TI, work, adapters, layer), work, adapters, layer)
     if gated:
         y_TO = silu_and_mul(y_TO)
     out_TO.copy_(out_TO + y_TO if add else y_TO)
@@ -284,6 +288,9 @@ class Adapters:
     experts: bool = True
     """Whether any of the adapters may have products of experts."""
     _apart: tuple[torch.Tensor, torch.Tensor] | None = None
+    words: torch.Tensor | None = None
+    turns: int = 0
+    """Of products of one token; see `adapted_row_`."""
 
     @classmethod
     def of_rows(
@@ -337,9 +344,14 @@ class Adapters:
     ) -> torch.Tensor:  # fmt: skip
         """`adapted_row_` of the layer's product of one token."""
         x_TI, norm = _in_range(x_TI, norm)
-        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known, early=True)
-        self.known = True
-        adapted_row_(out_TO, x_TI, weight_OI, bias_O, inner, self.work, self.blocks, layer, norm, gated=gated, add=add)
+        size = COPIES * layer.parts * self.blocks.places.shape[2] * TILE
+        if (
+            self.words is None or len(self.words) < size
+        ):  # torch's launch ends before the product begins, and so has the work list
+            self.words, self.known = torch.zeros(size, dtype=torch.int64, device=x_TI.device), True
+        self.turns += 1
+        own = self.words, self.turns, self.work, self.blocks, layer, norm
+        adapted_row_(out_TO, x_TI, weight_OI, bias_O, *own, gated=gated, add=add)
         return out_TO
 
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:

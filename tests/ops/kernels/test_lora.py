@@ -146,8 +146,7 @@ def test_a_norm_of_large_numbers_in_float16(alone: bool, monkeypatch: pytest.Mon
     work = lora.work_list.kernel(torch.tensor([0], dtype=torch.int32), starts, 1, 4)
     adapters = Adapters(torch.tensor([0], dtype=torch.int32), None, 4, blocks, work)
     got, want = torch.zeros(1, 40).half(), torch.zeros(1, 40).half()
-    h = lora.shrink.twin(norm(x), work, blocks, layer)
-    lora.adapted_row_.twin(want, norm(x), weight if alone else 0 * weight, None, h, work, blocks, layer)
+    lora.adapted_row_.twin(want, x, weight if alone else 0 * weight, None, want, 1, work, blocks, layer, norm)
     for one in ("shrink", "expand_", "adapted_row_"):
         monkeypatch.setattr(lora, one, getattr(lora, one).kernel)
     if alone:
@@ -244,8 +243,9 @@ def test_lists_of_pairs(tokens: int, active: int, experts: int, alone: bool) -> 
 
 @pytest.mark.parametrize("slot", [0, 1, -1])
 @pytest.mark.parametrize("case", ["plain", "norm", "add", "gated"])
-def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int) -> None:
+def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 40 and 5, the second of which has only the second part; and a row that has none."""
+    twin = lora.adapted_row_.twin
     outputs, inputs = [40, 40] if case == "gated" else [40, 24], 300
     blocks, _ = placed({0: 40, 1: 5}, outputs, inputs)
     blocks.places[1, 1] = -1
@@ -256,8 +256,9 @@ def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int) -> Non
     flags = {"gated": case == "gated", "add": case == "add"}
     out = torch.randn(1, 40 if case == "gated" else 64)
     got, want = out.clone(), out.clone()
-    inner = lora.shrink.kernel(x, work, blocks, layer, norm)
-    lora.adapted_row_.kernel(got, x, weight, bias, inner, work, blocks, layer, norm, **flags)
-    inner = lora.shrink.twin(x, work, blocks, layer, norm)
-    lora.adapted_row_.twin(want, x, weight, bias, inner, work, blocks, layer, norm, **flags)
+    monkeypatch.setattr(lora, "adapted_row_", lora.adapted_row_.kernel)
+    adapters = Adapters(torch.tensor([slot], dtype=torch.int32), None, 4, blocks, work)
+    adapters.row(layer, 2 * x, weight, bias, out.clone(), norm, **flags)  # its words are older
+    adapters.row(layer, x, weight, bias, got, norm, **flags)
+    twin(want, x, weight, bias, out, 1, work, blocks, layer, norm, **flags)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-3 if case != "gated" else 5e-2)

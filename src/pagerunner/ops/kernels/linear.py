@@ -23,38 +23,34 @@ from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
-from pagerunner.ops.kernels.lora import TILE, row_added, row_blocks, row_inner
+from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, token_inner
 from pagerunner.ops.linear import Norm, joins_few
-from pagerunner.ops.lora import Blocks, Fused, WorkList
+from pagerunner.ops.lora import COPIES, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
 @triton.jit
-def _adapter(slots_W, places, pool, product, products, rows_O, live, BN: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
-             TILE: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
-    """Which of a layer's products has a program's output features, B of the token's adapter for these, and for those of up; see `row_blocks`."""
+def _adapter(slots_W, places, pool, product, products, program, rows_O, live, BN: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr,
+             BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
+    """Which of a layer's products has a program's output features, B of the token's adapter for these, and for those of up; see `row_ranks`."""
     part, begin, size = 0, 0, STARTS[1]
     for later in tl.static_range(1, 1 if GATED else len(STARTS) - 1):
-        if tl.program_id(0) * BN >= STARTS[later]:
+        if program * BN >= STARTS[later]:
             part, begin, size = later, STARTS[later], STARTS[later + 1] - STARTS[later]
-    b, own = row_blocks(slots_W, places, pool, product, products, part, size, rows_O - begin, live, BLOCKS, TILE)
-    up_b, up_own = b, own
+    b = row_ranks(slots_W, places, pool, product, products, part, size, rows_O - begin, live, WIDE, BLOCKS, TILE)
+    up_b = b
     if GATED:
-        up_b, up_own = row_blocks(slots_W, places, pool, product, products, 1, size, rows_O, live, BLOCKS, TILE)
-    return part, b, own, up_b, up_own
+        up_b = row_ranks(slots_W, places, pool, product, products, 1, size, rows_O, live, WIDE, BLOCKS, TILE)
+    return part, b, up_b
 
 
-@triton.jit(do_not_specialize=["num_features", "product"])
-def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                 NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-                 inner=None, slots_W=None, places=None, pool=None, product=0, products=0, PIECES: tl.constexpr = 0,
-                 BLOCKS: tl.constexpr = 0, TILE: tl.constexpr = 0, STARTS: tl.constexpr = ()):  # fmt: skip
-    """BN output features of one token. With GATED they are gates, and the BN features of the up projection that belong to them come with them.
-
-    BLOCKS of ranks: with an adapter, whose `A x` is in `inner` (ops/lora.py). STARTS are the first features of the layer's products, and its features.
-    """
-    start_next(PDL)
-    rows_O = tl.program_id(0) * BN + tl.arange(0, BN)
+@triton.jit
+def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program, words, turn, slots_W, places, pool, product, products,
+                  K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+                  PDL: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr, WIDE: tl.constexpr,
+                  COPIES: tl.constexpr):  # fmt: skip
+    """BN output features of one token, or gates with the ups that belong to them. See `_rows_kernel`."""
+    rows_O = program * BN + tl.arange(0, BN)
     live = rows_O < num_features
     cols = tl.arange(0, BK)
     w_place = w_ptr + rows_O[:, None].to(tl.int64) * K + cols[None, :]
@@ -71,16 +67,18 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     if BIAS and GATED:
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if BLOCKS:
-        part, b, own, up_b, up_own = _adapter(
-            slots_W, places, pool, product, products, rows_O, live, BN, GATED, BLOCKS, TILE, STARTS
+        part, b, up_b = _adapter(
+            slots_W, places, pool, product, products, program, rows_O, live, BN, GATED, WIDE, BLOCKS, TILE, STARTS
         )
     wait_turn(PDL)
     if ADD:  # loaded now: loaded after the sum, the program would wait for it
         old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
     if BLOCKS:
-        h = row_inner(inner, own, part, PIECES, BLOCKS, len(STARTS) - 1, NORM != NO_NORM, TILE)
+        at = row_words(words, program, part, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES)
+        seen = look(at, turn, WIDE, BLOCKS, TILE)
         if GATED:
-            up_h = row_inner(inner, up_own, 1, PIECES, BLOCKS, len(STARTS) - 1, NORM != NO_NORM, TILE)
+            up_at = row_words(words, program, 1, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES)
+            up_seen = look(up_at, turn, WIDE, BLOCKS, TILE)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
     for step in tl.static_range((K + BK - 1) // BK):
@@ -110,7 +108,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     if BIAS:
         y += bias
     if BLOCKS:
-        y += row_added(b, h, scale, BLOCKS)
+        y += row_added(b, at, seen, turn, scale, WIDE, BLOCKS, TILE)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         u = tl.sum(up, 1)
@@ -119,12 +117,38 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
         if BIAS:
             u += up_bias
         if BLOCKS:
-            u += row_added(up_b, up_h, scale, BLOCKS)
+            u += row_added(up_b, up_at, up_seen, turn, scale, WIDE, BLOCKS, TILE)
         y = silu_gate(y, u, dtype)
     y = y.to(dtype)
     if ADD:
         y = (old + y.to(tl.float32)).to(dtype)
     tl.store(y_ptr + rows_O, y, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_features", "product", "turn"])
+def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+                 words=None, turn=0, slots_W=None, places=None, pool=None, product=0, products=0, BLOCKS: tl.constexpr = 0,
+                 TILE: tl.constexpr = 0, STARTS: tl.constexpr = (), FIRST: tl.constexpr = 0, RANKS: tl.constexpr = 0,
+                 WIDE: tl.constexpr = 0, COPIES: tl.constexpr = 0):  # fmt: skip
+    """BN output features of one token. With GATED they are gates, and the BN features of the up projection that belong to them come with them.
+
+    BLOCKS of ranks: with an adapter. The FIRST programs compute `A x`, and the others find it in `words`, when they have their own sums. A device
+    begins programs in the order of their numbers, so nobody waits for one that can't begin. STARTS are the first features of the layer's products, and
+    its features.
+    """
+    start_next(PDL)
+    program = tl.program_id(0)
+    if BLOCKS and program < FIRST:
+        token_inner(
+            x_ptr, norm_ptr, words, turn, slots_W, places, pool, product, products, program, K, BK, RANKS, NORM, BLOCKS, len(STARTS) - 1,
+            TILE, COPIES, PDL,
+        )  # fmt: skip
+    else:
+        _row_features(
+            x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program - FIRST, words, turn, slots_W, places, pool, product, products,
+            K, BN, BK, NORM, GATED, ADD, BIAS, PDL, BLOCKS, TILE, STARTS, WIDE, COPIES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_features"])
@@ -277,21 +301,46 @@ def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor
     return out_TO
 
 
+def first_programs(config: RowsConfig, blocks_of_ranks: int) -> dict[str, int]:
+    """Ranks of a program that computes `A x`, as many weights as others have, and how many of these programs so many blocks of ranks need."""
+    ranks = min(TILE, max(1, 64 * 32 * config.warps // config.inputs))
+    return {"RANKS": ranks, "FIRST": blocks_of_ranks * TILE // ranks}
+
+
+def wide_ranks(config: RowsConfig, blocks_of_ranks: int) -> int:
+    """Ranks that a program has room for; see `look`."""
+    return max(config.warps * 32, padded(blocks_of_ranks * TILE))
+
+
+def most_registers(inputs: int, config: RowsConfig, gated: bool) -> int:
+    """Of a thread of a product with an adapter: as many as without one, so that as many programs are on their way. Left to itself, ptxas takes up to 122.
+
+    One warp has 168 without, and then stores 184 bytes.
+    """
+    if config.warps == 1:
+        return 200
+    if inputs > config.inputs:
+        return 96 if gated else 128
+    return 72 if gated else 64
+
+
 def adapted_row_(
-    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, inner: torch.Tensor, work: WorkList,
-    adapters: Blocks, layer: Fused, norm: Norm | None = None, *, gated: bool = False, add: bool = False,
+    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, words: torch.Tensor, turn: int,
+    work: WorkList, adapters: Blocks, layer: Fused, norm: Norm | None = None, *, gated: bool = False, add: bool = False,
 ) -> None:  # fmt: skip
     """See `ops/lora.py`."""
     inputs, features = x_TI.shape[1], out_TO.shape[1]
     config = rows_config(inputs, features, gated)
     BN = math.gcd(config.features, *layer.sizes)
     _, products, per_product, _ = adapters.places.shape
-    _rows_kernel[(blocks(features, BN),)](
+    first = first_programs(config, layer.parts * per_product)
+    _rows_kernel[(first["FIRST"] + blocks(features, BN),)](
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, BN=BN, BK=config.inputs, NORM=norm_kind(norm), GATED=gated, ADD=add,
-        BIAS=bias_O is not None, inner=inner, slots_W=work.slots_W, places=adapters.places, pool=adapters.pool, product=layer.first,
-        products=products, PIECES=inner.shape[0], BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
-        num_warps=config.warps, **dependent(x_TI.device),
+        BIAS=bias_O is not None, words=words, turn=turn, slots_W=work.slots_W, places=adapters.places, pool=adapters.pool,
+        product=layer.first, products=products, BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
+        WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, num_warps=config.warps,
+        maxnreg=most_registers(inputs, config, gated), **dependent(x_TI.device),
     )  # fmt: skip
 
 

@@ -162,12 +162,10 @@ def _sums(x, a, TILE: tl.constexpr):
 def _shrink(
     x_TI, x_stride, norm_ptr, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr,
-    NORM: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not KNOWN:
         wait_turn(PDL)
-    if EARLY:
-        start_next(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
     place = tl.load(
@@ -186,10 +184,9 @@ def _shrink(
         a = tl.load(a_place, (there & (place >= 0))[:, :, None], 0.0)
         if NORM != NO_NORM:
             weight = norm_weight(norm_ptr, features, there, NORM)
-        # Without EARLY the next kernel starts when all before this one have ended: it may read what they have written before its own wait.
+        # The next kernel starts when all before this one have ended: it may read what they have written before its own wait.
         wait_turn(PDL)
-        if not EARLY:
-            start_next(PDL)
+        start_next(PDL)
         if place < 0:
             return
         x = tl.load(x_place, there[:, None, :] & valid, 0.0)
@@ -200,8 +197,7 @@ def _shrink(
         total = _sums(x, a, TILE)
     else:
         wait_turn(PDL)
-        if not EARLY:
-            start_next(PDL)
+        start_next(PDL)
         if place < 0:
             return
         total = tl.zeros([TILE, TILE], tl.float32)
@@ -213,8 +209,8 @@ def _shrink(
 
 
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False, early: bool = False
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
+) -> torch.Tensor:
     """See ops/lora.py."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
@@ -229,7 +225,7 @@ def shrink(
         sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
         _shrink[(tiles, layer.parts * per_product, shape[0])](
             x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
-            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, EARLY=early, **dependent(x_TI.device), num_warps=WARPS,
+            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
 
@@ -252,53 +248,77 @@ def _place(places, slot, own, TILE: tl.constexpr):
 
 
 @triton.jit
-def row_blocks(
-    slots_W, places, pool, first, products, part, size, features, live, BLOCKS: tl.constexpr, TILE: tl.constexpr
+def row_ranks(
+    slots_W, places, pool, first, products, part, size, features, live, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """B of one token's adapter for some output features of a product: blocks [features, ranks], zeros for those that aren't there; and where they lie."""
-    slot, ranks = tl.load(slots_W), tl.arange(0, TILE)
-    blocks, own = (), ()
-    for block in tl.static_range(BLOCKS):
-        place = _place(places, slot, (products * BLOCKS * 2, ((first + part) * BLOCKS + block) * 2 + 1), TILE)
-        at = pool + place + ranks[None, :] * size + features[:, None]
-        blocks, own = blocks + (tl.load(at, live[:, None] & (place >= 0), 0.0),), own + (place,)
-    return blocks, own
+    """B of one token's adapter for some output features of a product, [features, WIDE ranks], zeros for those that aren't there.
+
+    A block has no fewer numbers than a program has threads. The compiler thinks a load of fewer cheap, and has it again in the layout of the product's own
+    sums, where every thread loads 32.
+    """
+    slot, ranks = tl.load(slots_W), tl.arange(0, WIDE)
+    own = places + (slot.to(tl.int64) * products + first + part) * (BLOCKS * 2) + 1
+    place = tl.load(own + ranks // TILE * 2, (slot >= 0) & (ranks < BLOCKS * TILE), -1)
+    at = (pool + place + ranks % TILE * size)[None, :] + features[:, None]
+    return tl.load(at, live[:, None] & (place >= 0)[None, :], 0.0)
 
 
 @triton.jit
-def row_inner(
-    inner, own, part, PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr
+def token_inner(
+    x_ptr, norm_ptr, words, turn, slots_W, places, pool, first, products, program,
+    K: tl.constexpr, BK: tl.constexpr, RANKS: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `_shrink` has left of one token: blocks [8, ranks], each line the sum of some pieces; zeros where `own` says that there is none."""
-    ROWS: tl.constexpr = TILE + 1 if NORM else TILE
-    pieces, ranks = tl.arange(0, 8), tl.arange(0, TILE)
-    parts = ()
-    for block in tl.static_range(BLOCKS):
-        total = tl.zeros([8, TILE], tl.float32)
-        for first in tl.static_range(0, PIECES, 8):
-            at = (
-                inner
-                + ((first + pieces)[:, None] * PARTS * BLOCKS + part * BLOCKS + block) * (ROWS * TILE)
-                + ranks[None, :]
-            )
-            total += tl.load(at, (first + pieces < PIECES)[:, None] & (own[block] >= 0), 0.0)
-        parts = parts + (total,)
-    return parts
+    """`A (x * weight)` of one token and RANKS ranks, into words that say which turn's they are. Without an adapter it is 0."""
+    own, ranks, cols = program * RANKS // TILE, program * RANKS % TILE + tl.arange(0, RANKS), tl.arange(0, BK)
+    place = _place(places, tl.load(slots_W), (products * BLOCKS * 2, (first * BLOCKS + own) * 2), TILE)
+    at = pool + place + ranks[:, None] * K + cols[None, :]
+    first_a = tl.load(at, (place >= 0) & (cols < K)[None, :], 0.0)
+    if NORM != NO_NORM:
+        weight = norm_weight(norm_ptr, cols, cols < K, NORM)
+    wait_turn(PDL)
+    acc = tl.zeros((RANKS, BK), tl.float32)
+    for step in tl.static_range((K + BK - 1) // BK):
+        k = step * BK + cols
+        a = first_a
+        if step > 0:
+            a = tl.load(at + step * BK, (place >= 0) & (k < K)[None, :], 0.0)
+        x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
+        if NORM != NO_NORM:
+            if step > 0:
+                weight = norm_weight(norm_ptr, k, k < K, NORM)
+            x *= weight
+        acc += a.to(tl.float32) * x[None, :]
+    h = tl.sum(acc, 1).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    to = tl.arange(0, COPIES)[:, None] * (PARTS * BLOCKS * TILE) + own * TILE + ranks[None, :]
+    tl.store(words + to, tl.zeros([COPIES, RANKS], tl.int64) + (h | (turn.to(tl.int64) << 32))[None, :])
 
 
 @triton.jit
-def _row_added(b, parts, scale):
-    h = (_as_summed(tl.sum(parts, 0)) * scale).to(b.dtype).to(tl.float32)
-    return tl.sum(_as_summed(b.to(tl.float32)) * h[None, :], 1)
+def row_words(
+    words, program, part, WIDE: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, COPIES: tl.constexpr
+):  # fmt: skip
+    """Where a program finds a product's words. Programs share the copies out among them, so that few ask for the same."""
+    return words + (program % COPIES * PARTS + part) * (BLOCKS * TILE) + tl.arange(0, WIDE)
 
 
 @triton.jit
-def row_added(blocks, parts, scale, BLOCKS: tl.constexpr):
-    """What an adapter adds to one token's features."""
-    added = _row_added(blocks[0], parts[0], scale)
-    for block in tl.static_range(1, BLOCKS):
-        added += _row_added(blocks[block], parts[block], scale)
-    return _as_summed(added)  # else every thread would load all blocks, as it has all sums of the layer's own product
+def look(at, turn, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """What is there now. Words that nobody writes are the turn's.
+
+    No number is two threads', as a program has no more threads than this has numbers. Otherwise one of them might see a word of an older turn, when the other
+    sees that all are there.
+    """
+    return tl.load(at, tl.arange(0, WIDE) < BLOCKS * TILE, turn.to(tl.int64) << 32, volatile=True)
+
+
+@triton.jit
+def row_added(b, at, seen, turn, scale, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """What an adapter adds to one token's features, once all words are the turn's."""
+    while tl.min(((seen >> 32).to(tl.int32) == turn).to(tl.int32)) == 0:
+        seen = look(at, turn, WIDE, BLOCKS, TILE)
+    h = (seen.to(tl.int32).to(tl.float32, bitcast=True) * scale).to(b.dtype).to(tl.float32)
+    return tl.sum(b.to(tl.float32) * h[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["first"])
