@@ -18,10 +18,14 @@ MULTIPROCESSORS = 132
 
 
 def compiled_for(kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> tuple[Any, ...]:
-    """Equal for two launches that one compiled kernel serves: constants, and of other whole numbers whether they are 1 or multiples of 16."""
+    """Equal for two launches that one compiled kernel serves: constants, of other whole numbers whether they are 1 or multiples of 16, and of
+    tensors whether they begin at a multiple of 16 bytes."""
     free = kernel.kwargs.get("do_not_specialize") or ()
+    anywhere = (*free, *(kernel.kwargs.get("do_not_specialize_on_alignment") or ()))
     given = dict(zip(kernel.arg_names, args, strict=False))
-    sorts = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
+    sorts: list[Any] = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
+    tensors = [(name, v) for name, v in given.items() if isinstance(v, torch.Tensor) and name not in anywhere]
+    sorts += [(name, v.data_ptr() % 16 == 0) for name, v in tensors]
     constants = [(name, str(value)) for name, value in how.items() if name not in ("grid", "warmup")]
     blocks = [str(v.block_shape) for v in args if hasattr(v, "block_shape")]
     return (kernel.fn.__name__, *sorts, *sorted(constants), *blocks)

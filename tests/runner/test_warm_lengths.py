@@ -25,6 +25,7 @@ from pagerunner.types import StepRow
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 from helpers.launches import noted_launches  # noqa: E402
+from pagerunner.ops.kernels import indexer  # noqa: E402
 
 LONGEST = 1024
 
@@ -83,6 +84,7 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
         build._length_kernels_of(config),
     )  # as on a device
     assert bool(config.choices) == (name not in PLAIN)
+    monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**17)  # so that prompts are scored in blocks, as long ones are
     draw = random.Random(7)
     with noted_launches() as launched:
         runner.warm_up()

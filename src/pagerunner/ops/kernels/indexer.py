@@ -49,6 +49,10 @@ FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
 FEW_TOKENS = 256  # of such a launch at most
 FEW_SLOTS = 4096  # that each of several tokens sees at most: with more, a multiprocessor has one program
 BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
+ANYWHERE = [
+    "row_ptr",
+    "position_ptr",
+]  # where a block begins depends on the length, and each alignment would have a kernel
 
 
 @triton.jit
@@ -96,7 +100,7 @@ def _tile(
     return tl.where(score == 0.0, 0.0, score)  # a zero has one sign
 
 
-@triton.jit(do_not_specialize=["group", "parts"])
+@triton.jit(do_not_specialize=["group", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def _scores_kernel(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts,
     q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
@@ -182,7 +186,7 @@ def _kept(score, live, k, B: tl.constexpr):
     return kept, larger + tl.minimum(same, need) - 1
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=ANYWHERE)
 def _chunk_kernel(
     scores_ptr, chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, scores_stride, width, chunks,
     C: tl.constexpr, KC: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
@@ -213,7 +217,7 @@ def _chunk_kernel(
             tl.store(count_ptr + part, tl.sum(kept.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=ANYWHERE)
 def _chunks_kernel(
     chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, width, chunks,
     C: tl.constexpr, KC: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
