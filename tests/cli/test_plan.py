@@ -369,6 +369,12 @@ def test_larger_steps_of_an_engine_without_a_server_are_told_of(tmp_path, capsys
     assert "Steps have up to 8,192 tokens, as those of `serve`. `LLM` takes steps of 16,384 here" in said
 
 
+def test_a_plan_counts_the_copies_of_adapters_in_host_memory(tmp_path, capsys) -> None:
+    words = place(tmp_path, "Qwen/Qwen3-0.6B"), "--memory", "80GiB", "--enable-lora", "--max-loras", "2"
+    two, seven = planned(capsys, *words), planned(capsys, *words, "--max-cpu-loras", "7")
+    assert 2 * seven["adapter_copies"] == 7 * two["adapter_copies"] > 0
+
+
 def test_a_plan_that_is_terminated_leaves_no_directory(tmp_path, monkeypatch):
     """A config file of another name gets a directory for itself, which is there when the signal comes."""
     config = tmp_path / "model.json"

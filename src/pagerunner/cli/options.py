@@ -123,7 +123,7 @@ PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size
     max_num_seqs max_num_batched_tokens max_in_flight quantization hf_overrides device speculative_config tensor_parallel_size pipeline_parallel_size
     enable_expert_parallel data_parallel_size distributed_executor_backend revision download_dir kv_offloading_size kv_transfer_config
-    enable_lora max_loras max_lora_rank lora_target_modules""".split()
+    enable_lora max_loras max_cpu_loras max_lora_rank lora_target_modules""".split()
 )
 # vLLM's
 _SHORT: dict[str, tuple[str, ...]] = {
