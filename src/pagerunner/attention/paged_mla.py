@@ -36,10 +36,8 @@ from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_hea
 from pagerunner.ops.latent_prefill import fresh_attention, library_serves
 
 MAX_EXPANDED_ELEMENTS = 2**27  # bounds the memory of expanded keys and values
-SHARED_MEMORY = (
-    184_320,
-    131_072,
-)  # bytes of Triton's largest program, in half precision and in float32; Gluon's are for Hopper, which has 227 KiB
+SHARED_MEMORY = 184_320, 131_072
+"""Bytes of Triton's largest program, in half precision and in float32. Gluon's are for Hopper, which has 227 KiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,8 @@ from pagerunner.ops.slot_pooling import store_slots_
 from pagerunner.ops.sparse_latents import Latents, held_in_fp8
 from pagerunner.ops.vectors_attention import Slots, Window, prepare_vectors_, vectors_attention
 
-SHARED_MEMORY = (
-    163_840,
-    147_456,
-)  # bytes of Triton's largest program, in half precision and in float32; Gluon's are for Hopper, which has 227 KiB
+SHARED_MEMORY = 163_840, 147_456
+"""Bytes of Triton's largest program, in half precision and in float32. Gluon's are for Hopper, which has 227 KiB."""
 
 
 @dataclass(frozen=True, slots=True)

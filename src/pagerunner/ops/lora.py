@@ -345,9 +345,8 @@ class Adapters:
         """`adapted_row_` of the layer's product of one token."""
         x_TI, norm = _in_range(x_TI, norm)
         size = COPIES * layer.parts * self.blocks.places.shape[2] * TILE
-        if (
-            self.words is None or len(self.words) < size
-        ):  # torch's launch ends before the product begins, and so has the work list
+        # torch's launch ends before the product begins, and so has the work list
+        if self.words is None or len(self.words) < size:
             self.words, self.known = torch.zeros(size, dtype=torch.int64, device=x_TI.device), True
         self.turns += 1
         own = self.words, self.turns, self.work, self.blocks, layer, norm

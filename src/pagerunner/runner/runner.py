@@ -430,9 +430,8 @@ class ModelRunner:
             self._run_scored(even_rows(1, count, longest, past=False))
         for count in tokens:
             self._run_first(self._long_rows(count))
-        generating = 1 + max(
-            (key.rows for key in self._graphs.keys if key.decode), default=0
-        )  # more rows than graphs have
+        of_graphs = (key.rows for key in self._graphs.keys if key.decode)
+        generating = 1 + max(of_graphs, default=0)  # rows that no graph has
         for length in lengths:
             self._run_first(even_rows(1, min(length, BETWEEN_TOKENS, self._builder.max_tokens), length, past=True))
             if generating <= min(self._builder.max_rows, self._builder.max_tokens):

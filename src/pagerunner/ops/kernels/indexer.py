@@ -447,10 +447,8 @@ def choose_slots(
     if not is_choice(rows, ratio, top_k):
         chosen_TK: torch.Tensor | None = scratch.get("all slots")
         if chosen_TK is None:
-            nothing = torch.empty(1, 16, dtype=torch.float32, device=q_TJI.device).expand(
-                tokens, 16
-            )  # as aligned as others
-            chosen_TK = scratch["all slots"] = run_choice(nothing, top_k, rows, ratio)
+            nothing = torch.empty(1, 16, dtype=torch.float32, device=q_TJI.device)  # as aligned as others
+            chosen_TK = scratch["all slots"] = run_choice(nothing.expand(tokens, 16), top_k, rows, ratio)
         return chosen_TK
     fp8 = scales_ES is not None
     if takes_few(rows, tokens, q_TJI.shape[1], width, top_k, pages_ESI.dtype if fp8 else q_TJI.dtype):
