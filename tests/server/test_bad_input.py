@@ -10,7 +10,7 @@ import pytest
 from helpers import fake_core
 from helpers.serving import MODEL, RunningServer
 from pagerunner import limits
-from pagerunner.errors import PromptTooLongError
+from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.server.service import blaming
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -335,3 +335,10 @@ def test_an_error_that_several_calls_get_names_the_field_of_each() -> None:
         with pytest.raises(PromptTooLongError, match=f"^{param} is too long.$") as caught, blaming(names):
             raise shared
         assert caught.value.param == param
+
+
+def test_an_adapter_that_has_gone_since_the_call_was_let_in_is_told_by_the_field_model() -> None:
+    for names in ({}, {"prompt": "messages"}):
+        with pytest.raises(InvalidRequestError) as caught, blaming(names):
+            raise InvalidRequestError("There is no adapter 'gone'.", "lora_request")
+        assert caught.value.param == "model"

@@ -36,6 +36,7 @@ LABEL_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 _MAX_ID_CHARS = 256
 _FORMAT = "structured_outputs"
+_ADAPTER = {"lora_request": "model"}  # a client names an adapter as its model
 _SHOWN_ADAPTERS = 8
 _encode = msgspec.json.Encoder().encode
 
@@ -182,12 +183,12 @@ class Endpoint:
 def blaming(names: Mapping[str, str]) -> Iterator[None]:
     """Have errors name the client's own field, `names[field]`, for a `field` of the engine.
 
-    The engine's fields are those of SamplingParams and "prompt". A name that the client and the engine share needs no entry.
+    The engine's fields are those of SamplingParams, "prompt" and "lora_request". A name that the client and the engine share needs no entry.
     """
     try:
         yield
     except InvalidRequestError as error:
-        name = names.get(error.param or "")
+        name = (_ADAPTER | dict(names)).get(error.param or "")
         if name is None:
             raise
         blamed = copy.copy(error)  # other calls may wait for the same error
