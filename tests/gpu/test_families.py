@@ -70,7 +70,7 @@ def run(llm: LLM, texts: list[list[int]], logprobs: int | None) -> Run:
     return Run([list(one.token_ids) for one in made], chosen, leads)
 
 
-def compare(found: Run, expected: Run) -> list[str]:
+def compare(found: Run, expected: Run, tie: float = TIE, error: float = LOGPROB_ERROR) -> list[str]:
     """Check tokens, and log-probabilities where `found` has them. Returns a line for each sequence that a tie cut short."""
     ties = []
     for i, (tokens, wanted) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
@@ -78,10 +78,10 @@ def compare(found: Run, expected: Run) -> list[str]:
         same = next((at for at, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(wanted))
         if same < len(wanted):
             lead = expected.leads[i][same]
-            assert lead < TIE, f"prompt {i}: {tokens} instead of {wanted}, though token {same} leads by {lead:.2g}"
+            assert lead < tie, f"prompt {i}: {tokens} instead of {wanted}, though token {same} leads by {lead:.2g}"
             ties.append(f"prompt {i}, token {same}: the best two are {lead:.1e} apart")
         if found.logprobs:
-            assert found.logprobs[i][:same] == pytest.approx(expected.logprobs[i][:same], abs=LOGPROB_ERROR)
+            assert found.logprobs[i][:same] == pytest.approx(expected.logprobs[i][:same], abs=error)
     return ties
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoints_compressed import HEAVY, SPARSE, make_compressed_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
@@ -15,6 +16,7 @@ from helpers.device import as_on_cuda
 from helpers.effort import effort
 from helpers.engine_oracle import engine
 from helpers.families import MAKERS
+from pagerunner.attention import paged_sparse
 from pagerunner.attention.paged_mla import PagedLatentBackend
 from pagerunner.attention.paged_vectors import PagedVectorsBackend
 from pagerunner.engine.worker import build, worker
@@ -80,17 +82,18 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
     """A prompt whole, its last tokens behind the others, two at once, and three rows that generate; in steps that don't run in graphs."""
     runner, config = _runner(tmp_path, monkeypatch, name)
     runner._kernels, runner._lengths = (
-        build._kernels_of(runner._model),
+        build._kernels_of(runner._model, torch.device("cpu")),
         build._length_kernels_of(config),
     )  # as on a device
     assert bool(config.choices) == (name not in PLAIN)
-    monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**17)  # so that prompts are scored in blocks, as long ones are
+    monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**17)  # so that prompts are computed in parts, as long ones are
+    monkeypatch.setattr(paged_sparse, "MOST_TOKENS", 128)
     draw = random.Random(7)
     with noted_launches() as launched:
         runner.warm_up()
         met = set(launched)
-        for _ in range(effort(12, 100)):
-            length = draw.randrange(BETWEEN_TOKENS + 1, LONGEST)
+        for number in range(effort(12, 100)):
+            length = 384 + number if number < 3 else draw.randrange(BETWEEN_TOKENS + 1, LONGEST)
             last, half = min(length, 300), length // 2
             for rows in (
                 [(0, length)],

@@ -10,13 +10,14 @@ Shape letters: see `attention.paged_mla`.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from pagerunner.attention.calls import IndexerQueries, LatentCall
 from pagerunner.attention.paged_mla import LatentPlan, PagedLatentBackend, absorb
-from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.indexer import choose_slots, equal_parts
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
 from pagerunner.ops.sparse_latents import Latents, chosen_values, store_slots_
@@ -65,8 +66,8 @@ class PagedSparseBackend(PagedLatentBackend):
         if few:
             return _attend(call, held, absorb(q_THD, up) if q_THC is None else q_THC, plan.scratch)
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
-        for first in range(0, rows.num_tokens, MOST_TOKENS):
-            part = slice(first, first + MOST_TOKENS)
+        for first, last in pairwise(equal_parts(rows.num_tokens, MOST_TOKENS)):
+            part = slice(first, last)
             some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
             own = IndexerQueries(chooser.q_TJI[part], chooser.weights_TJ[part], chooser.top_k)
             one = call._replace(q_THD=q_THD[part], rows=some, chooser=own)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import partial
+
 import torch
 
 from pagerunner.layers.sublayer import ResidualStream
@@ -46,3 +49,12 @@ class Streams(ResidualStream):
         if self.left is not None:
             y_TD, gates = self.left
             self.left = Left(y_TD.index_select(0, tokens_S), Gates(*(gate.index_select(0, tokens_S) for gate in gates)))
+
+
+def kernels_of(shape: tuple[int, ...], device: torch.device) -> list[Callable[[int], Hashable]]:
+    """What decides which kernels a number of tokens needs on a CUDA device, if these have several streams; see `Op.kernels_for`."""
+    return [partial(_kernels, shape[1], device)] if len(shape) > 1 else []
+
+
+def _kernels(features: int, device: torch.device, tokens: int) -> Hashable:
+    return enter_sublayer.kernels_for(tokens, features, device)

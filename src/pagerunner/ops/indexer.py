@@ -27,6 +27,12 @@ def is_choice(rows: StepRows, ratio: int, top_k: int) -> bool:
     return width_of(rows, ratio) > top_k
 
 
+def equal_parts(count: int, most: int) -> list[int]:
+    """Where parts of at most `most` begin, and where the last one ends. No two differ by more than 1, as a part of few tokens has kernels of its own."""
+    parts = max(1, -(-count // most))
+    return [count * part // parts for part in range(parts + 1)]
+
+
 def rounded_queries(
     q_TJI: torch.Tensor, weights_TJ: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from helpers.launches import noted_launches
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.streams import Gates, Left, StreamWeights, add_left, end_streams, enter_sublayer
 
@@ -89,3 +92,16 @@ def test_more_parts_than_are_added_together(few: int, dtype: torch.dtype, monkey
     got, want = enter_sublayer.kernel(*args), enter_sublayer.twin(*args)
     for mine, other in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         close(mine, other)
+
+
+def test_numbers_of_tokens_that_need_the_same_kernels_are_told() -> None:
+    """By `enter_sublayer_kernels`, so that a warm-up runs one of each."""
+    given, norm = weights(4, 512, 24), Norm(torch.zeros(512), 1e-6)
+    found: dict[Any, set[Any]] = {}
+    with noted_launches() as launched:
+        for tokens in (1, 16, 17, 64, 65, 128, 129, 256, 257, 1024, 4225, 8448, 8449, 20_000):
+            launched.clear()
+            enter_sublayer(torch.empty(tokens, 4, 512, dtype=torch.bfloat16), None, given, 3, norm)
+            told = enter_sublayer.kernels_for(tokens, 512, torch.device("cpu"))
+            assert found.setdefault(told, set(launched)) == launched, tokens
+    assert len(found) == len({frozenset(one) for one in found.values()}) > 4

@@ -20,7 +20,7 @@ from pagerunner.engine.startup.measure import StartMeter
 from pagerunner.engine.startup.resolve import Resolved, kv_scales_again
 from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.worker.card import Card
-from pagerunner.layers import linear, moe
+from pagerunner.layers import linear, moe, streams
 from pagerunner.layers.shares import Share
 from pagerunner.lora.adapter import Targets
 from pagerunner.lora.blocks import AdapterTable, Products, RowAdapters, Whole
@@ -205,7 +205,7 @@ def make_runner(
         ),
         threads=_step_threads(model, plan, ranks) if device.type == "cpu" else None,
         unpacks=unpacks,
-        kernels=_kernels_of(model) if device.type == "cuda" and has_triton() else (),
+        kernels=_kernels_of(model, device) if device.type == "cuda" and has_triton() else (),
         lengths=_length_kernels_of(resolved.model) if device.type == "cuda" and has_triton() else (),
         agree=partial(union, everybody),
         recorded=RecordedSteps() if ranks == 1 and drafter.onward is None and _can_record(config, backends) else None,
@@ -217,9 +217,10 @@ def make_runner(
     )
 
 
-def _kernels_of(model: Model) -> list[KernelsOf]:
+def _kernels_of(model: Model, device: torch.device) -> list[KernelsOf]:
     """Of numbers of tokens."""
-    return [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules())]
+    own = streams.kernels_of(model.model.stream_shape, device)
+    return [*linear.kernels_of(model.modules()), *moe.kernels_of(model.modules()), *own]
 
 
 def _length_kernels_of(config: ModelConfig) -> list[KernelsOf]:

@@ -19,6 +19,7 @@ Shape letters: see the twin; BN slots of a tile, BQ tokens of a program, C slots
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
-from pagerunner.ops.indexer import is_choice, width_of
+from pagerunner.ops.indexer import equal_parts, is_choice, width_of
 from pagerunner.ops.kernels.launch import (
     blocks,
     dependent,
@@ -457,15 +458,11 @@ def choose_slots(
             counter_T = scratch["counter"] = torch.zeros(tokens, dtype=torch.int32, device=q_TJI.device)
         return run_few(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES)
     together = max(rows.stride, 1)
-    step = max(1, BLOCK_SCORES // _width(rows, ratio) // together) * together
-    if tokens <= step:
-        return run_choice(
-            run_scores(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, scales_ES), top_k, rows, ratio
-        )
-    chosen = []
-    for first in range(0, tokens, step):
-        part = slice(first, first + step)
+    most = max(1, BLOCK_SCORES // _width(rows, ratio) // together)
+    chosen, edges = [], equal_parts(blocks(tokens, together), most)
+    for first, last in pairwise(min(edge * together, tokens) for edge in edges):
+        part = slice(first, last)
         some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
         scores_TN = run_scores(q_TJI[part], weights_TJ[part], top_k, pages_ESI, table_SW, some, ratio, scales_ES)
         chosen.append(run_choice(scores_TN, top_k, some, ratio))
-    return torch.cat(chosen)
+    return torch.cat(chosen) if len(chosen) > 1 else chosen[0]

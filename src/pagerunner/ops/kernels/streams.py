@@ -9,6 +9,9 @@ Streams are rounded once, when they are stored. All else is float32.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -229,12 +232,30 @@ def _gates_kernel(
         )  # fmt: skip
 
 
-def _parts(tokens: int, block: int, features: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts features are divided, and how many each has: about a program for each multiprocessor, or several."""
-    programs = multiprocessors(device) * (PROGRAMS if block > BLOCK_TOKENS else 1)
-    wanted = max(1, programs // max(1, blocks(tokens, block)))
+class Sizes(NamedTuple):
+    """Tokens of a product's block, features of a part, how many parts there are, how many of them a program adds at once, and tokens of one that does Sinkhorn's steps."""
+
+    block: int
+    size: int
+    parts: int
+    added: int
+    together: int
+
+
+def _sizes(tokens: int, features: int, device: torch.device) -> Sizes:
+    """There is about a program for each multiprocessor, or several."""
+    many = tokens > FEW
+    block = MANY_TOKENS if many else BLOCK_TOKENS
+    wanted = max(1, multiprocessors(device) * (PROGRAMS if many else 1) // max(1, blocks(tokens, block)))
     size = max(BLOCK_FEATURES, padded(blocks(features, wanted)))
-    return blocks(features, size), size
+    parts = blocks(features, size)
+    return Sizes(block, size, parts, min(BLOCK_PARTS, padded(parts)), 64 if many else 1)
+
+
+def enter_sublayer_kernels(tokens: int, features: int, device: torch.device) -> Hashable:
+    """See `Op.kernels_for`."""
+    sizes = _sizes(tokens, features, device)
+    return sizes.block, sizes.size == BLOCK_FEATURES, sizes.added
 
 
 def _launch(
@@ -242,8 +263,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor, Gates]:
     tokens, count, features = streams_TMD.shape
     numbers, device = weights.fn_XF.shape[0], streams_TMD.device
-    width, block = max(16, padded(numbers + 1)), MANY_TOKENS if tokens > FEW else BLOCK_TOKENS
-    parts, size = _parts(tokens, block, features, device)
+    width, (block, size, parts, added, together) = max(16, padded(numbers + 1)), _sizes(tokens, features, device)
     streams_TMD = streams_TMD.contiguous()
     whole_TMD = streams_TMD if left is None else torch.empty_like(streams_TMD)
     sizes = [tokens * parts * width, tokens * width, tokens * count, tokens * count * count]
@@ -257,11 +277,10 @@ def _launch(
             M=count, X=numbers, BX=width, BM=max(64, width), BT=block, BD=BLOCK_FEATURES, ADD=left is not None, ONE=size == BLOCK_FEATURES,
             num_warps=4, num_stages=1, **launch,
         )  # fmt: skip
-        together = 64 if tokens > FEW else 1
         _gates_kernel[(tokens + (blocks(tokens, together) if iterations else 0),)](
             whole_TMD, partial, sums, weights.base_X, weights.scale, norm.weight_I, x_TD, out, among, tokens, parts, features,
             iterations, weights.eps, weights.norm_eps, norm.eps,
-            M=count, BX=width, BD=padded(features), BS=min(BLOCK_PARTS, padded(parts)), BT=together,
+            M=count, BX=width, BD=padded(features), BS=added, BT=together,
             OFFSET=norm.offset, num_warps=row_warps(padded(features)), **launch,
         )  # fmt: skip
     return x_TD, whole_TMD, Gates(out.view(tokens, count), among.view(tokens, count, count))
