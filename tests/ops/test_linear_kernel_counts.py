@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pagerunner.ops import quantize as twins
 from pagerunner.ops.linear import linear, linear_add_, silu_linear_add_
 from pagerunner.ops.stored import Stored8
 from pagerunner.quant.base import Unquantized
+from pagerunner.quant.ranked import Summed
 from pagerunner.runner.kernel_counts import more_counts
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -145,3 +147,18 @@ def test_the_warm_up_meets_all_kernels_of_dense_products(monkeypatch):
     assert [len(list(run)) for _, run in itertools.groupby(answers)] == [1, 7, 8, 16, 32, 64]
     small = kernels_of([Linear(1024, 1024, torch.bfloat16)])
     assert [len(list(run)) for _, run in itertools.groupby(map(small[0], range(1, 33)))] == [1, 7, 8, 16]
+
+
+def test_the_warm_up_meets_sums_of_ranks_that_add_up_parts(monkeypatch):
+    """Also of more tokens than have a kernel of ours, whose products are whole."""
+    monkeypatch.setattr(linear_dense, "has_gluon", lambda device: True)
+    monkeypatch.setattr(linear_dense, "multiprocessors", lambda device: 132)
+    comm = SimpleNamespace(takes_parts=lambda tokens, features, dtype: 16 < tokens <= 256 and features == 4096)
+    method = Summed(Unquantized(), comm)
+    asks = kernels_of([Linear(4096, 4096, torch.bfloat16), Linear(4096, 4096, torch.bfloat16, method=method)])
+    assert len(asks) == 2 and not any(asks[0](tokens)[1] for tokens in range(1, 512))
+    answers = [asks[1](tokens) for tokens in range(1, 512)]
+    runs = [answer for answer, _ in itertools.groupby(answers)]
+    assert len(runs) == len(set(runs))
+    assert [tokens + 1 for tokens in range(511) if answers[tokens][1]] == list(range(17, 257))
+    assert answers[255] != answers[256]

@@ -236,12 +236,20 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
             kinds[kind] = partial(_kernels, matrix._replace(**shapes), layer.dtype, matrix.codes.device)
         dense = None if layer.stored else layer.matrix
         if isinstance(dense, torch.Tensor):
-            kinds[dense.shape, dense.dtype] = partial(_kernels, dense.to("meta"), layer.dtype, dense.device)
+            in_parts = partial(layer.method.takes_parts, features=dense.shape[0], dtype=layer.dtype)
+            asks = partial(_dense_kernels, dense.to("meta"), layer.dtype, dense.device, in_parts)
+            kinds[dense.shape, dense.dtype, type(layer.method)] = asks
     return list(kinds.values())
 
 
 def _kernels(matrix: torch.Tensor | Stored, dtype: torch.dtype, device: torch.device, tokens: int) -> Hashable:
     return linear.kernels_for(tokens, matrix, dtype, device)
+
+
+def _dense_kernels(
+    matrix: torch.Tensor, dtype: torch.dtype, device: torch.device, parts: Callable[[int], bool], tokens: int
+) -> Hashable:
+    return _kernels(matrix, dtype, device, tokens), parts(tokens)
 
 
 class FusedLinear(Linear):

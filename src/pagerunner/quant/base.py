@@ -89,6 +89,10 @@ class WeightMethod(ABC):
         """As `part`, or parts in float32 that are still to be added up."""
         return self.part(x_TI, weights)
 
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """Whether `unfinished` of so many tokens may be parts, so that the sum has a kernel of its own for them."""
+        return False
+
     def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether `apply_to_norm` of so many tokens, with a matrix of `size` weights, has the norm in one of the product's own kernels."""
         return False

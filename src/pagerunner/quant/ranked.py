@@ -69,9 +69,13 @@ class Summed(Ranked):
         own = self.own.matrix(weights)
         if not isinstance(own, torch.Tensor) or weights.get("bias") is not None:
             return self.part(x_TI, weights)
-        if not self.comm.takes_parts(x_TI.shape[0], own.shape[0], x_TI.dtype):
+        if not self.takes_parts(x_TI.shape[0], own.shape[0], x_TI.dtype):
             return self.part(x_TI, weights)
         return RankSums(linear_parts(x_TI, own), self.comm)
+
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """See WeightMethod."""
+        return self.comm.takes_parts(tokens, features, dtype)
 
     def apply_add_(self, x_TI: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod; of the whole matrix's output."""
