@@ -160,6 +160,22 @@ def test_what_is_loaded_ahead_is_never_given_up_and_all_that_host_memory_has_is_
     assert engine.tiers.counts.load_bytes - before == len(there) * each
 
 
+def test_a_load_behind_many_others_pays_where_prompts_are_computed_before_it() -> None:
+    """A load takes a step, and a prompt is computed in eight. So the ninth load doesn't pay, unless a prompt is computed already."""
+    engine = Engine(FULL, prompts=24.1, lag=1)
+    remember(engine, list(range(32)))
+    engine.scheduler._planner._max_num_batched_tokens = 32
+    rates = engine.tiers.rates
+    rates.bytes_per_second, rates.seconds_per_token = 15.0 * engine.manager.plan.groups[0].page_bytes, 8 / 240
+    rates.moved = rates.computed = lambda *_: None  # type: ignore[method-assign]
+    before = engine.steps
+    for number in range(32):
+        engine.add(f"{number}", prompt(number))
+    engine.run()
+    assert 1 <= sum(engine.found[str(number)] == 0 for number in range(32)) <= 3
+    assert engine.steps - before <= 48, "as long as the bus needs, and not as long as half of the prompts are computed"
+
+
 @pytest.mark.parametrize("lag", [0, 3, 4])
 def test_prompts_are_stored_before_the_next_ones_push_them_out(lag: int) -> None:
     engine = Engine(FULL, prompts=7.1, lag=lag)

@@ -77,7 +77,14 @@ class StepPlanner:
         self._is_full = False
         budget = self._schedule_running(self._max_num_batched_tokens, rows, sequences)
         if state.tiers is not None:
-            state.tiers.begin(state.waiting, state.counts.arrivals, idle=not state.sequences, runs=bool(state.running))
+            computing = self._computing(budget) if state.waiting else 0
+            state.tiers.begin(
+                state.waiting,
+                state.counts.arrivals,
+                idle=not state.sequences,
+                runs=bool(state.running),
+                computing=computing,
+            )
         may_admit = preempted == state.counts.preemptions and not (manager.waits or self._is_full)
         if state.waiting and state.free_slots and may_admit:
             budget = self._schedule_waiting(budget, rows, sequences, admitted)
@@ -90,6 +97,11 @@ class StepPlanner:
         if rows:
             state.counts.step_sizes.add(state.counts.last_step_tokens)
         return self._plan(rows, sequences, admitted)
+
+    def _computing(self, budget: int) -> int:
+        """Tokens that are computed before those of a request that waits: of plans in flight, of this one so far, and of prompts that run."""
+        here = self._max_num_batched_tokens - budget + sum(plan.num_tokens for plan, _ in self._state.in_flight)
+        return here + sum(max(one.refill - one.scheduled, 0) for one in self._state.running)
 
     def plan_of_loads(self, tiers: Tiering) -> StepPlan | None:
         """A plan without rows, for which nobody who runs waits: it begins loads for requests that wait. None if there is nothing to load, or if the bus has work enough."""

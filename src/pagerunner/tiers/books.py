@@ -47,10 +47,13 @@ class Transfer:
 
 @dataclass(slots=True)
 class Ahead:
-    """What is set aside for a request that waits: what is loaded and kept, and the pages by group that it needs beside when it is its turn."""
+    """What is set aside for a request that waits: what is loaded and kept, and the pages by group that it needs beside when it is its turn. So many
+    `tokens` are computed then.
+    """
 
     needs: list[int]
     leases: list[Lease]
+    tokens: int
 
 
 @dataclass(slots=True, eq=False)

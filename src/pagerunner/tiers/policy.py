@@ -57,7 +57,7 @@ class Tiering:
         self._failed: list[Waiting] = []
         self.below, self.fetching = below, dict[Waiting, int]()
         self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
-        self._no_room_at = -1
+        self._no_room_at = self._refused_at = -1
         self._come = dict[Waiting, int]()  # of `fetching` what has come, until it is looked up
         self._manager, self._clock = manager, clock
         groups = manager.plan.groups
@@ -68,15 +68,12 @@ class Tiering:
         self._pieces = Pieces(manager.plan)
         self._coming = [dict[PageKey, int]() for _ in self._rules]  # pages -> the store that brings them to the host
         self._bringing: dict[bytes, set[int]] = {}  # the last hash of a prompt -> numbers of the stores that bring it
-        self._wishes: dict[bytes, Wish] = {}
-        self._put_by: dict[bytes, Wish] = {}
-        self._under_way: dict[int, Transfer] = {}
-        self._ahead: dict[Waiting, Ahead] = {}
-        self._lost: Counter[Waiting] = Counter()
-        self._seen: tuple[int, int] = (-1, -1)
+        self._wishes, self._put_by = dict[bytes, Wish](), dict[bytes, Wish]()
+        self._under_way, self._ahead = dict[int, Transfer](), dict[Waiting, Ahead]()
+        self._lost, self._seen = Counter[Waiting](), (-1, -1)
+        self._computing = 0  # tokens of all who run
         self._pages_begun = 0  # by loads that begin with the plan in the making
         self._refused: Refused | None = None
-        self._refused_at = -1
 
     # -- what is asked for
 
@@ -134,12 +131,14 @@ class Tiering:
         last = chain.hashes[units - 1] if units else b""
         return last in self._wishes or last in self._put_by or last in self._bringing
 
-    def begin(self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool, runs: bool = True) -> None:
+    def begin(
+        self, waiting: Iterable[Waiting], arrivals: int, *, idle: bool, runs: bool = True, computing: int = 0
+    ) -> None:
         """Begin what can be begun with the plan in the making. `waiting` are in the order of their turns; `arrivals` counts those that ever came.
 
-        `idle`: no request is there, so what is wished and can't be stored now never can. `runs`: some of them run.
+        `idle`: no request is there, so what is wished and can't be stored now never can. `runs`: some of them run, and so many tokens are `computing` before a new one's.
         """
-        self._pages_begun = 0
+        self._pages_begun, self._computing = 0, computing
         self._look_after()
         if self.below is not None:
             self.below.arrivals(self._arrived)
@@ -320,7 +319,8 @@ class Tiering:
                     return True
         wanted = hit_keys(self._rules, chain, hit)
         there, keys = split(wanted, near)
-        if hit > have and not self.rates.pays(self._bytes_of(keys), self._loading(), hit - have):
+        before = self._computing + sum(ahead.tokens for ahead in self._ahead.values())
+        if hit > have and not self.rates.pays(self._bytes_of(keys), self._loading(), before + hit - have):
             hit, wanted = have, hit_keys(self._rules, chain, have)
             there, keys = split(wanted, near)
         pages = manager.pages_of(there)
@@ -339,7 +339,7 @@ class Tiering:
             least = [need - (rule.snapshots and takes_snapshot) for need, rule in zip(needs, self._rules, strict=True)]
             self._refused = Refused(request, manager.version, least, lacks)
             return False
-        self._ahead[request], self._refused = Ahead(more, leases), None
+        self._ahead[request], self._refused = Ahead(more, leases, len(request.tokens) - hit), None
         if not request.looked_up:
             self.counts.queries += limit - have
             self.counts.hits += hit - have
@@ -499,7 +499,7 @@ class Tiering:
     def let_go(self, request: Waiting) -> None:
         """Set nothing aside for a request: it runs, is gone, or comes after others."""
         self._refused = None
-        for lease in self._ahead.pop(request, Ahead([], [])).leases:
+        for lease in self._ahead.pop(request, Ahead([], [], 0)).leases:
             if lease.state == "kept":
                 self._manager.let_go(lease)
 

@@ -41,7 +41,7 @@ class Rates:
         return not first
 
     def pays(self, num_bytes: int, before: int, tokens: int) -> bool:
-        """Whether bytes behind so many others are there sooner than `tokens` tokens are computed."""
+        """Whether bytes behind so many others are there sooner than `tokens` tokens are computed: those that the bytes stand for, and all before them."""
         if not self.bytes_per_second or not self.seconds_per_token:
             return True
         return self.seconds(num_bytes + before) < tokens * self.seconds_per_token
