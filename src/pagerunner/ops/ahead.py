@@ -81,3 +81,9 @@ def compile_ahead(device: torch.device, name: str, rehearse: Callable[[], object
     finally:
         _rehearsing.set(False)
     return count
+
+
+def expect_kernels(device: torch.device, expected: bool) -> None:
+    """Say whether kernels may be compiled from now on, as in a start. Others are named in the log: a step has waited for each."""
+    if device.type == "cuda" and has_triton():
+        importlib.import_module("pagerunner.ops.kernels.ahead").expect_kernels(expected)

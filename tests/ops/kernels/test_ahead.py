@@ -334,9 +334,35 @@ def test_a_start_whose_kernels_are_there_has_no_rehearsal(device, monkeypatch):
     assert rehearsals == ["a", "b"]
 
 
+def test_a_kernel_that_is_compiled_after_the_start_is_named_in_the_log(device, monkeypatch, caplog):
+    made = SimpleNamespace(src=None, metadata=SimpleNamespace(name="_store"))
+    monkeypatch.setattr(triton.compiler, "compile", lambda *args, **options: made)
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    monkeypatch.setattr(JITFunction, "_do_compile", JITFunction._do_compile)  # restored at the end
+    monkeypatch.setattr(_store, "__module__", "pagerunner.ops.kernels.stores")
+    store = JITFunction(_store)
+
+    def launch(block: int) -> str:
+        caplog.clear()
+        assert store.warmup(torch.empty(4), 7, BLOCK=block, grid=(1,)) is made
+        return caplog.text
+
+    assert not launch(1), "the first start"
+    ops.expect_kernels(CUDA, False)
+    assert "The kernel _store was compiled after the start" in launch(2)
+    assert not launch(2), "it is there now"
+    ops.expect_kernels(CUDA, True)
+    assert not launch(4), "another engine starts"
+    ops.expect_kernels(CUDA, False)
+    monkeypatch.setattr(_store, "__module__", "theirs")
+    assert not launch(16), "not ours"
+
+
 def test_a_cpu_compiles_nothing():
     assert ops.compile_ahead(torch.device("cpu"), "a", lambda: 1 / 0) == 0
     assert ops.load_libraries(torch.device("cpu"), "a") == []
+    ops.expect_kernels(torch.device("cpu"), False)
+    assert JITFunction._do_compile is ahead._do_compile
 
 
 def test_libraries_are_loaded_in_the_background(device, monkeypatch):

@@ -45,7 +45,7 @@ from pagerunner.layers.shares import Share
 from pagerunner.lora.loader import AdapterLoader
 from pagerunner.models.checkpoint.digest import weights_digest
 from pagerunner.models.checkpoint.loader import Model, stored_tensors
-from pagerunner.ops.ahead import load_libraries, rehearsing
+from pagerunner.ops.ahead import expect_kernels, load_libraries, rehearsing
 from pagerunner.ops.peer_sums import PeerSums, limits_of, room_bytes
 from pagerunner.runner.arena import Arena, CpuArena
 from pagerunner.runner.cuda_arena import CudaArena
@@ -318,6 +318,7 @@ def load_worker(
         transfers = make_transfers(resolved, kv_bytes, card)
         table = None if adapters is None else adapters.table
         runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, table)
+    expect_kernels(device, True)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
             runner.warm_up(name=kernels)
@@ -328,6 +329,7 @@ def load_worker(
         if config.prices_steps:
             with meter.phase("step costs"):
                 meter.steps = runner.measure(weights if device.type == "cuda" else None)
+    expect_kernels(device, False)
     return LoadedWorker(
         rank=rank,
         resolved=resolved,

@@ -41,6 +41,7 @@ _COMPILERS = "pagerunner.ops.kernels.compilers"
 _PATIENCE_SECONDS = 120.0  # for processes to compile what takes this one a minute
 _MARK = "compiled"
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_do_compile = JITFunction._do_compile
 _compilers: list[tuple[subprocess.Popen[bytes], int]] = []
 """The process that waits for kernels to compile, if one has been started, and how many it may fork."""
 
@@ -171,6 +172,24 @@ def compile_launched(rehearse: Callable[[], object]) -> int:
             finally:
                 may_begin.set()
     return len(seen)
+
+
+def expect_kernels(expected: bool) -> None:
+    """Say whether kernels may be compiled from now on, as in a start. Others are named in the log."""
+    JITFunction._do_compile = _do_compile if expected else _compile_late
+
+
+def _compile_late(self: Any, *args: Any, **options: Any) -> Any:
+    began = time.monotonic()
+    made = _do_compile(self, *args, **options)
+    if self.fn.__module__.startswith("pagerunner."):
+        logger.warning(
+            "The kernel %s was compiled after the start, and a step waited %.1f s for it. The warm-up should have met it: "
+            "please report the model, the engine's arguments and the lengths of the prompts.",
+            self.fn.__name__,
+            time.monotonic() - began,
+        )
+    return made
 
 
 def _mark(name: str) -> tuple[Any, str]:
