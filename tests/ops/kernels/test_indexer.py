@@ -66,7 +66,7 @@ def test_scores_and_choice_are_one_launch(monkeypatch: pytest.MonkeyPatch, dtype
 
 def test_so_many_rows_that_few_parts_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 slots then, in more parts where a row has more slots than a part takes."""
-    for name, number in (("FULL", 16), ("FULL_TOKENS", 4), ("FEW_TOKENS", 3), ("PART", 128)):
+    for name, number in (("FULL", 16), ("FEW_TOKENS", 3), ("PART", 128)):
         monkeypatch.setattr(indexer, name, number)
     sizes = []
     run = indexer.score_sizes

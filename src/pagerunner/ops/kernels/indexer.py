@@ -42,7 +42,6 @@ from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type,
 PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal lengths
 FULL = 256  # programs of tiles of 128, about, that are on the device at once
 PART = 2048  # slots of such a program; of more, programs may have less than others by far
-FULL_TOKENS = 16  # from so many on, each takes tiles of 128
 MOST_PARTS = 256
 MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
 CHUNK = 8192
@@ -310,7 +309,7 @@ def score_sizes(rows: StepRows, tokens: int, heads: int, width: int, dtype: torc
         return Sizes(1, group, parts, 64 if heads <= 64 else 32, 8, 2)
     if together > 1:
         return Sizes(together, group, parts, 128, 8, 3)
-    if units < FULL_TOKENS or heads > 64:
+    if heads > 64:
         return Sizes(1, group, parts, 128 if dtype.itemsize == 1 else 64, 4, 4)
     return Sizes(1, group, max(1, FULL // units, min(parts, blocks(width, PART))), 128, 4, 3)
 
