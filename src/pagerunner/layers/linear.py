@@ -146,13 +146,18 @@ class Linear(Module):
         if adapters is not None and self.adapted is not None:
             if self._joins_row(x_TI):
                 return self._row(x_TI, adapters, norm, gated=True)
-            return silu_and_mul(self.of_norm(x_TI, norm, adapters))
+            if isinstance(self.matrix, torch.Tensor) and not self.joins_norm(x_TI.shape[0]):
+                return self.silu(norm(x_TI), adapters)
+            y_T2O = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
+            return adapters.gated(x_TI, self.adapted, y_T2O, norm.parameters)
         return self.method.apply_to_norm_silu(x_TI, norm.parameters, self.weights)
 
     def silu(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """As `silu_of_norm`, of the layer applied to `x`."""
         if adapters is not None and self.adapted is not None:
-            return silu_and_mul(self(x_TI, adapters))
+            if self._joins_row(x_TI):
+                return self._row(x_TI, adapters, gated=True)
+            return adapters.gated(x_TI, self.adapted, self.method.apply(x_TI, self.weights))
         return self.method.apply_silu(x_TI, self.weights)
 
     def _joins_row(self, x_TI: torch.Tensor) -> bool:

@@ -37,8 +37,10 @@ WIDE_OUTPUTS = 512
 FEW_TILES = 16
 PIECE = 512
 """Input features whose sum is made at once; the sums of pieces are added in their order."""
-SPREAD_TILES = 64
-"""Up to so many tiles, pieces are summed by programs of their own."""
+SPREAD_TILES = 128
+"""Up to so many tiles, pieces are summed by programs of their own: with 64 adapters, in steps of up to 1,088 tokens."""
+
+
 COPIES = 8
 """Of what the first programs of one token's product tell the others: some 500 ask at once, and a part of the cache answers one after another."""
 
@@ -230,6 +232,24 @@ def expand_(
             )
 
 
+@gpu_kernel("lora")
+def expand_silu(
+    y_T2O: torch.Tensor,
+    inner: torch.Tensor,
+    work: WorkList,
+    adapters: Blocks,
+    layer: Fused,
+    own_R: torch.Tensor,
+    row_T: torch.Tensor | None,
+    norm: Norm | None = None,
+) -> torch.Tensor:
+    """`silu(gate) * up`, [T, O], behind `expand_` to a layer's gate and up, in one launch. `own_R` and `row_T` are those of `Adapters`. `y` is undefined
+    afterwards, and nothing may be launched between `shrink` and this either.
+    """
+    expand_.twin(y_T2O, inner, work, adapters, layer, norm)
+    return silu_and_mul(y_T2O)
+
+
 @gpu_kernel("linear")
 def adapted_row_(
     out_TO: torch.Tensor,
@@ -352,6 +372,13 @@ class Adapters:
         own = self.words, self.turns, self.work, self.blocks, layer, norm
         adapted_row_(out_TO, x_TI, weight_OI, bias_O, *own, gated=gated, add=add)
         return out_TO
+
+    def gated(self, x_TI: torch.Tensor, layer: Fused, y_T2O: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """`silu(gate) * up` behind `add_` to a layer's gate and up, [T, O]. `y` is undefined afterwards."""
+        x_TI, norm = _in_range(x_TI, norm)
+        inner = shrink(x_TI, self.work, self.blocks, layer, norm, known=self.known)
+        self.known = True
+        return expand_silu(y_T2O, inner, self.work, self.blocks, layer, self.own_R, self.row_T, norm)
 
     def add_(self, x_TI: torch.Tensor, layer: Fused, y_TO: torch.Tensor, norm: Norm | None = None) -> None:
         """Add to the layer's output for `x`, or for `norm(x)`, what each token's adapter says. Tokens without an adapter aren't touched."""

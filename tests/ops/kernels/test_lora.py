@@ -262,3 +262,28 @@ def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int, monkey
     adapters.row(layer, x, weight, bias, got, norm, **flags)
     twin(want, x, weight, bias, out, 1, work, blocks, layer, norm, **flags)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-3 if case != "gated" else 5e-2)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("few", [16, 0])
+def test_the_gate_behind_adapters(few: int, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 40 and 5, the second of which has only the second part; rows without an adapter, and a token of no row."""
+    from pagerunner.ops.kernels import lora as kernels
+
+    monkeypatch.setattr(kernels, "FEW_TILES", few)
+    blocks, _ = placed({0: 40, 1: 5}, [40, 40], 300)
+    blocks.places[1, 1] = -1
+    own = torch.tensor([0, -1, 1, 0], dtype=torch.int32)
+    lens = [2, 20, 1, 1] if rows else [1, 1, 1, 1]
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    of_token = [row for row, count in enumerate(lens) for _ in range(count)]
+    row_T = torch.tensor([*of_token, -1], dtype=torch.int32) if rows else None
+    tokens = len(of_token) + rows
+    work = lora.work_list.kernel(own, starts, tokens, 4)
+    norm, layer = Norm(torch.randn(300), 0.5), Fused.of(1, [40, 40])
+    x, y = torch.randn(tokens, 300), 0.5 * torch.randn(tokens, 80)
+    want = Adapters(own, row_T, 4, blocks, work).gated(x, layer, y.clone(), norm)
+    for one in ("shrink", "expand_silu"):
+        monkeypatch.setattr(lora, one, getattr(lora, one).kernel)
+    got = Adapters(own, row_T, 4, blocks, work).gated(x, layer, y.clone(), norm)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=5e-2)

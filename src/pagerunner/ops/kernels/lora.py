@@ -1,10 +1,11 @@
-"""Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer.
+"""Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer; the second has the gate behind gate and up inside.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.
 
 What such small kernels take is waiting, not bytes. So both read what is known before their turn comes: where blocks lie, the blocks, and in
-`_expand` the output of the layer. Pieces are loaded at once.
+`_expand` the output of the layer. Pieces are loaded at once. A step has a bound of tiles, and may use few of them: programs of others end before their turn,
+so they hold up nobody. Example: 256 tokens may need 76 tiles with 64 adapters, and need 16 with one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from pagerunner.ops.kernels.activation import WORDS
 from pagerunner.ops.kernels.launch import blocks as blocks_of
 from pagerunner.ops.kernels.launch import dependent, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.lora import (
     FEW_TILES,
@@ -168,6 +169,10 @@ def _shrink(
         wait_turn(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
+    if (slot < 0) & (
+        w > 0
+    ):  # those of the first tile wait in any case, so this kernel doesn't end before the one before
+        return
     place = tl.load(
         places + (((slot * products + first + own // BLOCKS) * BLOCKS + own % BLOCKS) * 2).to(tl.int64), slot >= 0, -1
     )
@@ -231,7 +236,7 @@ def shrink(
 
 
 @triton.jit
-def _as_summed(x):
+def as_summed(x):
     """`x`, whose terms the compiler can't rearrange for what uses it before it adds them. Before a product each would go through shared memory."""
     if WORDS:
         y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
@@ -241,7 +246,7 @@ def _as_summed(x):
 
 
 @triton.jit
-def _place(places, slot, own, TILE: tl.constexpr):
+def place_of(places, slot, own, TILE: tl.constexpr):
     """Where a block of an adapter lies, -1 for none."""
     place = tl.load(places + slot.to(tl.int64) * own[0] + own[1], slot >= 0, -1)
     return tl.multiple_of(place, TILE)  # said here, as it is forgotten of what a call returns
@@ -271,7 +276,7 @@ def token_inner(
 ):  # fmt: skip
     """`A (x * weight)` of one token and RANKS ranks, into words that say which turn's they are. Without an adapter it is 0."""
     own, ranks, cols = program * RANKS // TILE, program * RANKS % TILE + tl.arange(0, RANKS), tl.arange(0, BK)
-    place = _place(places, tl.load(slots_W), (products * BLOCKS * 2, (first * BLOCKS + own) * 2), TILE)
+    place = place_of(places, tl.load(slots_W), (products * BLOCKS * 2, (first * BLOCKS + own) * 2), TILE)
     at = pool + place + ranks[:, None] * K + cols[None, :]
     first_a = tl.load(at, (place >= 0) & (cols < K)[None, :], 0.0)
     if NORM != NO_NORM:
@@ -321,6 +326,35 @@ def row_added(b, at, seen, turn, scale, WIDE: tl.constexpr, BLOCKS: tl.constexpr
     return tl.sum(b.to(tl.float32) * h[None, :], 1)
 
 
+@triton.jit
+def _tile_added(
+    inner, w, part, place, b, own, b_place, eps, step, inside,
+    PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`B (A x)` of a tile's tokens for some outputs of a product, whose first block `b` of B is there. `own` is where places of its blocks are."""
+    ROWS: tl.constexpr = TILE + 1 if NORM else TILE
+    i = tl.arange(0, TILE)
+    inner += ((w * PARTS + part) * BLOCKS).to(tl.int64) * ROWS * TILE
+    acc = tl.zeros([TILE, OUTPUTS], tl.float32)
+    for block in range(BLOCKS):
+        if block > 0:
+            place = tl.load(own + block * 2, place >= 0, -1)  # the first block is there if any is
+            b = tl.load(b_place + tl.multiple_of(place, TILE), inside & (place >= 0), 0.0)
+        if place >= 0:
+            mine = inner + block * ROWS * TILE
+            flat = tl.zeros([TILE * TILE], tl.float32)
+            square = tl.zeros([TILE], tl.float32)
+            for piece in tl.static_range(PIECES):
+                flat += tl.load(mine + piece * step + tl.arange(0, TILE * TILE))
+                if NORM:
+                    square += tl.load(mine + piece * step + TILE * TILE + i)
+            h = tl.reshape(as_summed(flat), [TILE, TILE])
+            if NORM:
+                h *= (1.0 / tl.sqrt_rn(square + eps))[:, None]
+            acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["first"])
 def _expand(
     y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, tiles_N5, first, products,
@@ -333,6 +367,8 @@ def _expand(
     count, outputs = tl.multiple_of(tl.load(tile + 3), ALIGN), tl.multiple_of(tl.load(tile + 4), ALIGN)
     w = tl.program_id(0)
     slot = tl.load(slots_W + w)
+    if (slot < 0) & (w > 0):  # as in `_shrink`
+        return
     i, o = tl.arange(0, TILE), tl.arange(0, OUTPUTS)
     tokens = tl.load(tokens_WX + w * TILE + i)
     own = places + (((slot * products + first + part) * BLOCKS) * 2 + 1).to(tl.int64)
@@ -345,27 +381,55 @@ def _expand(
     wait_turn(PDL)
     if place < 0:
         return
-    ROWS: tl.constexpr = TILE + 1 if NORM else TILE
-    step = tl.num_programs(0).to(tl.int64) * PARTS * BLOCKS * ROWS * TILE
-    inner += ((w * PARTS + part) * BLOCKS).to(tl.int64) * ROWS * TILE
-    acc = tl.zeros([TILE, OUTPUTS], tl.float32)
-    for block in range(BLOCKS):
-        if block > 0:
-            place = tl.load(own + block * 2)
-            b = tl.load(b_place + tl.multiple_of(place, TILE), (o < count)[None, :] & (place >= 0), 0.0)
-        if place >= 0:
-            mine = inner + block * ROWS * TILE
-            flat = tl.zeros([TILE * TILE], tl.float32)
-            square = tl.zeros([TILE], tl.float32)
-            for piece in tl.static_range(PIECES):
-                flat += tl.load(mine + piece * step + tl.arange(0, TILE * TILE))
-                if NORM:
-                    square += tl.load(mine + piece * step + TILE * TILE + i)
-            h = tl.reshape(_as_summed(flat), [TILE, TILE])
-            if NORM:
-                h *= (1.0 / tl.sqrt_rn(square + eps))[:, None]
-            acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
+    step = tl.num_programs(0).to(tl.int64) * PARTS * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
+    inside = (o < count)[None, :]
+    acc = _tile_added(
+        inner, w, part, place, b, own, b_place, eps, step, inside, PIECES, BLOCKS, PARTS, TILE, OUTPUTS, NORM
+    )
     tl.store(y, (base.to(tl.float32) + acc).to(base.dtype), there)
+
+
+@triton.jit(do_not_specialize=["first", "tiles", "num_tokens"])
+def _expand_silu(
+    out_TO, y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, own_R, row_T, first, products, tiles, num_tokens, features,
+    PIECES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs of tiles have the tokens with an adapter, those behind them the others, by their places. EACH: token t is row t's."""
+    start_next(PDL)
+    w = tl.program_id(0)
+    i, o = tl.arange(0, TILE), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = (o < features)[None, :]
+    slot = tl.load(slots_W + w, w < tiles, -1)
+    if (slot < 0) & (w > 0) & (w < tiles):  # as in `_shrink`
+        return
+    tokens = tl.load(tokens_WX + w * TILE + i, w < tiles, -1)
+    if w >= tiles:
+        tokens = (w - tiles) * TILE + i
+        row = tokens
+        if not EACH:
+            row = tl.load(row_T + tokens, tokens < num_tokens, -1)
+        adapter = tl.load(own_R + row, (row >= 0) & (tokens < num_tokens), -1)
+        tokens = tl.where((adapter < 0) & (tokens < num_tokens), tokens, -1)
+    own = places + ((slot * products + first) * BLOCKS * 2 + 1).to(tl.int64)
+    up_own = own + BLOCKS * 2
+    place, up_place = tl.load(own, slot >= 0, -1), tl.load(up_own, slot >= 0, -1)
+    at, there = tokens.to(tl.int64)[:, None], (tokens >= 0)[:, None] & inside
+    gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
+    up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
+    b_place = pool + i[:, None] * features + o[None, :]
+    b = tl.load(b_place + tl.multiple_of(place, TILE), inside & (place >= 0), 0.0)
+    up_b = tl.load(b_place + tl.multiple_of(up_place, TILE), inside & (up_place >= 0), 0.0)
+    wait_turn(PDL)
+    dtype: tl.constexpr = y_TO.dtype.element_ty
+    step = tiles.to(tl.int64) * 2 * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
+    y = gate.to(tl.float32)
+    y += _tile_added(inner, w, 0, place, b, own, b_place, eps, step, inside, PIECES, BLOCKS, 2, TILE, OUTPUTS, NORM)
+    u = up.to(tl.float32)
+    u += _tile_added(
+        inner, w, 1, up_place, up_b, up_own, b_place, eps, step, inside, PIECES, BLOCKS, 2, TILE, OUTPUTS, NORM
+    )
+    tl.store(out_TO + at * features + o[None, :], silu_gate(y, u, dtype).to(dtype), there)
 
 
 def expand_warps(outputs: int) -> int:
@@ -391,3 +455,22 @@ def expand_(
             y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, tiles_N5, layer.first,
             products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, **dependent(y_TO.device), num_warps=expand_warps(outputs),
         )  # fmt: skip
+
+
+def expand_silu(
+    y_T2O: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, own_R: torch.Tensor, row_T: torch.Tensor | None,
+    norm: Norm | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See ops/lora.py."""
+    pieces, tiles, _, _, rows, _ = inner.shape
+    tokens, features = y_T2O.shape[0], y_T2O.shape[1] // 2
+    _, products, per_product, _ = blocks.places.shape
+    out_TO = y_T2O.new_empty(tokens, features)
+    outputs = OUTPUTS if tiles <= FEW_TILES else WIDE_OUTPUTS // 2
+    if tokens:
+        _expand_silu[(tiles + blocks_of(tokens, TILE), blocks_of(features, outputs))](
+            out_TO, y_T2O, y_T2O.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, own_R,
+            own_R if row_T is None else row_T, layer.first, products, tiles, tokens, features, PIECES=pieces, BLOCKS=per_product, TILE=TILE,
+            OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
+        )  # fmt: skip
+    return out_TO
