@@ -118,6 +118,7 @@ class Step:
             one_token=shape.queries == 1,
             usual_query_len=shape.queries,
             fresh=fresh,
+            past=tuple(shape.past) if shape.queries > 1 and not fresh else (),
             sharing=bool(shape.shared),
         )
 

@@ -130,17 +130,8 @@ def prefill(name: str, group: int, page: int) -> dict[str, Any]:
         "table_ptr": "*i64",
         "scale": "fp32",
     }
-    types |= dict.fromkeys(("slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr"), "*i32") | {"out_ptr": "*" + name}
-    constants = {"K": 8, "G": group, "PAGE": page or 128, "PAGED": page > 0, "PDL": True}
-    aligned = [
-        "out_ptr",
-        "out_st",
-        "out_sh",
-        "table_ptr",
-        "table_st",
-        "slots_ptr",
-        "starts_ptr",
-        "lengths_ptr",
-        "part_ptr",
-    ]
+    pointers = ["slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr", "taken_ptr"]
+    types |= dict.fromkeys(pointers, "*i32") | {"out_ptr": "*" + name}
+    constants = {"G": group, "PAGE": page or 128, "PAGED": page > 0, "PDL": True}
+    aligned = ["out_ptr", "out_st", "out_sh", "table_ptr", "table_st", *pointers]
     return gluon(gluon_prefill_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)

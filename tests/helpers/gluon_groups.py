@@ -1,4 +1,4 @@
-"""Kernels in Gluon whose groups of warps do different things, run as Python: each group is a thread. See `helpers.gluon_programs`.
+"""Kernels in Gluon whose groups of warps do different things, run as Python: each group of each program is a thread. See `helpers.gluon_programs`.
 
 A barrier counts as the device's do: a phase ends when all have arrived and all bytes have come. A wait for what never comes is an error after some seconds.
 """
@@ -6,6 +6,8 @@ A barrier counts as the device's do: a phase ends when all have arrived and all 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -66,11 +68,25 @@ class Panels:
         own = self.panels[int(at) * count : int(at) * count + count]
         return Panels(own, self.shape[1:])
 
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.dense().as_subclass(Codes)
+
     def permute(self, dims: tuple[int, int]) -> torch.Tensor:
         return self.dense().permute(dims)
 
     def dense(self) -> torch.Tensor:
         return torch.cat([one.reshape(self.shape[0], 64) for one in self.panels.as_subclass(torch.Tensor)], 1)
+
+
+class Codes(torch.Tensor):
+    """Bytes that may stand for numbers of 8 bits."""
+
+    def to(self, kind: Any, bitcast: bool = False) -> torch.Tensor:
+        if not bitcast:
+            return super().to(kind)
+        return self.as_subclass(torch.Tensor).view(
+            {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}[str(kind)]
+        )
 
 
 class Room(Shared):
@@ -110,19 +126,34 @@ class Groups:
     """A kernel's launches. `known`: what its module knows by these names."""
 
     def __init__(self, module: ModuleType, name: str, **known: Any) -> None:
-        self.known, self.programs = known, 0
-        self.names, self.kernel = dict(vars(module)), name  # the module may name this object from now on
+        self.known, self.programs, self.adding = known, 0, threading.Lock()
+        self.names: dict[
+            str, Any
+        ] = {}  # its functions' own too, and as they are now: the module may name this object from now on
+        for value in (*vars(module).values(), vars(module)):
+            self.names |= (
+                value
+                if isinstance(value, dict) and value is vars(module)
+                else getattr(getattr(value, "fn", None), "__globals__", {})
+            )
+        self.kernel = name
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             constants.pop("num_warps")
             At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
             given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
-            for program in range(grid[0]):
-                self._program(program, grid[0])(*given, **constants)
-                self.programs += 1
+            programs = [self._program(program, grid[0]) for program in range(grid[0])]
+            together([partial(program, *given, **constants) for program in programs])
+            self.programs += grid[0]
 
         return launch
+
+    def _add(self, at: At, more: int, sem: str = "acq_rel") -> torch.Tensor:
+        with self.adding:
+            before = at.load()
+            at.store(before + more)
+        return before
 
     def _program(self, program: int, programs: int) -> Any:
         gl = language([program])
@@ -131,7 +162,7 @@ class Groups:
             allocate_shared_memory=lambda dtype, shape, layout: Barriers(Barrier() for _ in range(shape[0])) if layout is BARRIERS
             else room(dtype, shape, layout).as_subclass(Room), where=chosen, max=lambda x, axis: x.amax(axis),
             inline_asm_elementwise=lambda words, constraints, arguments, **_: arguments[0], DotOperandLayout=lambda *_: None,
-            BlockedLayout=lambda *_: None,
+            BlockedLayout=lambda *_: None, atomic_add=self._add,
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: BARRIERS, init=lambda b, count: one(b).init(count), expect=lambda b, number: one(b).arrive(number),
@@ -157,15 +188,20 @@ def chosen(mask: Any, one: Any, other: Any) -> torch.Tensor:
 
 
 def specialized(groups: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    together([partial(function, *arguments) for function, arguments in groups])
+
+
+def together(functions: list[Callable[[], None]]) -> None:
+    """Run functions in threads. The first error is raised."""
     errors: list[BaseException] = []
 
-    def run(function: Any, arguments: tuple[Any, ...]) -> None:
+    def run(function: Callable[[], None]) -> None:
         try:
-            function(*arguments)
+            function()
         except BaseException as error:  # raised again below, in the test's own thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=group, daemon=True) for group in groups]
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:

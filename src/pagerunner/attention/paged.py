@@ -75,6 +75,7 @@ class PagedBackend:
             one_token=rows.one_token,
             usual_query_len=usual_query_len(lens) if lens else rows.max_query_len,
             fresh=fresh,
+            past=() if fresh else tuple(of - new for of, new in zip(inputs.seq_lens, lens, strict=True) if new > 1),
             sharing=state is None or state.sharing,
             fixed=self.fixed,
         )

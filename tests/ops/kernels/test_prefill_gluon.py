@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from helpers.paged_kernels import check_attention
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
-from pagerunner.ops.kernels import paged_prefill_gluon, paged_prefill_wide
+from pagerunner.ops.kernels import paged_attention, paged_dense, paged_prefill_gluon, paged_prefill_wide
 from pagerunner.ops.kernels.paged_prefill_wide import Heads, run, serves
 
 install()
@@ -87,7 +89,7 @@ def test_rows(
     parts = torch.tensor([0, *(sum(blocks[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     slots = torch.arange(len(rows), dtype=torch.int32)
     out = torch.zeros_like(q)
-    heads = Heads(q, k, v, out)
+    heads, taken = Heads(q, k, v, out), torch.zeros(2, dtype=torch.int32)
     assert serves(heads[:3], pages, past=past)
     run(
         heads,
@@ -95,10 +97,11 @@ def test_rows(
         table,
         (slots, starts, torch.tensor(lengths, dtype=torch.int32)),
         parts,
+        taken,
         0.1,
         past=past,
     )
-    assert launched.programs == programs
+    assert launched.programs == programs and not taken.any()
     for row, (_, new) in enumerate(rows):
         own = out[starts[row] : starts[row + 1]].float()
         if new > 1:
@@ -116,7 +119,19 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16), 8),
         (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, padding=3, lead=8), 8),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3), 8),  # new tokens are not in fp8
-        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3), 0),
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, padding=3), 8),
+        (
+            Case(
+                (plain(300, 40), plain(5, 60), plain(0, 31)),
+                64,
+                2,
+                2,
+                128,
+                dtype=F16,
+                kv_dtype=torch.float8_e5m2,
+            ),
+            8,
+        ),
         (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16), 0),
         (Case(FRESH, 16, 1, 4, 64, dtype=F16, kv_dtype=F16), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
@@ -124,13 +139,81 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8), 0),  # rows too short
         (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=4), 0),
     ],
-    ids=["fresh", "past", "fresh fp8", "past fp8", "no group", "small heads", "window", "sinks", "short", "uneven"],
+    ids=[
+        "fresh",
+        "past",
+        "fresh fp8",
+        "past fp8",
+        "past e5m2",
+        "no group",
+        "small heads",
+        "window",
+        "sinks",
+        "short",
+        "uneven",
+    ],
 )
 def test_steps_that_it_serves(monkeypatch: pytest.MonkeyPatch, launched: Groups, case: Case, programs: int) -> None:
     """Four programs each of two layers, by the step's schedule, beside rows that decode. All other steps have Triton's kernel."""
     set_borders(monkeypatch, "attention", wide_queries=30)
     check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
     assert launched.programs == programs
+
+
+def test_new_rows_of_several_tokens_alone(monkeypatch: pytest.MonkeyPatch, launched: Groups) -> None:
+    """Nothing is launched for rows of one token where there is none, nor padding. With a past it is, so that a warm-up compiles it."""
+    set_borders(monkeypatch, "attention", wide_queries=30)
+    decodes, run_decode = [], paged_attention._Call.run_decode
+    monkeypatch.setattr(
+        paged_attention._Call, "run_decode", lambda *args, **kept: decodes.append(0) or run_decode(*args, **kept)
+    )
+    for rows, padding, count in ((FRESH[::2], 0, 0), (FRESH, 0, 2), (FRESH[::2], 1, 2), (PAST[::2], 0, 2)):
+        case = Case(rows, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8, padding=padding)
+        check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
+        assert len(decodes) == count
+        decodes.clear()
+
+
+def test_fp8_pages_of_one_head_after_another(monkeypatch: pytest.MonkeyPatch, launched: Groups) -> None:
+    """Where there isn't room for the past of all heads. Where there isn't for one, or the host doesn't know the past, Triton's kernel reads pages."""
+    set_borders(monkeypatch, "attention", wide_queries=30)
+    case = Case(PAST, 16, 2, 4, 128, dtype=F16, kv_dtype=E4M3, padding=3)
+    for tiles, programs in ((4, 16), (2, 0)):  # rows of 40 and 130 tokens have three
+        monkeypatch.setattr(paged_dense, "MOST_ELEMENTS", tiles * 2 * 128 * 128)
+        check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
+        assert launched.programs == programs
+        launched.programs = 0
+    plan = PagedBackend.plan
+    monkeypatch.setattr(PagedBackend, "plan", lambda *args: replace(plan(*args), past=()))
+    check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
+    assert launched.programs == 0
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
+def test_the_past_of_fp8_pages(static: bool) -> None:
+    """More rows than a program counts at once; rows of one token, and those of padding, have no tiles."""
+    torch.manual_seed(0)
+    rows = [(3 + i % 7, 1) for i in range(258)] + [(130, 2), (0, 5), (128, 3), (1, 2)] + [(0, 0)] * 2
+    page, heads, entries = 8, 3, 41
+    k, v = (torch.randn(entries, page, heads, 128).clamp(-3, 3).to(E4M3) for _ in range(2))
+    scales = torch.exp2(torch.randint(-3, 3, (1 if static else entries, 2, heads)).float()).expand(entries, -1, -1)
+    table = torch.randint(0, entries, (len(rows), 20))
+    slots = torch.randperm(len(rows)).int()
+    new = torch.tensor([count for _, count in rows], dtype=torch.int32)
+    starts, lengths = torch.zeros(len(rows) + 1, dtype=torch.int32), torch.tensor([sum(r) for r in rows]).int()
+    starts[1:] = new.cumsum(0)
+    past = tuple(old for old, count in rows if count > 1)
+    dense = paged_dense.Dense.of(past, len(rows), slots.device)
+    found = dense.copy(KVPages(0, k, v, scales, static), table, (slots, starts, lengths), slice(1, 3), torch.bfloat16)
+    for row, (old, count) in enumerate(rows):
+        for at in range(0, old if count > 1 else 0, 128):
+            n = torch.arange(at, min(at + 128, old))
+            entry = table[slots[row], n // page]
+            for which, (copied, codes) in enumerate(((found.k, k), (found.v, v))):
+                want = codes[entry, n % page].float() * scales[entry, which].unsqueeze(-1)
+                tile = copied[int(dense.first_R[row]) + at // 128].float()
+                assert torch.equal(tile[: len(n)], want[:, 1:]) and not tile[len(n) :].any()
+    assert dense.first_R.diff()[258:262].tolist() == [2, 0, 1, 1] and len(dense.tiles) == 4
 
 
 def test_a_fixed_order_has_the_one_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, launched: Groups) -> None:

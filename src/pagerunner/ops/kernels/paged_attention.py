@@ -17,6 +17,7 @@ from pagerunner.ops.kernels import paged_fixed, paged_prefill_wide
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.linear_wide import say_kernel
 from pagerunner.ops.kernels.paged_decode import decode_kernel
+from pagerunner.ops.kernels.paged_dense import Dense, heads_at_once
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
@@ -210,7 +211,7 @@ class _Call:
         num_rows = rows.slots_R.shape[0]
         # one allocation; parts begin at multiples of 16 bytes
         counters = self.tokens * self.kv_heads  # of a unit's pieces by head
-        sizes = [4, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
+        sizes = [6, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         schedule_kernel[(1,)](
@@ -348,11 +349,18 @@ class _Call:
         return max(programs // self.kv_heads, 1) if self.long and few and not self.plan.fresh else 0
 
     def _is_wide(self) -> bool:
-        """Whether the kernel in Gluon serves: long rows, so many that they occupy the device. Pages in fp8 it doesn't read."""
+        """Whether the kernel in Gluon serves: long rows, so many that they occupy the device.
+
+        Where pages are in fp8, the host has to know how much past there is: it is copied, a few heads at a time if there is much of it.
+        """
         plain = self.long and not (self.reach or self.softcap or self.prefill_parts or self.sinks is not None)
         long = self.plan.usual_query_len >= _borders().wide_queries
         if not (plain and long and self.group >= _borders().wide_group):
             return False
+        if self.pages.scales is not None and not self.plan.fresh:
+            at_once = heads_at_once(self.plan.past, self.kv_heads) if self.plan.past else 0
+            if 2 * blocks(self.tokens * self.group, WIDE_TILES.rows) * at_once <= multiprocessors(self.q.device):
+                return False
         past, of = not self.plan.fresh, "long rows of new tokens" if self.plan.fresh else "long rows with a past"
         wide = paged_prefill_wide.serves((self.q, self.k, self.v), self.pages, past=past)
         of_heads = self.q.device, self.heads, self.dim, self.q.dtype, self.pages.k.dtype
@@ -360,11 +368,16 @@ class _Call:
         return wide
 
     def run_wide(self, schedule: _Schedule) -> None:
-        heads, rows = paged_prefill_wide.Heads(self.q, self.k, self.v, self.out), self.rows
+        heads, rows, plan = paged_prefill_wide.Heads(self.q, self.k, self.v, self.out), self.rows, self.plan
         step = rows.slots_R, rows.query_start_R1, rows.seq_lens_R
-        paged_prefill_wide.run(
-            heads, self.pages, self.table, step, schedule.parts, self.scale, past=not self.plan.fresh
-        )
+        given = heads, self.pages, self.table, step, schedule.parts, schedule.info[4:], self.scale
+        if plan.fresh or self.pages.scales is None:
+            paged_prefill_wide.run(*given, past=not plan.fresh)
+            return
+        dense = plan.scratch.get(Dense)
+        if dense is None:
+            dense = plan.scratch[Dense] = Dense.of(plan.past, rows.slots_R.shape[0], self.q.device)
+        paged_prefill_wide.run_dense(*given, dense, heads_at_once(plan.past, self.kv_heads))
 
     def run_prefill(self, schedule: _Schedule) -> None:
         if self.wide:
@@ -417,9 +430,8 @@ class _Call:
         return describe(self.k), describe(self.v)
 
     def library_serves(self) -> bool:
-        """Whether cuDNN serves this step faster: it has long rows with nothing before them.
+        """Whether cuDNN serves this step, which the kernel in Gluon doesn't, faster: it has long rows with nothing before them.
 
-        cuDNN computed 599 TFLOP/s where the kernel in Gluon reached 586 (8,192 tokens, 32 heads of 128, H200), and 507 and 480 with 4,096. But
         cuDNN takes 50 ms to prepare itself for a new row length. That is worth it only for lengths that come again.
         """
         fresh = self.plan.fresh
@@ -436,7 +448,7 @@ class _Call:
         )
 
     def run(self) -> torch.Tensor:
-        if self.library_serves():
+        if not self.wide and self.library_serves():
             return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
         key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts
         schedule = self.plan.scratch.get(key)
@@ -450,7 +462,7 @@ class _Call:
             self.run_drafts(schedule, early=early)
         elif self.few:
             self.run_few(schedule, early=early)
-        else:
+        elif not self.long or min(self.plan.fresh, default=1) <= 1:  # with a past always, so that a warm-up compiles it
             self.run_decode(schedule, early=early and not schedule.shared)
         if self.long:
             self.run_prefill(schedule)

@@ -2,8 +2,9 @@
 
 `kernels/paged_prefill.py` says what a block is, and computes the same with plain Triton on any device. Here
 
-* A program takes one block after another: those with most keys first, so that programs end at about the same time.
+* A program takes the next block when it has copied one: those with most keys first, so that programs end at about the same time.
 * One warp copies, in bulk: a block's queries, and tiles of 128 keys and values, two of each ahead. Tiles of the past come from pages, a page at a time.
+  It is the one that takes blocks, and leaves beside a block's queries what the other warps must know of it.
 * Two groups of four warps have 64 rows of a block each. A group's scores of a tile are multiplied while its values of the tile before are, so that
   one group multiplies while the other one computes weights (FlashAttention-3, arXiv 2407.08608). Barriers by which the groups take turns brought
   nothing.
@@ -34,6 +35,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 N = gl.constexpr(128)
 """Keys of a tile, rows of a block, and elements of a head."""
 STAGES = gl.constexpr(2)
+"""Tiles of keys, of values, and blocks of queries ahead."""
+FACTS = gl.constexpr(8)
+"""Room for what is known of a block: head of keys, first token of the row, new tokens (0: there are no more blocks), past, first query."""
+FACT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Tiles in shared memory, in panels of 64 elements of a head."""
 QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
@@ -45,9 +50,9 @@ CLEARED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _row_of(part_ptr, part, num_rows, WARPS: gl.constexpr):
+def _row_of(part_ptr, part, num_rows):
     """Whose part this is, of prefix sums [R + 1] of the rows' parts."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     row = gl.to_tensor(0)
     for start in range(0, num_rows, 256):
         i = start + gl.arange(0, 256, layout)
@@ -57,16 +62,23 @@ def _row_of(part_ptr, part, num_rows, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _block(
-    item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr
-):
-    """An item's head of keys, and of its block: the row, the row's first token, new tokens and past, and the first query."""
-    index = parts - 1 - item // K
-    row = _row_of(part_ptr, index, num_rows, WARPS)
-    token = gl.load(starts_ptr + row)
-    num_new = gl.load(starts_ptr + row + 1) - token
-    first = (index - gl.load(part_ptr + row)) * BT
-    return item % K, row, token, num_new, gl.load(lengths_ptr + row) - num_new, first
+def _leave(facts, slot, at: gl.constexpr, value):
+    """Note a fact about the block in `slot`."""
+    facts.index(slot * FACTS + at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _fact(facts, slot, at: gl.constexpr):
+    return gl.sum(facts.index(slot * FACTS + at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _next_block(facts, q_full, turn):
+    """Wait for a block and its queries: its facts."""
+    slot = turn % STAGES
+    mbarrier.wait(q_full.index(slot), turn // STAGES & 1)
+    token, num_new, past = _fact(facts, slot, 1), _fact(facts, slot, 2), _fact(facts, slot, 3)
+    return _fact(facts, slot, 0), token, num_new, past, _fact(facts, slot, 4)
 
 
 @gluon.jit
@@ -94,9 +106,27 @@ def _tile(i, of_new, masked, diagonal, past):
 
 
 @gluon.jit
-def _copy_tile(smem, full, slot, new_desc, page_desc, new, start, token, head, row_table, last_page, page_rows, PAGE: gl.constexpr,
+def _entries(row_table, start, past, PAGE: gl.constexpr):
+    """The pages of a tile of the past; beyond the row's last one that one. All loads are on their way together, and each gives a number
+    to all lanes: to take a page's from another lane takes longer than its copy.
+    """
+    found = ()
+    for page in gl.static_range(N // PAGE):
+        at = row_table + gl.minimum(start // PAGE + page, (past - 1) // PAGE)
+        found = found + (gl.load(at, mask=past > 0, other=0).to(gl.int32),)
+    return found
+
+
+@gluon.jit
+def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, token, head, row_table, page_rows, PAGE: gl.constexpr,
                PAGED: gl.constexpr):  # fmt: skip
-    """Begin to bring a tile of keys or of values. Pages beyond the row's last one are that one."""
+    """Begin to bring a block's i-th tile of keys or of values."""
+    of_new, masked, diagonal, _ = counts
+    new, start = _tile(i, of_new, masked, diagonal, past)
+    slot = step % STAGES
+    if PAGED:
+        entries = _entries(row_table, start, past, PAGE)
+    mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
     mbarrier.expect(full.index(slot), N * N * 2)
     if PAGED:
         if new:
@@ -107,7 +137,7 @@ def _copy_tile(smem, full, slot, new_desc, page_desc, new, start, token, head, r
                 )
         else:
             for page in gl.static_range(N // PAGE):
-                entry = gl.load(row_table + gl.minimum(start // PAGE + page, last_page)).to(gl.int32) * page_rows
+                entry = entries[page] * page_rows
                 for half in gl.static_range(2):
                     own = smem.index(slot * 2 + half).slice(page * PAGE, PAGE)
                     tma.async_copy_global_to_shared(page_desc, [entry, head * N + half * 64], full.index(slot), own)
@@ -120,41 +150,72 @@ def _copy_tile(smem, full, slot, new_desc, page_desc, new, start, token, head, r
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, table_st,
-          slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows, k_rows, v_rows, K: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
-          PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _begin_block(item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, starts_ptr, lengths_ptr, part_ptr, num_rows, K,
+                 G: gl.constexpr):  # fmt: skip
+    """Begin to bring a block's queries, and leave its facts; returns these: head of keys, row, the row's first token, new tokens, past, first query."""
+    BT: gl.constexpr = N // G
+    index, head = parts - 1 - item // K, item % K
+    row = _row_of(part_ptr, index, num_rows)
+    token = gl.load(starts_ptr + row)
+    num_new = gl.load(starts_ptr + row + 1) - token
+    past = gl.load(lengths_ptr + row) - num_new
+    first = (index - gl.load(part_ptr + row)) * BT
+    slot = turn % STAGES
+    mbarrier.wait(q_empty.index(slot), turn // STAGES & 1 ^ 1)
+    _leave(facts, slot, 0, head)
+    _leave(facts, slot, 1, token)
+    _leave(facts, slot, 2, num_new)
+    _leave(facts, slot, 3, past)
+    _leave(facts, slot, 4, first)
+    gl.thread_barrier()
+    mbarrier.expect(q_full.index(slot), N * N * 2)
+    for part in gl.static_range(4):
+        own = q_smem.index(slot * 4 + part)
+        tma.async_copy_global_to_shared(
+            q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full.index(slot), own
+        )
+    return head, row, token, num_new, past, first
+
+
+@gluon.jit
+def _end(facts, q_full, q_empty, turn, taken_ptr):
+    """Tell the groups that there are no more blocks, and leave zeros for the next launch, if no program takes any more."""
+    slot = turn % STAGES
+    mbarrier.wait(q_empty.index(slot), turn // STAGES & 1 ^ 1)
+    _leave(facts, slot, 2, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(q_full.index(slot))
+    if gl.atomic_add(taken_ptr + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(taken_ptr, 0)
+        gl.store(taken_ptr + 1, 0)
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+          table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G: gl.constexpr,
+          PAGE: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies: keys a tile ahead of values, as groups ask for them."""
     BT: gl.constexpr = N // G
     wait_turn(PDL)
     parts = gl.load(part_ptr + num_rows)
     step, turn = 0, 0
-    for item in range(gl.program_id(0), parts * K, gl.num_programs(0)):
-        head, row, token, num_new, past, first = _block(
-            item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K, BT, 1
-        )
-        of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
+    item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    while item < parts * K:
+        head, row, token, num_new, past, first = _begin_block(
+            item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, starts_ptr, lengths_ptr, part_ptr, num_rows, K, G
+        )  # fmt: skip
+        counts = _counts(first, num_new, past, BT)
+        total = counts[3]
         row_table = table_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_st
-        last_page = gl.maximum(past - 1, 0) // PAGE
-        mbarrier.wait(q_empty, turn & 1 ^ 1)
-        mbarrier.expect(q_full, N * N * 2)
-        for part in gl.static_range(4):
-            own = q_smem.index(part)
-            tma.async_copy_global_to_shared(
-                q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full, own
-            )
         turn += 1
         for i in range(total + 1):
             if i < total:
-                new, start = _tile(i, of_new, masked, diagonal, past)
-                slot = (step + i) % STAGES
-                mbarrier.wait(k_empty.index(slot), (step + i) // STAGES & 1 ^ 1)
-                _copy_tile(k_smem, k_full, slot, k_desc, kp_desc, new, start, token, head, row_table, last_page, k_rows, PAGE, PAGED)  # fmt: skip
+                _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, head, row_table, k_rows, PAGE, PAGED)  # fmt: skip
             if i > 0:
-                new, start = _tile(i - 1, of_new, masked, diagonal, past)
-                slot = (step + i - 1) % STAGES
-                mbarrier.wait(v_empty.index(slot), (step + i - 1) // STAGES & 1 ^ 1)
-                _copy_tile(v_smem, v_full, slot, v_desc, vp_desc, new, start, token, head, row_table, last_page, v_rows, PAGE, PAGED)  # fmt: skip
+                _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         step += total
+        item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    _end(facts, q_full, q_empty, turn, taken_ptr)
 
 
 @gluon.jit
@@ -202,42 +263,38 @@ def _computed(weights):
 
 
 @gluon.jit
-def _mask(scores, i, of_new, masked, diagonal, past, query_M, end):
-    """Scores of the keys that each query sees, and how many of the tile's keys exist for the block."""
+def _mask(scores, i, of_new, masked, diagonal, past, query_M, num_new):
+    """Scores of the keys that each query sees, and how many of the tile's keys are the row's."""
     new, start = _tile(i, of_new, masked, diagonal, past)
     n = gl.arange(0, N, gl.SliceLayout(0, SUMS))
     last_M = gl.where(new, query_M, past - 1) - start
-    valid = gl.where(new, end, past) - start
+    valid = gl.where(new, num_new, past) - start
     return gl.where(n[None, :] <= last_M[:, None], scores, float("-inf")), valid
 
 
 @gluon.jit
-def _compute(c, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr, lengths_ptr,
-             part_ptr, num_rows, scale, K: gl.constexpr, G: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's blocks."""
     BT: gl.constexpr = N // G
     dtype: gl.constexpr = v_smem.dtype
     factor = scale * LOG2E
     wait_turn(PDL)
-    parts = gl.load(part_ptr + num_rows)
     k_tiles = k_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
     v_tiles = v_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
-    q = q_smem._reinterpret(dtype, [2, 64, N], PANEL).index(c)
+    q_tiles = q_smem._reinterpret(dtype, [STAGES * 2, 64, N], PANEL)
     step, turn = 0, 0
-    for item in range(gl.program_id(0), parts * K, gl.num_programs(0)):
-        head, row, token, num_new, past, first = _block(
-            item, parts, part_ptr, starts_ptr, lengths_ptr, num_rows, K, BT, 4
-        )
+    head, token, num_new, past, first = _next_block(facts, q_full, turn)
+    while num_new > 0:
         of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
         m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-        query_M, end = first + m // G, gl.minimum(first + BT, num_new)
-        mbarrier.wait(q_full, turn & 1)
-        turn += 1
+        query_M = first + m // G
+        q = q_tiles.index(turn % STAGES * 2 + c)
         mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
         scores = _begin_scores(q, k_tiles, step)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(step % STAGES))
-        scores, valid = _mask(scores, 0, of_new, masked, diagonal, past, query_M, end)
+        scores, valid = _mask(scores, 0, of_new, masked, diagonal, past, query_M, num_new)
         highest = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SUMS))
         weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SUMS))
         weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
@@ -251,7 +308,7 @@ def _compute(c, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full
             sums = warpgroup_mma(p, v_tiles.index((step - 1) % STAGES), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(step % STAGES))
-            scores, valid = _mask(scores, i, of_new, masked, diagonal, past, query_M, end)
+            scores, valid = _mask(scores, i, of_new, masked, diagonal, past, query_M, num_new)
             weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
             p = _computed(gl.convert_layout(weights.to(dtype), WEIGHTS))
             mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=i + 1 < total)
@@ -272,7 +329,7 @@ def _compute(c, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
             acc *= shrink[:, None]
-        mbarrier.arrive(q_empty)
+        mbarrier.arrive(q_empty.index(turn % STAGES))
         mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
         sums = warpgroup_mma(p, v_tiles.index(step % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(sums,))
@@ -285,40 +342,42 @@ def _compute(c, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full
         at = out_ptr + ((token + own_query).to(gl.int64) * out_st + q_head * out_sh)[:, None]
         d = gl.arange(0, N, gl.SliceLayout(0, STORED))
         gl.store(at + d[None, :], y, mask=(own_query < num_new)[:, None])
+        turn += 1
+        head, token, num_new, past, first = _next_block(facts, q_full, turn)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "K"])
 def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
-                         part_ptr, num_rows, k_rows, v_rows, scale, K: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+                         part_ptr, taken_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
                          PDL: gl.constexpr):  # fmt: skip
     """Heads of 128 elements in halves, in groups of G (1 to 64, a power of two), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
-    of the rows' blocks of 128 // G queries. `k_rows`, `v_rows`: rows of the pages' descriptors from a page to the next. PAGED: rows may have a past.
+    of the rows' blocks of 128 // G queries. `taken` [2]: zeros, before and behind.
+    K: heads of keys. `k_rows`, `v_rows`: rows of the pages' descriptors from a page to the next. PAGED: rows may have a past.
     """
     start_next(PDL)
     dtype: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [4, 64 // G, G, 64], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64 // G, G, 64], q_desc.layout)
+    facts = gl.allocate_shared_memory(gl.int32, [STAGES * FACTS, 1], FACT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], v_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     fence_async_shared()
     c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
     gl.warp_specialize([
-        (_compute, (c0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr,
-                    lengths_ptr, part_ptr, num_rows, scale, K, G, PDL)),
-        (_compute, (c1, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, starts_ptr,
-                    lengths_ptr, part_ptr, num_rows, scale, K, G, PDL)),
-        (_copy, (q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows, k_rows, v_rows, K, G, PAGE, PAGED, PDL)),
+        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G, PDL)),
+        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G, PDL)),
+        (_copy, (q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, PAGE, PAGED, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which steps' prefill `kernels/paged_prefill_gluon.py` computes, and its launch."""
+"""Which steps' prefill `kernels/paged_prefill_gluon.py` computes, and its launch. fp8 pages are converted first: see `kernels/paged_dense.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from pagerunner.batch import KVPages
 from pagerunner.ops.kernels.launch import dependent, multiprocessors
 from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.paged_dense import Dense
 
 SIZE = 128
 """Rows of a block, and elements of a head."""
@@ -51,7 +52,9 @@ def serves(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: KVPage
 
 def _reads(pages: KVPages, dtype: torch.dtype) -> bool:
     """Whether a page's tokens are rows of one table of all pages, which the copy engine reads."""
-    if pages.scales is not None or pages.k.shape[1] not in PAGES:
+    if pages.scales is not None:  # what is read are copies
+        return pages.k.shape[3] == pages.v.shape[3] == SIZE
+    if pages.k.shape[1] not in PAGES:
         return False
     return all(
         x.dtype == dtype
@@ -83,11 +86,12 @@ def run(
     table: torch.Tensor,
     rows: tuple[torch.Tensor, ...],
     parts: torch.Tensor,
+    taken: torch.Tensor,
     scale: float,
     *,
     past: bool,
 ) -> None:
-    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries."""
+    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros."""
     q, k, v, out = heads
     gluon, group = _gluon(), q.shape[1] // k.shape[1]
     queries = gluon.TensorDescriptor(
@@ -97,6 +101,21 @@ def run(
     old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
     page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
     gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
-        queries, *new, *old, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, rows[0].shape[0], *page_rows, scale,
+        queries, *new, *old, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
         K=k.shape[1], G=group, PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
     )  # fmt: skip
+
+
+def run_dense(
+    heads: Heads, pages: KVPages, table: torch.Tensor, rows: tuple[torch.Tensor, ...], parts: torch.Tensor, taken: torch.Tensor, scale: float,
+    dense: Dense, at_once: int,
+) -> None:  # fmt: skip
+    """As `run`, of a past in fp8 pages: so many heads of keys after one another."""
+    kv_heads = heads.k.shape[1]
+    group = heads.q.shape[1] // kv_heads
+    for first in range(0, kv_heads, at_once):
+        own = slice(first, min(first + at_once, kv_heads))
+        queries = slice(own.start * group, own.stop * group)
+        some = Heads(heads.q[:, queries], heads.k[:, own], heads.v[:, own], heads.out[:, queries])
+        copied = dense.copy(pages, table, rows, own, heads.q.dtype)
+        run(some, copied, dense.tiles, (dense.first_R, *rows[1:]), parts, taken, scale, past=True)

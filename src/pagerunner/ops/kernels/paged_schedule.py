@@ -117,7 +117,7 @@ def schedule_kernel(
     """One program. Units are tokens; with a STRIDE they are rows. Unless OWN, all of their tokens are in pages. Those of padding are units too, because a
     program has to write their zeros. `entry_tiles`: see `decode_kernel`. A row's first tile begins at a multiple of ALIGN.
 
-    `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [4]: see `shared_kernel`; `part` [R + 1]: prefix sums of the
+    `begin` [U + 1], `unit` [U, 4]: see `decode_kernel`; `info` [6]: see `shared_kernel`, then `taken` of `gluon_prefill_kernel`; `part` [R + 1]: prefix sums of the
     parts of rows' blocks of BT queries; `counter`: zeros. Blocks' keys are divided so that the step has at most `slices` parts, if it has
     fewer blocks than these. Otherwise each block is one part.
     """
@@ -171,6 +171,8 @@ def schedule_kernel(
     tl.store(info_ptr + 1, shared)
     tl.store(info_ptr + 2, tl.where(shared > 0, shared_splits, 0))
     tl.store(info_ptr + 3, slot0)
+    tl.store(info_ptr + 4, 0)  # blocks that programs of long rows have taken
+    tl.store(info_ptr + 5, 0)
     if LONG:
         # units that aren't there have no tiles
         tl.debug_barrier()
