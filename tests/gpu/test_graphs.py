@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
+from helpers.device import collect, counted_graphs, device_llm
+from helpers.families import MAKERS
 from helpers.stored_cases import stored
 from pagerunner import LLM, SamplingParams
 from pagerunner.ops.activation import SILU
@@ -154,3 +156,30 @@ def test_a_start_leaves_nothing_to_be_compiled(
         prompt = [number % 200 + 5 + count % 7 for number in range(count)]
         assert llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].error is None
     assert compiled == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_ends_of_many_prompts_run_in_graphs_of_a_mixture(family: str, tmp_path: Path) -> None:
+    """30 prompts are found but for their last tokens: one step of 420."""
+    path = MAKERS[family](tmp_path)
+    texts = [[5 + (7 * row + 3 * at) % 200 for at in range(108 + row % 5)] for row in range(30)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, logprobs=0)
+    made = []
+    for eager in (True, False):
+        with counted_graphs() as graphs:
+            llm = device_llm(
+                path, enforce_eager=eager, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=256,
+                dtype="float32", skip_tokenizer_init=True, poison_fresh_pages=True,
+            )  # fmt: skip
+            prompts = [{"prompt_token_ids": text} for text in texts]
+            llm.generate(prompts, params, use_tqdm=False)
+            graphs.replays.clear()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert all(output.num_cached_tokens >= 96 for output in outputs)
+        made.append([output.outputs[0] for output in outputs])
+        del llm
+        collect()
+    assert max(key.tokens for key in graphs.replays if not key.decode) > 256
+    for one, other in zip(*made, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)

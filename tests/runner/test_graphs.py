@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
+from pagerunner.config import EngineArgs
+from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
 from pagerunner.ops.native import small
@@ -30,6 +34,7 @@ from pagerunner.runner.graphs import GraphKey, decode_keys, decode_sizes, is_tel
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.sampling import sampler
 
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 PROMPTS = [{"prompt_token_ids": [5 + i, 9, 30 + i, 4] * (1 + 4 * i)} for i in range(5)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -157,6 +162,19 @@ def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() ->
     assert mixed_sizes(2000, None, of_4b)[-1] == 1536
     assert mixed_sizes(600, None, of_8b)[-1] == 512
     assert mixed_sizes(8192, (1, 400), of_8b)[-1] == 384
+    assert mixed_sizes(8192, None, of_4b, experts=True)[-1] == 512, "pairs of a token and an expert take memory"
+    assert mixed_sizes(8192, None, of_70b, experts=True)[-1] == mixed_sizes(8192, experts=True)[-1] == 256
+
+
+def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path) -> None:
+    published = json.loads((PUBLISHED / "Qwen--Qwen3-30B-A3B.json").read_text())
+    config = published.get("config", published) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", max_model_len=512)
+    resolved = resolve(args, memory_bytes=2**36, plan_only=True)
+    model = build.build_model(resolved.model, "bfloat16", "cpu")
+    attention, expert = 2048 * (32 + 2 * 4 + 32) * 128, 3 * 2048 * 768
+    assert build._layer_weights(model, resolved.plan) == attention + 8 * expert
 
 
 def runner_of(llm: LLM) -> Any:

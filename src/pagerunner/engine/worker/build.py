@@ -194,11 +194,7 @@ def make_runner(
         graphs=GraphSettings(
             engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
-            mixed_sizes=mixed_sizes(
-                config.max_num_batched_tokens,
-                config.cudagraph_capture_sizes,
-                _layer_weights(model, plan) if device.type == "cuda" else 0,
-            ),
+            mixed_sizes=_mixed_sizes(config, model, plan, device),
             max_model_len=plan.max_model_len,
             teams=teams is not None,
             drafts=drafts.lengths if drafts is not None else (),
@@ -272,15 +268,20 @@ def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]])
     return not config.enforce_eager and all(backend.capabilities.cpu_kernels for backend in backends)
 
 
+def _mixed_sizes(config: EngineConfig, model: Model, plan: MemoryPlan, device: torch.device) -> tuple[int, ...]:
+    weights = _layer_weights(model, plan) if device.type == "cuda" else 0
+    experts = any(isinstance(one, moe.Experts) for one in model.modules())
+    return mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes, weights, experts=experts)
+
+
 def _layer_weights(model: Model, plan: MemoryPlan) -> int:
-    """Weights that a token is multiplied with in a layer; 0 in a mixture of experts, whose steps take other kernels by size."""
+    """Weights that a token is multiplied with in a layer, those of its experts among them."""
     modules = list(model.modules())
-    if any(isinstance(module, moe.Experts) for module in modules):
-        return 0
-    layers = sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages
-    return sum(one.most_weights for one in modules if isinstance(one, linear.Linear) and not one.plain) // max(
-        layers, 1
-    )
+    active = max((one.routing.active for one in modules if isinstance(one, moe.Router)), default=0)
+    weights = sum(one.most_weights for one in modules if isinstance(one, linear.Linear) and not one.plain)
+    sizes = [one.sizes for one in modules if isinstance(one, moe.Experts)]
+    weights += sum(3 * active * one.features * one.inner for one in sizes)
+    return weights // max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
 
 
 def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
