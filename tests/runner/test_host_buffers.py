@@ -84,11 +84,19 @@ def test_a_buffer_is_used_again_and_locked_once() -> None:
 
 
 def test_no_piece_holds_the_driver_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer of five pages is locked and unlocked two pages at a time, also if the system refuses the last one."""
+    """A buffer of five pages is locked and unlocked two pages at a time, also if the system refuses the last one. After each piece the driver is left alone
+    for as long as the piece took: here as many seconds as bytes.
+    """
+    clock, pauses = [0.0], []
+    monkeypatch.setattr(host_buffers.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(host_buffers, "pause", pauses.append)
     monkeypatch.setattr(host_buffers, "LOCK_BYTES", 2 * 4096)
     memory = Locks()
+    lock = memory.pin
+    memory.pin = lambda piece: (clock.append(clock.pop() + len(piece)), lock(piece))[1]  # type: ignore[method-assign]
     buffers = HostBuffers(memory)
     whole, holder = buffers.take(5 * 4096, torch.uint8)
+    assert pauses == [8192, 8192, 4096]
     assert memory.locked == {whole.data_ptr() + at * 2 * 4096 for at in range(3)} and memory.largest == 2 * 4096
     del holder, buffers
     assert not memory.locked and len(memory.unlocked_by) == 3

@@ -26,7 +26,7 @@ from pagerunner.lora.pauses import in_turns
 from pagerunner.ops.lora import TILE, Adapters, Blocks, Fused, FusedExperts
 from pagerunner.types.checks import show
 
-LOCK_BYTES = 2**24
+LOCK_BYTES = 2**22
 """Bytes of a buffer that are page-locked at once. No copy to the device crosses a multiple of it: the driver takes no copy from two locked ranges."""
 MakeBuffer = Callable[[int, torch.dtype], tuple[torch.Tensor, object]]
 """A buffer of so many elements in host memory, and what must be kept with it."""

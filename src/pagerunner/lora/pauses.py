@@ -18,9 +18,9 @@ SECONDS = 0.0002
 """Of a pause."""
 
 
-def pause() -> None:
+def pause(seconds: float = 0.0) -> None:
     """Let others have the lock: they have asked for it before this ends."""
-    time.sleep(SECONDS)
+    time.sleep(max(SECONDS, seconds))
 
 
 def in_turns(items: Iterable[Item]) -> Iterator[Item]:
