@@ -109,7 +109,7 @@ class AttentionBorders(NamedTuple):
     wide_group: int = 2
     """Query heads of a head of keys. From so many on they have that kernel: it wasn't measured beside ours with one."""
     library_queries: int = 4096
-    """Rows of new tokens that come in multiples of this go to cuDNN."""
+    """Rows of new tokens that come in multiples of this go to cuDNN, where the kernel in Gluon doesn't serve them."""
     short_latent_queries: int = 64
     """New tokens. Keys and values of longer rows are expanded from latents."""
     library_latent_queries: int = 4096
