@@ -41,14 +41,14 @@ def next_tokens(
     return out_T
 
 
-@triton.jit(do_not_specialize=["count", "ahead", "last_position", "max_rows", "num_slots"])
+@triton.jit(do_not_specialize=["slot_stride", "count", "ahead", "last_position", "max_rows", "num_slots"])
 def _build_pass(
-    slots, lengths, entries, ends, shapes, positions_S, row_S, slots_S, query_start_S1, seq_lens_S, write_entry_GS,
+    slots, slot_stride, lengths, entries, ends, shapes, positions_S, row_S, slots_S, query_start_S1, seq_lens_S, write_entry_GS,
     write_offset_GS, count, ahead, last_position, max_rows, num_slots, GROUPS: tl.constexpr, OWN: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    slot = tl.load(slots + i, inside, -1)
+    slot = tl.load(slots + i * slot_stride, inside, -1)
     real = slot >= 0
     own = tl.maximum(slot, 0)
     wanted = tl.minimum(tl.load(lengths + own, real, 0) - 1 + ahead, last_position)
@@ -59,7 +59,7 @@ def _build_pass(
     stored = real & (wanted < end)
     position = tl.where(real, tl.maximum(tl.minimum(wanted, end - 1), 0), 0)
     every = tl.arange(0, ROOM)
-    rows = tl.sum((tl.load(slots + every, every < count, -1) >= 0).to(tl.int32))
+    rows = tl.sum((tl.load(slots + every * slot_stride, every < count, -1) >= 0).to(tl.int32))
     tl.store(query_start_S1 + i, tl.minimum(i, rows), i <= count)
     tl.store(positions_S + i, position, inside)
     tl.store(row_S + i, tl.where(real, i, -1), inside)
@@ -88,16 +88,16 @@ def build_pass(
     count = slots_S.shape[0]
     num_groups, max_rows = out.write_entry_GS.shape
     _build_pass[(blocks(count + 1, BLOCK),)](
-        slots_S, state.lengths, tables.entries, tables.ends_GN, tables.shapes, out.positions_S, out.row_S, out.slots_S,
+        slots_S, slots_S.stride(0), state.lengths, tables.entries, tables.ends_GN, tables.shapes, out.positions_S, out.row_S, out.slots_S,
         out.query_start_S1, out.seq_lens_S, out.write_entry_GS, out.write_offset_GS, count, ahead, last_position, max_rows,
         tables.ends_GN.shape[1], GROUPS=num_groups, OWN=sum(1 << group for group in groups), ROOM=triton.next_power_of_2(count), BLOCK=BLOCK,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "place"])
-def _store_drafts(drafts, slots_S, drafts_S, count, place, DRAFTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["slot_stride", "count", "place"])
+def _store_drafts(drafts, slots_S, slot_stride, drafts_S, count, place, DRAFTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_S + i, i < count, -1)
+    slot = tl.load(slots_S + i * slot_stride, i < count, -1)
     tl.store(drafts + slot * DRAFTS + place, tl.load(drafts_S + i, i < count, 0), slot >= 0)
 
 
@@ -105,5 +105,5 @@ def store_drafts(slots_S: torch.Tensor, drafts_S: torch.Tensor, place: int, stat
     """See ops/drafting.py."""
     count = slots_S.shape[0]
     _store_drafts[(blocks(count, BLOCK),)](
-        state.drafts, slots_S, drafts_S, count, place, DRAFTS=state.drafts.shape[1], BLOCK=BLOCK
+        state.drafts, slots_S, slots_S.stride(0), drafts_S, count, place, DRAFTS=state.drafts.shape[1], BLOCK=BLOCK
     )
