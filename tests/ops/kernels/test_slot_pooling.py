@@ -110,12 +110,12 @@ def test_storing(sizes: tuple[int, ...], rotary: int, dtype: torch.dtype) -> Non
         )
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("key", "mixed"), [(16, False), (16, True), (12, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_storing_in_fp8(dtype: torch.dtype, mixed: bool) -> None:
-    """Slots of 24 elements and 8 rotary ones, three blocks with a byte each; indexer keys of 16 with one scale."""
+def test_storing_in_fp8(dtype: torch.dtype, key: int, mixed: bool) -> None:
+    """Slots of 24 elements and 8 rotary ones, three blocks with a byte each; indexer keys with one scale."""
     ratio, tokens, count, slots = 4, 11, 5, 3
-    norms = [Norm(torch.rand(size).to(dtype), 1e-6) for size in (32, 16)]
+    norms = [Norm(torch.rand(size).to(dtype), 1e-6) for size in (32, key)]
     cos, sin = torch.randn(2, tokens, 1, 4).to(dtype)
     angles = RopeAngles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     where = (
@@ -123,10 +123,10 @@ def test_storing_in_fp8(dtype: torch.dtype, mixed: bool) -> None:
         torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]),
         torch.arange(tokens) + 1,
     )
-    pooled, found = torch.randn(tokens, 48), []
+    pooled, found = torch.randn(tokens, 32 + key), []
     for op in (store_slots_.kernel, store_slots_.twin):
         pages = []
-        for size, blocks, rotary, held in ((24, 3, 8, torch.uint8), (16, 1, 0, torch.float32)):
+        for size, blocks, rotary, held in ((24, 3, 8, torch.uint8), (key, 1, 0, torch.float32)):
             codes = torch.zeros(count, slots, size, dtype=torch.float8_e4m3fn)
             scales = torch.zeros(count, slots, blocks, dtype=held)
             pages.append(Latents(codes, torch.zeros(count, slots, rotary, dtype=torch.bfloat16), scales))

@@ -366,6 +366,6 @@ def store_slots_(
         write_offset_T, pooled_TX.stride(0), cos.stride(0), *first.strides, *second.codes.stride()[:2], *second.scales.stride()[:2],
         norm.eps, norm_2.eps, sizes[-1] ** -0.5,
         D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]),
-        **first.sizes, BLOCK_2=second.sizes["BLOCK"], RATIO=ratio, FP8_MAX=FP8_MAX.get(first.dtype, 0.0),
+        **first.sizes, BLOCK_2=padded(second.sizes["BLOCK"]), RATIO=ratio, FP8_MAX=FP8_MAX.get(first.dtype, 0.0),
         MIXED=sizes[-1].bit_length() - 1 if mixed else 0, num_warps=4, **dependent(pooled_TX.device),
     )  # fmt: skip

@@ -64,9 +64,9 @@ def store_coded(
     codes = quantise(numbers, scale[:, None], FP8_MAX, FP8)
     tl.store(page + element, codes.to(tl.uint8, bitcast=True), mask=(element < C) & there)
     if scales.dtype.element_ty == tl.uint8:
-        tl.store(scales + g, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=(g < C // BLOCK) & there)
+        tl.store(scales + g, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=(g * BLOCK < C) & there)
     else:
-        tl.store(scales + g, scale, mask=(g < C // BLOCK) & there)
+        tl.store(scales + g, scale, mask=(g * BLOCK < C) & there)
     turned = numbers.to(rope.dtype.element_ty)
     tl.store(rope + element - C, turned, mask=(element >= C) & (element < D) & there)
     return element, tl.where(element < C, codes.to(tl.float32) * scale[:, None], turned.to(tl.float32))
