@@ -12,6 +12,7 @@ from msgspec import structs
 
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_chunked import make_chunked_checkpoint
+from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.quantise import CONFIGS, PACKED, quantise
@@ -187,6 +188,8 @@ def test_what_is_not_covered_is_refused_by_name(options: dict[str, Any], word: s
 def test_layers_that_are_not_covered_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="latent attention"):
         LLM(str(make_latent_checkpoint(tmp_path, "deepseek_v3")[0]), **OPTIONS)
+    with pytest.raises(ConfigError, match="recurrent"):
+        LLM(str(make_hybrid_checkpoint(tmp_path, "qwen3_next")[0]), **OPTIONS)
     dense = str(make_checkpoint(tmp_path, "qwen3"))
     with pytest.raises(ConfigError, match=r"weights in bfloat16 on a CPU: .*dtype=\"float32\" and a C compiler"):
         LLM(dense, **(OPTIONS | {"dtype": "bfloat16"}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from helpers.device import needs_cuda
-from pagerunner import LLM, SamplingParams
+from pagerunner import LLM, ConfigError, SamplingParams
 from pagerunner.bench.workloads import SHAPES, write_config, write_model
 
 pytestmark = needs_cuda
@@ -28,13 +29,16 @@ def numbers(output: Any) -> Numbers:
     return [sorted((token, entry.logprob) for token, entry in place.items()) for place in one.logprobs]
 
 
-@pytest.fixture(scope="module", params=["qwen3-0.6b", "qwen3-30b-a3b"])
+@pytest.fixture(scope="module", params=["qwen3-0.6b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen3-0.6B, and six layers of Qwen3-30B-A3B, with random weights."""
+    """Qwen3-0.6B, six layers of Qwen3-30B-A3B, and four of gpt-oss-20b, which has windows and sinks, with random weights."""
     if request.param == "qwen3-0.6b":
         return str(write_model(request.param, tmp_path_factory.mktemp("model")))
-    fields = SHAPES[request.param] | {"num_hidden_layers": 6}
-    return str(write_config(tmp_path_factory.mktemp("model"), **fields))
+    layers = 6 if request.param == "qwen3-30b-a3b" else 4
+    fields = SHAPES[request.param] | {"num_hidden_layers": layers}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    return str(write_config(tmp_path_factory.mktemp(request.param), **fields))
 
 
 def engine(model: str, **options: Any) -> LLM:
@@ -75,20 +79,35 @@ def test_others_change_nothing(llm: LLM, alone: list[Numbers], others: int) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"max_num_batched_tokens": 512},
-        {"max_num_batched_tokens": 2048},
-        {"enforce_eager": True},
-        {"num_gpu_blocks_override": 300, "enable_prefix_caching": False},
-    ],
+    [{"max_num_batched_tokens": 512}, {"max_num_batched_tokens": 2048}, {"enforce_eager": True}],
     ids=str,
 )
-def test_chunks_prefix_hits_graphs_and_preemption_change_nothing(
+def test_chunks_prefix_hits_and_graphs_change_nothing(
     model: str, alone: list[Numbers], options: dict[str, Any]
 ) -> None:
     other = engine(model, **options)
     assert different(generated(other, 17), alone) == {}
     assert different(generated(other, 64), alone) == {}, "with prefix hits"
+    assert other.stats().prefix_hits_total
+
+
+def test_preemption_changes_nothing(model: str, llm: LLM) -> None:
+    """Six rows begin with 19 pages each, and end with 27: there are 140."""
+    long = SamplingParams(temperature=1.0, seed=4, max_tokens=120, ignore_eos=True, logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": PROMPTS[-1][first : first + 300]} for first in range(0, 1800, 300)]
+    alone = [numbers(llm.generate(prompt, long, use_tqdm=False)[0]) for prompt in prompts]
+    tight = engine(model, enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=140)
+    assert [numbers(output) for output in tight.generate(prompts, long, use_tqdm=False)] == alone
+    assert tight.stats().preemptions_total or "gpt-oss" in model  # whose windows leave pages for all
+
+
+def test_hits_in_host_memory_change_nothing(model: str, alone: list[Numbers]) -> None:
+    other = engine(model, kv_offloading_size=1)
+    assert different(generated(other), alone) == {}
+    other.generate({"prompt_token_ids": PROMPTS[2]}, DRAWN, use_tqdm=False)  # what is to be stored, the next plan says
+    other._core._scheduler.manager.reset_prefix_cache()  # type: ignore[attr-defined]
+    assert different(generated(other), alone) == {}
+    assert other.stats().tier.hits_total
 
 
 def test_prefill_is_decode(llm: LLM) -> None:
@@ -102,6 +121,23 @@ def test_prefill_is_decode(llm: LLM) -> None:
         ]
         found = [entry[token].logprob for token, entry in zip(text, score.prompt_logprobs or [], strict=True) if entry]
         assert found[len(prompt) - 1 :] == drawn, len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ("qwen3-0.6b", {"quantization": "fp8"}, "weights as"),
+        ("qwen3-30b-a3b", {"quantization": "fp8"}, "isn't there for"),
+        ("deepseek-v2-lite", {}, "latent attention"),
+    ],
+    ids=str,
+)
+def test_what_is_not_covered_is_refused_by_name(
+    shape: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = str(write_config(tmp_path, **SHAPES[shape] | {"num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match=f"batch_invariant=True .*{words}"):
+        engine(model, **options)
 
 
 def test_without_it_sums_are_made_in_other_orders(model: str, alone: list[Numbers]) -> None:

@@ -352,9 +352,9 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
     return _attention(drafts_kernel, tiles, constants, kp_ptr=held, vp_ptr=held)
 
 
-def fixed(group: int, dim: int, one: bool, reach: bool, split: bool) -> dict[str, Any]:
+def fixed(group: int, dim: int, one: int, reach: bool, split: bool) -> dict[str, Any]:
     """Attention in a fixed order, `ops/kernels/paged_fixed.py`, as it is launched for bfloat16."""
-    tiles = fixed_tiles(padded(group), 2 * padded(dim), exact=False)
+    tiles = fixed_tiles(padded(group), 2 * padded(dim), False, one, reach)
     constants = {
         "K": 8,
         "G": group,
@@ -367,7 +367,7 @@ def fixed(group: int, dim: int, one: bool, reach: bool, split: bool) -> dict[str
         "PAGE": 16,
         "BN": tiles.keys,
         "PIECE": FIXED.piece,
-        "ONE": one,
+        "ONE": one > 0,
         "REACH": reach,
         "SINKS": False,
         "SOFTCAP": False,

@@ -130,12 +130,13 @@ class Fixed(NamedTuple):
 
     piece: int = 256
     """Attention's keys of a piece, at absolute positions."""
-    query_rows: int = 64
-    """Of a tile of attention: heads of tokens."""
     keys: int = 64
-    exact_rows: int = 32
+    """Of a tile of attention."""
     exact_keys: int = 32
+    exact_rows: int = 32
     """The same in float32."""
+    query_rows: int = 64
+    """Of a prompt's tile of attention: heads of tokens. It changes no bits."""
     tile_pairs: int = 64
     """Pairs of an expert that a tile has where products aren't the matrix units' with bulk copies."""
     routed_tokens: int = 4096

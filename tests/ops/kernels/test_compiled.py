@@ -29,8 +29,8 @@ ADAPTERS = [
     ("adapters", "expand", 128),
     ("adapters", "expand", 512),
 ]
-FIXED = [("fixed", 4, 128, *flags) for flags in ((True, False, False), (True, False, True), (False, False, False))]
-FIXED += [("fixed", 2, 64, False, True, False)]
+FIXED = [("fixed", 4, 128, *flags) for flags in ((2048, False, False), (8, False, True), (0, False, False))]
+FIXED += [("fixed", 2, 64, 0, True, False)]
 ADAPTED_ROWS = [
     ("adapted_row", 4096, (4096, 1024, 1024), False),
     ("adapted_row", 12288, (4096,), False),

@@ -134,4 +134,4 @@ def test_a_program_has_as_many_warps_as_its_tiles_say(dim: int, monkeypatch: pyt
 
     monkeypatch.setattr(paged_fixed, "fixed_kernel", Noted())
     _attend([(0, 0, 3)], False, 1, 0, torch.float16, dim)
-    assert noted == [paged_fixed.fixed_tiles(2, 2 * dim, exact=False).warps]
+    assert noted == [paged_fixed.fixed_tiles(2, 2 * dim, False, False).warps]

@@ -2,8 +2,8 @@
 
 Keys are taken in pieces of `PIECE` at absolute positions, a piece in tiles of keys. A piece has a softmax of its own, and pieces are merged from the
 first to the last, by the program that computes them all or by `_merge_kernel`. So how many programs share a query's pieces changes nothing. A key
-that a query doesn't see changes neither sums nor maxima, so neither do the other queries of a tile. Tiles have one size, as other
-sizes may take other instructions of the matrix units.
+that a query doesn't see changes neither sums nor maxima, so neither do the other queries of a tile. Matrix units make all sums, those of weights
+too, and sum up in one order whatever a tile's rows, warps and instructions are. So decode has small tiles and prompts have large ones.
 
 Shape letters: see `paged_prefill`.
 """
@@ -21,7 +21,7 @@ from pagerunner.batch import KVPages, StepRows
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_parts import over_sinks, store_part
 from pagerunner.ops.kernels.paged_prefill import oldest_keys, row_of
-from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, online, softcapped
+from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, load_tile, softcapped
 from pagerunner.ops.numerics import FIXED
 from pagerunner.ops.paged_attention import PagedPlan, Scores
 
@@ -35,37 +35,33 @@ def _with_piece(highest, total, acc, piece_highest, piece_total, piece_acc):
 
 
 @triton.jit
-def _piece(
-    q, begin, stop, past, oldest, query_M, oldest_M, k_at, k_st, v_at, v_st, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, row_table, width, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
+def _tile(
+    at, oldest, past, end, k_at, k_st, v_at, v_st, kp_at, kp_se, kp_ss, vp_at, vp_se, vp_ss, row_table, width,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Keys [begin, stop). All are in pages, or with REACH only those before `past`, and the others in k and v."""
-    highest, total = tl.full([q.shape[0]], LOWEST, tl.float32), tl.zeros([q.shape[0]], tl.float32)
-    acc, n = tl.zeros([q.shape[0], DVP], tl.float32), tl.arange(0, BN)
-    for start in range(begin, stop, BN):
-        at = start + n
-        there, page = at < stop, at // PAGE
-        if REACH:
-            there = there & (at >= oldest)
-            page = page % width
-        held = there & (at < past) if REACH else there
-        entry = tl.load(row_table + page, mask=held, other=0)
-        k = load_tile(kp_at, entry * kp_se + at % PAGE * kp_ss, held, D, DP, None, TO)
-        v = load_tile(vp_at, entry * vp_se + at % PAGE * vp_ss, held, DV, DVP, None, TO)
-        if REACH:
-            own, place = there & (at >= past), (at - past).to(tl.int64)
-            k = tl.where(own[:, None], load_tile(k_at, place * k_st, own, D, DP, None, TO), k)
-            v = tl.where(own[:, None], load_tile(v_at, place * v_st, own, DV, DVP, None, TO), v)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        seen = there[None, :] & (at[None, :] <= query_M[:, None])
-        if REACH:
-            seen = seen & (at[None, :] >= oldest_M[:, None])
-        weights, highest, total, shrink = online(tl.where(seen, scores * LOG2E, float("-inf")), 1.0, highest, total, 1)
-        acc = tl.dot(weights.to(TO), v, acc * shrink[:, None], input_precision="ieee")
-    return highest, total, acc
+    """Keys and values at positions `at`. All are in pages, or with REACH only those of the past, and the others in k and v."""
+    exists, page = at < end, at // PAGE
+    if REACH:
+        exists = exists & (at >= oldest)
+        page = page % width
+    held = exists & (at < past) if REACH else exists
+    entry = tl.load(row_table + page, mask=held, other=0)
+    k = load_tile(kp_at, entry * kp_se + at % PAGE * kp_ss, held, D, DP, None, TO)
+    v = load_tile(vp_at, entry * vp_se + at % PAGE * vp_ss, held, DV, DVP, None, TO)
+    if REACH:
+        fresh, place = exists & (at >= past), (at - past).to(tl.int64)
+        k = tl.where(fresh[:, None], load_tile(k_at, place * k_st, fresh, D, DP, None, TO), k)
+        v = tl.where(fresh[:, None], load_tile(v_at, place * v_st, fresh, DV, DVP, None, TO), v)
+    return k, v
+
+
+@triton.jit
+def _with_tile(products, factor, v, ones, highest, total, acc, TO: tl.constexpr):
+    """A piece's result with the next tile. Matrix units sum up the weights, too: their order doesn't depend on a tile's rows or its warps."""
+    new = tl.maximum(highest, tl.max(products, 1) * factor)
+    weights, shrink = tl.math.exp2(tl.fma(products, factor, -new[:, None])).to(TO), tl.math.exp2(highest - new)
+    total = tl.dot(weights, ones, total * shrink[:, None], input_precision="ieee")
+    return new, total, tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "window", "chunk", "splits", "most_pieces"])
@@ -78,56 +74,77 @@ def fixed_kernel(
     ONE: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, TO: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM // GP tokens of one row, and a head of keys. `tiles` [R + 1] are prefix sums of the rows' tiles, if rows aren't of ONE token.
+    """A tile of BM // GP tokens of one row, and a head of keys. `tiles` [R + 1] are prefix sums of the rows' tiles. If rows are of ONE token,
+    `tiles` [R] is the order in which they begin: rows with most keys first, so that programs end at about the same time.
 
-    With SPLIT program (tile, head, split) leaves each of its pieces, every `splits`-th one, in `values` and `sums`: see `_merge_kernel`.
+    With SPLIT program (tile, head, split) leaves each of its pieces, one of `splits` equal shares, in `values` and `sums`: see `_merge_kernel`.
     """
     BT: tl.constexpr = BM // GP
     start_next_and_wait(PDL)
     head, row = tl.program_id(0) % K, tl.program_id(0) // K
-    token, num_new, first, index = row, 1, 0, row
-    if not ONE:
+    num_new, first, index = 1, 0, row
+    if ONE:
+        row = tl.load(tiles_ptr + row).to(tl.int32)
+        token = row
+    else:
         index = tl.load(tiles_ptr + num_rows) - 1 - row  # later tiles have more keys
         row = row_of(tiles_ptr, index, num_rows)
+        token = 0
     if index >= 0:
         if not ONE:
             token = tl.load(starts_ptr + row)
             num_new = tl.load(starts_ptr + row + 1) - token
             first = (index - tl.load(tiles_ptr + row)) * BT
         past = tl.load(lengths_ptr + row) - num_new
-        m, d, dv = tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, DVP)
+        m, n, d, dv = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
         new_M, q_head = first + m // GP, head * G + m % GP
-        there = (new_M < num_new) & (m % GP < G)
+        query_M, there_M = past + new_M, (new_M < num_new) & (m % GP < G)
         token_M = (token + new_M).to(tl.int64)
         q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
-        q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)
+        q = tl.load(q_at, mask=there_M[:, None] & (d < D)[None, :], other=0.0).to(TO)
         oldest, oldest_M = oldest_keys(past, first, new_M, window, chunk, REACH)
         row_table = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_st
-        k_at, v_at = (
-            k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh,
-            v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh,
-        )
-        end = past + tl.minimum(first + BT, num_new)
-        highest, total, acc = (
-            tl.full([BM], LOWEST, tl.float32),
-            tl.zeros([BM], tl.float32),
-            tl.zeros([BM, DVP], tl.float32),
-        )
-        for piece in range(oldest // PIECE + tl.program_id(1), tl.cdiv(end, PIECE), splits):
-            own = _piece(
-                q, tl.maximum(piece * PIECE, oldest // BN * BN), tl.minimum(piece * PIECE + PIECE, end), past, oldest, past + new_M, oldest_M,
-                k_at, k_st, v_at, v_st, kp_ptr + head * kp_sh, kp_se, kp_ss, vp_ptr + head * vp_sh, vp_se, vp_ss, row_table, width, scale, softcap,
-                D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, TO,
+        k_at = k_ptr + tl.cast(token, tl.int64) * k_st + head * k_sh
+        v_at = v_ptr + tl.cast(token, tl.int64) * v_st + head * v_sh
+        end, ones = past + tl.minimum(first + BT, num_new), tl.full([BN, 16], 1.0, TO)
+        factor = LOG2E if SOFTCAP else scale * LOG2E
+        lowest, none = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM, DVP], tl.float32)
+        highest, total, acc = lowest, tl.zeros([BM], tl.float32), none
+        own, own_total, own_acc = lowest, tl.zeros([BM, 16], tl.float32), none  # of the piece
+        share = tl.cdiv(tl.cdiv(end, PIECE) - oldest // PIECE, splits) * PIECE
+        begin = oldest // PIECE * PIECE + tl.program_id(1) * share
+        stop, place_M = tl.minimum(begin + share, end), (token_M * (K * G) + q_head) * most_pieces + begin // PIECE
+        for start in range(tl.maximum(begin, oldest // BN * BN), stop, BN):
+            at = start + n
+            k, v = _tile(
+                at, oldest, past, end, k_at, k_st, v_at, v_st, kp_ptr + head * kp_sh, kp_se, kp_ss, vp_ptr + head * vp_sh, vp_se, vp_ss, row_table, width,
+                D, DP, DV, DVP, PAGE, REACH, TO,
             )  # fmt: skip
-            if SPLIT:
-                place_M = (token_M * (K * G) + q_head) * most_pieces + piece
-                store_part(values_ptr, sums_ptr, place_M, own[0], own[1], own[2], there, DV, DVP)
-            else:
-                highest, total, acc = _with_piece(highest, total, acc, own[0], own[1], own[2])
-        if not SPLIT:
-            acc *= over_sinks(highest, total, sinks_ptr, q_head, there, SINKS)[:, None]
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if SOFTCAP:
+                products = softcapped(products * scale, softcap)
+            if REACH or start + BN > past + first:  # others are seen by all
+                seen = at[None, :] <= tl.minimum(query_M, end - 1)[:, None]
+                if REACH:
+                    seen = seen & (at[None, :] >= oldest_M[:, None])
+                products = tl.where(seen, products, float("-inf"))
+            if start % PIECE == 0 and start > begin:  # here products of the tile before have ended
+                if SPLIT:
+                    store_part(values_ptr, sums_ptr, place_M, own, tl.max(own_total, 1), own_acc, there_M, DV, DVP)
+                    place_M += 1
+                else:
+                    highest, total, acc = _with_piece(highest, total, acc, own, tl.max(own_total, 1), own_acc)
+                own, own_total, own_acc = lowest, tl.zeros([BM, 16], tl.float32), none
+            own, own_total, own_acc = _with_tile(products, factor, v, ones, own, own_total, own_acc, TO)
+        if SPLIT:
+            store_part(
+                values_ptr, sums_ptr, place_M, own, tl.max(own_total, 1), own_acc, there_M & (begin < stop), DV, DVP
+            )
+        else:
+            highest, total, acc = _with_piece(highest, total, acc, own, tl.max(own_total, 1), own_acc)
+            acc *= over_sinks(highest, total, sinks_ptr, q_head, there_M, SINKS)[:, None]
             out_at = out_ptr + (token_M * out_st + q_head * out_sh)[:, None] + dv[None, :]
-            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there_M[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["most_pieces"])
@@ -164,20 +181,27 @@ class FixedTiles(NamedTuple):
     registers: int = 255
 
 
-def fixed_tiles(group_padded: int, row_bytes: int, exact: bool) -> FixedTiles:
-    """Tiles for heads of keys that so many query heads share, and heads of so many bytes in pages."""
+def fixed_tiles(group_padded: int, row_bytes: int, exact: bool, one_token: int, reach: bool = False) -> FixedTiles:
+    """Tiles for heads of keys that so many query heads share, and heads of so many bytes in pages. `one_token`: 0, or so many heads of rows of one token.
+
+    Bits don't depend on rows, warps and stages. Entries of the page table are a pipeline's first stage, so with five stages two tiles are on their way while one
+    is multiplied. Two warps are faster once all multiprocessors have several programs.
+    """
     if exact:
         return FixedTiles(max(FIXED.exact_rows, group_padded), FIXED.exact_keys, 4, 2)
-    rows = max(FIXED.query_rows, group_padded)
-    if row_bytes <= 256:
-        return FixedTiles(rows, FIXED.keys, 4, 3)
-    return FixedTiles(rows, FIXED.keys // 2, 8, 2)
+    if row_bytes > 256:
+        return FixedTiles(max(FIXED.query_rows, group_padded), max(FIXED.keys // 2, 16), 8, 2)
+    if one_token:
+        return FixedTiles(max(16, group_padded), FIXED.keys, 2 if one_token > 1024 else 4, 3 if reach else 5)
+    return FixedTiles(max(FIXED.query_rows, group_padded), FIXED.keys, 4, 3)
 
 
 def _tiles(rows: StepRows, plan: PagedPlan, queries: int) -> torch.Tensor:
-    """Prefix sums of the rows' tiles, computed once a step for all layers that are alike."""
+    """Prefix sums of the rows' tiles, or the order of rows of one token, computed once a step for all layers that are alike."""
     key = "fixed tiles", queries
-    if key not in plan.scratch:
+    if key not in plan.scratch and plan.one_token:
+        plan.scratch[key] = rows.seq_lens_R.argsort(descending=True)
+    elif key not in plan.scratch:
         counts_R = (rows.query_start_R1.diff() + (queries - 1)) // queries
         plan.scratch[key] = F.pad(counts_R.cumsum(0, dtype=torch.int32), (1, 0))
     found: torch.Tensor = plan.scratch[key]
@@ -201,7 +225,8 @@ def attend(
     group, page, reach, device = heads // kv_heads, pages.k.shape[1], bool(plan.window or plan.chunk), q.device
     dims = max(16, padded(dim)), max(16, padded(dim_v))
     group_padded = padded(group)
-    shape = fixed_tiles(group_padded, max(dims) * pages.k.itemsize, dot == tl.float32)
+    row_bytes, one_token = max(dims) * pages.k.itemsize, plan.one_token * tokens * kv_heads
+    shape = fixed_tiles(group_padded, row_bytes, dot == tl.float32, one_token, reach)
     queries, num_rows = shape.rows // group_padded, rows.slots_R.shape[0]
     tiles = tokens if plan.one_token else blocks(tokens, queries) + min(num_rows, tokens)
     pieces = blocks(min(rows.max_seq_len, table.shape[1] * page), FIXED.piece)
@@ -214,7 +239,6 @@ def attend(
         [places * dim_v, places * 2]
     )
     sinks = out if scores.sinks_H is None else scores.sinks_H
-    starts = rows.query_start_R1 if plan.one_token else _tiles(rows, plan, queries)
     alike = {
         "K": kv_heads,
         "G": group,
@@ -227,7 +251,7 @@ def attend(
     alike |= {"enable_fp_fusion": False, **dependent(device)}  # what is fused would differ between the two kernels
     fixed_kernel[(tiles * kv_heads, splits)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, *out.stride()[:2], pages.k, *pages.k.stride()[:3], pages.v, *pages.v.stride()[:3],
-        table, table.stride(0), table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, starts, num_rows,
+        table, table.stride(0), table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, _tiles(rows, plan, queries), num_rows,
         values, sums, sinks, scores.scale, scores.softcap, plan.window, plan.chunk, splits, pieces,
         BM=shape.rows, D=dim, DP=dims[0], PAGE=page, BN=shape.keys, ONE=plan.one_token, REACH=reach, SOFTCAP=bool(scores.softcap), SPLIT=splits > 1,
         TO=dot, num_warps=shape.warps, num_stages=shape.stages, maxnreg=shape.registers, **alike,
