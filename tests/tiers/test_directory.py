@@ -128,3 +128,31 @@ def test_the_directory_is_closed_to_others_and_bounded(root: Path) -> None:
     assert store.stats().segments_dropped > 0
     store.close()
     assert found(opened(root, max_bytes=SMALL), range(60)) == there
+
+
+def test_a_directory_that_is_gone_is_said_once_and_has_no_pages_until_it_is_back(
+    root: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that is unmounted. It was looked for again with each page that couldn't be read, and each time a line of the log said so."""
+    write(store, range(6))
+    monkeypatch.setattr(disk, "_SCAN_SECONDS", 0.001)
+    root.rename(away := root.with_name("away"))
+    looks, look = list[int](), store._scan
+    monkeypatch.setattr(store, "_scan", lambda: (looks.append(1), look()))
+    with caplog.at_level(logging.WARNING):
+        assert read(store, range(6)) == [False] * 6
+        until(lambda: store.stats().pages == 0 and len(looks) > 3)
+        assert write(store, [6]) == [False] and store.stats().read_only
+    blind, unwritten = [record.message for record in caplog.records]
+    assert blind.startswith(f"The disk tier can't look through {root / 'pagerunner-pages'}: [Errno 2]")
+    assert unwritten.startswith("The disk tier writes no more until the engine starts again: [Errno 2]")
+    away.rename(root)
+    store.close()
+    again = opened(root)
+    assert found(again, range(7)) == list(range(6))
+    root.rename(away)
+    until(lambda: again.stats().pages == 0)
+    away.rename(root)
+    until(lambda: found(again, range(6)) == list(range(6)))
+    assert read(again, range(6)) == [True] * 6
+    again.close()

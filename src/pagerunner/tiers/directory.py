@@ -215,8 +215,9 @@ class Writer:
         return self._records[-1].end if self._records else BLOCK
 
     def takes(self, nbytes: int) -> bool:
-        """Whether a page fits in."""
-        return self.segment is not None and self._end + record_bytes(nbytes) <= self._directory.segment_bytes
+        """Whether a page fits in, and may be found there."""
+        there = self.segment is not None and not self.segment.gone
+        return there and self._end + record_bytes(nbytes) <= self._directory.segment_bytes
 
     def begin(self, segment: Segment, fd: int, records: list[Record]) -> None:
         """Append to this one, behind its records."""

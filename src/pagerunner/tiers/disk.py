@@ -128,6 +128,7 @@ class DiskStore:
         self._clears = self._hidden = 0
         self._unmeasured = False
         self._pause_until, self._pauses = 0.0, SparingLog(logger, seconds=600)
+        self._blind = SparingLog(logger, seconds=600)
         self._first_rate, self._measured = rate or 0.0, time.monotonic()
         self._probe_bytes = min(_PROBE, self.directory.segment_bytes)
         self._to_read: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
@@ -504,6 +505,13 @@ class DiskStore:
         self._cleared.lose(segment)
         self._hot.difference_update(self._index.lose(segment))
 
+    def _lose_all(self) -> None:
+        """The directory is gone. If it comes back, a look finds what it holds then."""
+        with self._lock:
+            for segment, _ in self._known.values():
+                self._lose(segment)
+            self._known.clear()
+
     # -- looking after the directory
 
     def _keep(self) -> None:
@@ -513,7 +521,9 @@ class DiskStore:
             try:
                 self._scan()
             except OSError as error:
-                logger.warning("The disk tier can't look through %s: %s", self.directory.path, error)
+                self._blind.warn("The disk tier can't look through %s: %s.", self.directory.path, error)
+                if isinstance(error, FileNotFoundError | NotADirectoryError):  # it is unmounted, or was removed
+                    self._lose_all()
             self._probe()
             self.ready.set()
             self._look.wait(_SCAN_SECONDS)
