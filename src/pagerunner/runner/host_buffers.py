@@ -39,9 +39,7 @@ class HostBuffers:
     def __init__(self, memory: HostMemory | None = None) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        self._turn = (
-            threading.Lock()
-        )  # of locking pages, so that the driver's lock isn't another thread's in one's pause
+        self._turn = threading.Lock()  # of locking pages: in one thread's pause no other one has the driver's lock
         self._spare: list[torch.Tensor] = []  # the one used last stands last; whoever takes one off holds the lock
         self._pinned: set[int] = set()  # addresses
         self.made = 0

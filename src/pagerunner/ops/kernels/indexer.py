@@ -49,10 +49,8 @@ FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
 FEW_TOKENS = 256  # of such a launch at most
 FEW_SLOTS = 4096  # that each of several tokens sees at most: with more, a multiprocessor has one program
 BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
-ANYWHERE = [
-    "row_ptr",
-    "position_ptr",
-]  # where a block begins depends on the length, and each alignment would have a kernel
+ANYWHERE = ["row_ptr", "position_ptr"]
+"""Where a block begins depends on the length, and each alignment would have a kernel."""
 
 
 @triton.jit

@@ -169,9 +169,8 @@ def _shrink(
         wait_turn(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
-    if (slot < 0) & (
-        w > 0
-    ):  # those of the first tile wait in any case, so this kernel doesn't end before the one before
+    # Programs of the first tile wait in any case, so this kernel doesn't end before the one before.
+    if (slot < 0) & (w > 0):
         return
     place = tl.load(
         places + (((slot * products + first + own // BLOCKS) * BLOCKS + own % BLOCKS) * 2).to(tl.int64), slot >= 0, -1
