@@ -84,7 +84,8 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         `max_model_len`: None takes the model's own length, "auto" or -1 the longest that one request can have in the
         memory there is. Memory for pages: `num_gpu_blocks_override` (pages of the largest group) beats
         `kv_cache_memory_bytes`, which beats `gpu_memory_utilization` (a share of the device's memory, on CPU of what is
-        available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read.
+        available). `max_in_flight` is how many steps may be scheduled before the first one's tokens are read. More than two (with stages:
+        more than one for each and one) are only behind steps of up to 512 tokens.
         `max_num_batched_tokens` is 8,192 by default, and 2,048 on a CPU. For `LLM` it is 16,384 if experts are unpacked before a prompt's
         products (those in 4 bits are), and 32 GiB of the device are left beside the weights.
         `tensor_parallel_size` is the number of ranks that every layer is divided among. `pipeline_parallel_size` is the number of stages that

@@ -36,6 +36,7 @@ from pagerunner.types.weights import FinishUpdate, StartUpdate, WeightChange
 SleepMode = Literal["abort", "wait", "keep"]
 GUIDE_WAIT_SECONDS = 0.01  # how long a step that has nothing to run leaves other requests unread
 TRANSFER_WAIT_SECONDS = 0.01  # the same
+SHORT_STEP_TOKENS = 512
 
 
 class EngineCore:
@@ -49,6 +50,7 @@ class EngineCore:
         *,
         vocab_size: int,
         max_in_flight: int,
+        stages: int = 1,
         enable_sleep_mode: bool,
         host_tier: bool = False,
         make_exchange: Callable[[Scheduler], Exchange] | None = None,
@@ -67,7 +69,7 @@ class EngineCore:
             assert executor.adapters is not None, "the executor loads no adapters"
             self._adapters = AdapterWork(adapters, executor.adapters, max_cpu_loras)
         self._vocab_size = vocab_size
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._stages = max_in_flight, stages
         self._enable_sleep_mode = enable_sleep_mode
         self._host_tier, self._committed = host_tier, 0.0
         self._death: str | None = None
@@ -244,7 +246,7 @@ class EngineCore:
         self._end_transfers(0.0)
         self.poll_adapters()
         updates = self._scheduler.take_failed()
-        while len(self._in_flight) < self._max_in_flight:
+        while self._may_launch():
             updates += self._scheduler.settle_guides()
             plan = self._scheduler.schedule()
             if plan is not None:
@@ -266,6 +268,12 @@ class EngineCore:
         elif self._scheduler.has_work and not updates and not self._scheduler.wait_for_guide(GUIDE_WAIT_SECONDS):
             raise RuntimeError("the scheduler has requests but nothing to run: its invariant is broken")
         return updates
+
+    def _may_launch(self) -> bool:
+        """Whether one more step may be under way. A new request waits for all of them, so more than each stage's and one are short ones."""
+        ahead = len(self._in_flight)
+        short = ahead <= self._stages or all(plan.num_tokens <= SHORT_STEP_TOKENS for plan, _, _ in self._in_flight)
+        return ahead < self._max_in_flight and short
 
     def _launch(self, plan: StepPlan) -> None:
         launched = time.monotonic()

@@ -150,6 +150,7 @@ def build_on(resolved: Resolved, ranks: LoadedRanks, publishers: Sequence[Publis
         plan,
         vocab_size=resolved.model.vocab_size,
         max_in_flight=config.max_in_flight,
+        stages=config.pipeline_parallel_size,
         enable_sleep_mode=config.enable_sleep_mode,
         host_tier=config.host_bytes > 0,
         make_exchange=make_exchange(resolved, plan, executor),

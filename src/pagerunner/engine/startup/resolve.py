@@ -417,9 +417,12 @@ class _Wish:
 
     @property
     def in_flight(self) -> int:
-        """How many steps may be under way: one in each stage, and one more that waits for the first."""
-        stages = len(self.stages)
-        return self.args.max_in_flight or (stages + 1 if stages > 1 else DEFAULT_IN_FLIGHT[self.device])
+        """How many steps may be under way: one in each stage, and one more that waits for the first. Of several ranks' short steps another one, as plans go to
+        other processes: while all rows get a page, devices would wait. Not with drafts, for which rows would keep more room.
+        """
+        stages, several = len(self.stages), self.args.tensor_parallel_size > 1 and self.args.teams == 1
+        more = several and self.drafts is None and self.device == "cuda"
+        return self.args.max_in_flight or (stages + 1 if stages > 1 else DEFAULT_IN_FLIGHT[self.device] + more)
 
     def memory(self, given: int | None) -> int:
         """Bytes of the memory that is planned for."""
