@@ -122,12 +122,12 @@ def parts_of(step: Step, in_graph: bool) -> list[float]:
         return chooser.q_TJI, chooser.weights_TJ, TOP_K, call.pages.indexer, call.group.page_table, call.rows, 1
 
     whole = each(step.backend.run)
-    rows = step.calls[0].rows
+    rows, shared = step.calls[0].rows, {}
     scores = chosen_time = picked = 0.0
     if rows.max_seq_len > TOP_K and rows.num_tokens <= 1024:
         scores = each(lambda call: run_scores(*choice(call), call.pages.indexer_scales))  # type: ignore[arg-type]
         held = run_scores(*choice(step.calls[0]), step.calls[0].pages.indexer_scales)  # type: ignore[arg-type]
-        picked = each(lambda call: run_choice(held, TOP_K, rows, 1))
+        picked = each(lambda call: run_choice(held, TOP_K, rows, 1, shared))
     first, scratch = step.calls[0], {}
     chosen = choose_slots(*choice(first), {}, first.pages.indexer_scales)  # type: ignore[arg-type]
     total, heads = rows.num_tokens, first.up.num_heads

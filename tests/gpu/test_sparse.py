@@ -34,6 +34,14 @@ def test_choice_of_rows_of_one_token(dtype: torch.dtype, heads: int) -> None:
         check_choice(replace(CHOICE, rows=LONG, dtype=dtype, heads=heads, most=most, padding=3, longest=163_840))
 
 
+@pytest.mark.parametrize("kind", indexer_cases.SCORES)
+@pytest.mark.parametrize("top_k", [512, 2048])
+def test_best_of_given_scores(kind: str, top_k: int) -> None:
+    for longest in (1024, 4096, 8192, 20_000, 163_840):
+        seen = [1, top_k, top_k + 1, longest // 2 + 1, longest - 1, longest, 3 * longest // 4, 8193]
+        indexer_cases.check_best(kind, [min(one, longest) for one in seen], top_k, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("stride", [2, 3, 4, 6])
 def test_choice_of_rows_with_drafts(dtype: torch.dtype, stride: int) -> None:

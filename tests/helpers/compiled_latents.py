@@ -90,13 +90,13 @@ def choice(narrow: str, heads: int, fp8: bool, chunk: int) -> dict[str, Any]:
 
 
 def best(several: bool) -> dict[str, Any]:
-    """The best of a chunk's scores, or of several chunks'."""
-    kernel = indexer._chunks_kernel if several else indexer._chunk_kernel
-    types = dict.fromkeys(("scores_ptr", "some_scores_ptr"), "*fp32") | {"position_ptr": "*i64"}
-    types |= dict.fromkeys(("chosen_ptr", "some_ptr", "count_ptr", "row_ptr"), "*i32")
-    types = {name: type for name, type in types.items() if name in kernel.arg_names}
-    constants = {"C": 1024, "KC": 512, "TOP_K": 512, "RATIO": 4, "PDL": True} | ({"B": 1024} if several else {})
-    return gluon(kernel, types, constants, list(types), ASTSource, num_warps=4, launch_pdl=True)
+    """The best of a row's scores, or of what two kernels leave of a longer row."""
+    types = dict.fromkeys(("chosen_ptr", "count_ptr", "row_ptr"), "*i32")
+    types |= {"scores_ptr": "*fp32", "position_ptr": "*i64", "places_ptr": "*i16"}
+    constants = {"S": 2048, "BH": 128 if several else 0, "X": 1024, "TOP_K": 512, "RATIO": 4}
+    return gluon(
+        indexer._best_kernel, types, constants | {"PDL": True}, list(types), ASTSource, num_warps=4, launch_pdl=True
+    )
 
 
 def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: bool = False) -> dict[str, Any]:

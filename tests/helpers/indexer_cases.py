@@ -60,3 +60,25 @@ def made(case: Case, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, An
     given = (q.to(compute), weights, case.top_k, keys.to(case.dtype), table)
     args = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in given)
     return (*args, rows, case.ratio, {}), {"scales_ES": scales.to(device) if fp8 else None}
+
+
+SCORES = "all differ", "most are equal", "near ones are alike", "no numbers"
+
+
+def check_best(kind: str, seen: list[int], top_k: int, device: str = "cpu") -> None:
+    """The best of given scores, of rows that see so many slots."""
+    from pagerunner.ops.kernels.indexer import run_choice
+
+    given = torch.randn(len(seen), -(-max(seen) // 128) * 128, device=device)
+    if kind == "most are equal":
+        given = given.round().clamp(0) + 0.0  # a zero has one sign
+    if kind == "near ones are alike":
+        given = given.cumsum(1)
+    if kind == "no numbers":
+        odd = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, 1e-40, -1e-40], device=device)
+        given = torch.where(given > 1, odd[torch.randint(6, given.shape, device=device)], given)
+    found = run_choice(given, top_k, StepRows.of([1] * len(seen), seen, range(len(seen)), device), 1, {})
+    for row, count in enumerate(seen):
+        want = given[row, :count].sort(descending=True, stable=True).indices[:top_k].sort().values
+        assert found[row, : len(want)].tolist() == want.tolist(), (kind, count)
+        assert (found[row, len(want) :] == -1).all(), (kind, count)

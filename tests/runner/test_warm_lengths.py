@@ -135,4 +135,4 @@ def test_a_graph_computes_all_that_its_layers_share(
         monkeypatch.setattr(backend, "plan", keeping)
         third, fourth = launches(launched), launches(launched)
     assert first == second == third
-    assert {launch[0] for launch in third - fourth} == {"_chunk_kernel"}, "it is noticed"
+    assert {launch[0] for launch in third - fourth} == {"_best_kernel"}, "it is noticed"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.effort import effort
-from helpers.indexer_cases import Case, made
+from helpers.indexer_cases import SCORES, Case, check_best, made
 from helpers.interpreter_floats import install
 from helpers.launches import compiled_for
 from pagerunner.batch import StepRows
@@ -61,7 +61,7 @@ def test_scores_and_choice_are_one_launch(monkeypatch: pytest.MonkeyPatch, dtype
     for _ in range(2):
         found = choose_slots.kernel(*args, scratch, **named)
         assert torch.equal(found, choose_slots.twin(*args, {}, **named))
-        assert not scratch["counter"].any()
+        assert not scratch["counter", found.shape[0]].any()
 
 
 def test_so_many_rows_that_few_parts_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +92,19 @@ def test_rows_with_drafts(stride: int) -> None:
 @pytest.mark.parametrize("most", [0, 3])
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Equal scores, everywhere or now and then, in chunks whose best are chosen from again; a graph's bound is far away."""
-    monkeypatch.setattr(indexer, "CHUNK", 32)
+    for name in ("SLICE", "CHUNK"):
+        monkeypatch.setattr(indexer, name, 32)
     rows = ((150, 1), (0, 1), (18, 2), (31, 1), (32, 1), (33, 1), (299, 3))
     check(Case(rows, top_k=20, most=most, longest=500))
     check(Case(rows, top_k=40, most=most, longest=500, ratio=2))
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_best_of_given_scores(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Rows of one program and of many, warps that have bounds of their own, and so many equal scores that all are searched again and again."""
+    for name in ("SLICE", "CHUNK"):
+        monkeypatch.setattr(indexer, name, 512)
+    check_best(kind, [100, 200, 201, 511, 512, 513, 1025, 2047, 4300, 5000], 200)
 
 
 def test_scores_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +137,13 @@ def test_kernels_are_not_made_for_each_length(monkeypatch: pytest.MonkeyPatch) -
     assert kernels(range(273, 2049, 7), 512, 4) == kernels(range(273, 2049, 7), 2048, 1) == 1
     assert kernels(range(2052, 32_768, 512), 512, 4) == 4  # of 1,024, 2,048, 4,096 and 8,192 slots
     long = range(8192, 163_841, 8192)
-    assert (
-        kernels(long, 2048, 1) == 2 + 5
-    )  # chunks of 8,192 and of 16,384; what 2, 4, 8 and 16 of the former leave, and 16 of the latter
-    assert len({choose_slots.kernels_for(length, 2048, 1) for length in long}) == 6
+    assert kernels(long, 2048, 1) == 1 + 3  # 8,192 slots, and more
+    assert len({choose_slots.kernels_for(length, 2048, 1) for length in long}) == 2
 
 
-def test_chunks_grow_with_what_they_leave() -> None:
-    assert indexer.chunk_size(4_096, 2_048) == 4_096
-    assert indexer.chunk_size(131_072, 2_048) == 8_192
-    assert indexer.chunk_size(163_840, 2_048) == 16_384
-    assert indexer.chunk_size(1_000_000, 512) == 16_384
+def test_slices_grow_with_rows() -> None:
+    assert [indexer.best_size(width, 2_048) for width in (100, 2_049, 8_192, 8_193)] == [2_048, 4_096, 8_192, 4_096]
+    assert indexer.slice_size(1_000_000) == 8_192
 
 
 @settings(max_examples=effort(5, 100), deadline=None)

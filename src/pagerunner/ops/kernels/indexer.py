@@ -1,19 +1,21 @@
 """Scores of an indexer over paged keys, and the exact best of them. Twin: `pagerunner.ops.indexer.choose_slots`.
 
-Three kernels, or one. None needs anything of the host but bounds, so graphs capture them.
+One to four kernels. None needs anything of the host but bounds, so graphs capture them.
 
 1. *Scores*. A program has a block of tokens, whose queries lie in shared memory, and a part of the slots that they see. Keys are the product's
    first operand, so that 128 of them meet all heads of the block's tokens at once. How many parts there are doesn't depend on lengths: each
    row's own slots are divided among them.
-2. *Best of a chunk*. A program has some thousand scores of one token in registers. The order of floats is that of integers, and the
-   integer from which on k scores count is searched for by halving. Rows of one chunk are finished then.
-3. *Best of chunks*. The same among what longer rows' chunks have left.
+2. *Best*. A program has a token's scores in registers. The order of floats is that of integers, and the integer from which on k scores count
+   is searched for by halving.
+
+If rows may see more than CHUNK slots, two kernels between these leave about 1.4 k of a row that sees more than 2 k. One finds the largest score of
+each of up to 2 k groups of slots, and a bound that k of these reach, so at least k slots do. The other finds the slots that do, a slice a program.
 
 Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses.
 
 Rows that see at most `top_k` slots have no scores: all their slots are chosen.
 
-Shape letters: see the twin; BN slots of a tile, BQ tokens of a program, C slots of a chunk, H chunks.
+Shape letters: see the twin; BN slots of a tile, BQ tokens of a program, H slices, G groups.
 """
 
 from __future__ import annotations
@@ -43,12 +45,15 @@ PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal leng
 FULL = 256  # programs of tiles of 128, about, that are on the device at once
 PART = 2048  # slots of such a program; of more, programs may have less than others by far
 MOST_PARTS = 256
-MOST_CANDIDATES = 32768  # of a token, so that a program has them in registers
-CHUNK = 8192
+CHUNK = 8192  # slots that one program chooses from by their scores
+SLICE = 2048  # slots of a long row, of which a program finds those that may be among the best
+MOST_SLICES = 128
+GROUPS = 128  # of such a row's slots, whose largest scores a program finds
+LEAST = tl.constexpr(-(2**31))
 FEW_KEYS = 128  # slots of a tile where scores and choice are one launch
 FEW_TOKENS = 256  # of such a launch at most
 FEW_SLOTS = 4096  # that each of several tokens sees at most: with more, a multiprocessor has one program
-BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB
+BLOCK_SCORES = 2**25  # of prompts' tokens that exist at once: 128 MiB, and half as much for places
 ANYWHERE = ["row_ptr", "position_ptr"]
 """Where a block begins depends on the length, and each alignment would have a kernel."""
 
@@ -78,24 +83,35 @@ def _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights
 
 
 @triton.jit
-def _tile(
-    q, weights, keys_ptr, scales_ptr, entry, place, live, i, page_stride, slot_stride, scale_page, scale_slot,
-    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+def _score(
+    q, weights, keys_ptr, scales_ptr, row_table, scores, limit, part, parts, i, page_stride, slot_stride, scale_page, scale_slot,
+    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BN, BQ] of a tile of slots."""
-    base = keys_ptr + entry * page_stride + place * slot_stride
-    keys = tl.load(base[:, None] + i[None, :], mask=live[:, None] & (i < D)[None, :], other=0)
-    if FP8 is not None:
-        keys = keys.to(FP8, bitcast=True)
-    else:
-        keys = keys.to(q.dtype)
-    dots = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
-    dots = tl.maximum(dots, 0.0) * weights[None, :]
-    score = tl.sum(tl.reshape(dots, (BN, BQ, BJ)), 2)
-    if FP8 is not None:
-        k_scale = tl.load(scales_ptr + entry * scale_page + place * scale_slot, mask=live, other=0.0)
-        score *= k_scale[:, None]
-    return tl.where(score == 0.0, 0.0, score)  # a zero has one sign
+    """Scores of BQ tokens of a row, in one of `parts` parts of the slots that they see: `limit` [BQ] so many each. `scores` [1, BQ]: where theirs begin."""
+    n, length = tl.arange(0, BN), tl.max(limit, 0)
+    per = tl.cdiv(tl.cdiv(length, BN), parts) * BN
+    first = part * per
+    last = tl.minimum(first + per, length)
+    entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
+    for at in range(first, last, BN):
+        slot = at + n
+        live, place = slot < last, slot % PAGE
+        base = keys_ptr + entry * page_stride + place * slot_stride
+        own = entry  # the next tile's are on their way meanwhile
+        entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
+        keys = tl.load(base[:, None] + i[None, :], mask=live[:, None] & (i < D)[None, :], other=0)
+        if FP8 is not None:
+            keys = keys.to(FP8, bitcast=True)
+        else:
+            keys = keys.to(q.dtype)
+        dots = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
+        dots = tl.maximum(dots, 0.0) * weights[None, :]
+        score = tl.sum(tl.reshape(dots, (BN, BQ, BJ)), 2)
+        if FP8 is not None:
+            k_scale = tl.load(scales_ptr + own * scale_page + place * scale_slot, mask=live, other=0.0)
+            score *= k_scale[:, None]
+        score = tl.where(score == 0.0, 0.0, score)  # a zero has one sign
+        tl.store(scores + slot[:, None], score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
 
 
 @triton.jit(do_not_specialize=["group", "parts"], do_not_specialize_on_alignment=ANYWHERE)
@@ -117,7 +133,7 @@ def _scores_kernel(
     first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside
     query = tl.arange(0, BQ)
     row, seen = _of_row(row_ptr, position_ptr, first_token + query, inside + query < group, RATIO)
-    x, i, n = tl.arange(0, BQ * BJ), tl.arange(0, BI), tl.arange(0, BN)
+    x, i = tl.arange(0, BQ * BJ), tl.arange(0, BI)
     token, head = first_token + x // BJ, x % BJ
     there = (inside + x // BJ < group) & (head < J)
     q, weights = _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)
@@ -125,26 +141,45 @@ def _scores_kernel(
     current = tl.max(left, 0)
     while current >= 0:  # rows of a prompt's block, or the only one
         limit = tl.where(row == current, seen, 0)
-        length = tl.max(limit, 0)
-        if length > TOP_K:
+        if tl.max(limit, 0) > TOP_K:
             row_table = table_ptr + tl.load(slots_ptr + current).to(tl.int64) * table_stride
-            per = tl.cdiv(tl.cdiv(length, BN), parts) * BN
-            first = tl.program_id(1) * per
-            last = tl.minimum(first + per, length)
-            entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
-            for at in range(first, last, BN):
-                slot = at + n
-                live = slot < last
-                own = entry  # the next tile's are on their way meanwhile
-                entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
-                score = _tile(
-                    q, weights, keys_ptr, scales_ptr, own, slot % PAGE, live, i, page_stride, slot_stride, scale_page, scale_slot, D, BQ, BJ, BN, FP8,
-                    PRECISION,
-                )  # fmt: skip
-                target = scores_ptr + (first_token + query)[None, :] * scores_stride + slot[:, None]
-                tl.store(target, score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
+            scores = scores_ptr + (first_token + query)[None, :] * scores_stride
+            _score(
+                q, weights, keys_ptr, scales_ptr, row_table, scores, limit, tl.program_id(1), parts, i, page_stride, slot_stride, scale_page, scale_slot,
+                D, BQ, BJ, BN, PAGE, FP8, PRECISION,
+            )  # fmt: skip
         left = tl.where(left == current, -1, left)
         current = tl.max(left, 0)
+
+
+@triton.jit
+def _read(scores, at, live):
+    """Integers in the order of scores, all of them more than LEAST, which stands where nothing is live."""
+    bits = tl.load(scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(live, tl.maximum(key, LEAST + 1), LEAST)
+
+
+@triton.jit
+def _bound(key, count, k, B: tl.constexpr, WARPS: tl.constexpr):
+    """A bound that at least k of `count` keys reach, the first of B, and hardly more.
+
+    Each warp halves for the part of k that it would have of evenly spread keys. It waits for no other warp. With 10 rounds and not 18, of scores of both
+    signs twice as many reach the bound.
+    """
+    WIDTH: tl.constexpr = 128 if B > 128 else B
+    W: tl.constexpr = WARPS if B >= WIDTH * WARPS else 1
+    keys = tl.reshape(key, (B // (WIDTH * W), W, WIDTH))
+    part = tl.cdiv(k, W)
+    low = tl.min(tl.min(tl.where(keys == LEAST, 0x7FFFFFFF, keys), 0), 1)
+    low = tl.where(count // (WIDTH * W) * WIDTH >= part, low, LEAST + 1)
+    high = tl.maximum(tl.max(tl.max(keys, 0), 1), low)
+    for _ in range(18):
+        middle = (low | high) - ((low ^ high) >> 1)
+        many = tl.sum(tl.sum((keys >= middle[None, :, None]).to(tl.int32), 0), 1)
+        high = tl.maximum(tl.where(many > part, high, tl.where(many == part, middle, middle - 1)), low)
+        low = tl.where(many >= part, middle, low)
+    return tl.min(low, 0)
 
 
 @triton.jit
@@ -184,56 +219,99 @@ def _kept(score, live, k, B: tl.constexpr):
     return kept, larger + tl.minimum(same, need) - 1
 
 
-@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=ANYWHERE)
-def _chunk_kernel(
-    scores_ptr, chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, scores_stride, width, chunks,
-    C: tl.constexpr, KC: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+def _tops_kernel(
+    scores_ptr, tops_ptr, bound_ptr, counter_ptr, row_ptr, position_ptr, scores_stride,
+    X: tl.constexpr, EACH: tl.constexpr, BG: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one token. `some`, `some_scores` [T, H, KC] and `count` [T, H]: the best of each chunk where a token has several.
+    """The largest key of each of BG groups, of at most X, of a token's slots. Slots of a group are far from each other, as near ones may be alike.
 
-    `width` of `chosen` and `chunks` H follow from the step's longest row, so they are no constants: each length would have a kernel.
+    The program that ends last finds a bound: TOP_K groups' largest are as large, so at least TOP_K slots are. `counter` [T] is zeros, and is left so.
+    """
+    wait_turn(PDL)
+    start_next(PDL)
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BG
+    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    groups = tl.cdiv(seen, tl.maximum(tl.cdiv(seen, X), 1))
+    if (seen > X) & (first < groups):
+        group = first + tl.arange(0, BG)
+        top = tl.full((BG,), LEAST, tl.int32)
+        for start in range(0, tl.cdiv(seen, groups), EACH):
+            at = (start + tl.arange(0, EACH))[:, None] * groups + group[None, :]
+            live = (group < groups)[None, :] & (at < seen)
+            top = tl.maximum(top, tl.max(_read(scores_ptr + token * scores_stride, at, live), 0))
+        tops, every = tops_ptr + token * X, tl.arange(0, X)
+        tl.store(tops + group, top, mask=group < groups)
+        tl.debug_barrier()  # all of the program's are stored before it is counted
+        if tl.atomic_add(counter_ptr + token, 1, sem="acq_rel", scope="gpu") == tl.cdiv(groups, BG) - 1:
+            tl.store(counter_ptr + token, 0)
+            key = tl.load(tops + every, mask=every < groups, other=LEAST)
+            tl.store(bound_ptr + token, _bound(key, groups, TOP_K, X, WARPS))
+
+
+@triton.jit(do_not_specialize=["slices"], do_not_specialize_on_alignment=ANYWHERE)
+def _above_kernel(
+    scores_ptr, bound_ptr, places_ptr, count_ptr, row_ptr, position_ptr, scores_stride, slices,
+    X: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Slots of one slice of a token's scores that are within the bound: `places` in the slice [T, H, S], and `count` [T, BH]."""
+    wait_turn(PDL)
+    start_next(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    if (seen > X) & (part * S < seen):
+        bound = tl.load(bound_ptr + token)
+        place = tl.arange(0, S)
+        live = part * S + place < seen
+        kept = _read(scores_ptr + token * scores_stride, part * S + place, live) >= bound
+        sums = _sums_before(kept.to(tl.int32), S)
+        tl.store(places_ptr + (token * slices + part) * S + sums - 1, place.to(tl.int16), mask=kept)
+        tl.store(count_ptr + token * BH + part, tl.max(sums, 0))
+
+
+@triton.jit(do_not_specialize=["width", "slices"], do_not_specialize_on_alignment=ANYWHERE)
+def _best_kernel(
+    scores_ptr, chosen_ptr, places_ptr, count_ptr, row_ptr, position_ptr, scores_stride, width, slices,
+    X: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best slots of one token: of up to X, or of what `_above_kernel` has left of more (BH), whose `count` is overwritten.
+
+    `width` of `chosen` and `slices` follow from the step's longest row, so they are no constants: each length would have a kernel.
     """
     wait_turn(PDL)
     start_next(PDL)  # attention begins with what is complete by now
-    token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, x = tl.program_id(0).to(tl.int64), tl.arange(0, X)
     _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
-    at = chunk * C + tl.arange(0, C)
-    chosen = chosen_ptr + token * width
+    scores, chosen = scores_ptr + token * scores_stride, chosen_ptr + token * width
     if seen <= TOP_K:
-        if chunk * C < width:
-            tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < width)
-    elif chunk * C < seen:
-        live = at < seen
-        score = tl.load(scores_ptr + token * scores_stride + at, mask=live, other=0.0)
-        kept, place = _kept(score, live, TOP_K, C)
-        if seen <= C:
+        tl.store(chosen + x, tl.where(x < seen, x, -1), mask=x < width)
+    elif seen <= X:
+        kept, place = _kept(tl.load(scores + x, mask=x < seen, other=0.0), x < seen, TOP_K, X)
+        tl.store(chosen + place, x, mask=kept)
+    elif BH:
+        h, done, best, counts = tl.arange(0, BH), 0, 0, count_ptr + token * BH
+        ends = tl.cumsum(tl.load(counts + h, mask=h * S < seen, other=0), 0)
+        tl.debug_barrier()  # counts have been read
+        tl.store(counts + h, ends)
+        tl.debug_barrier()
+        left = tl.max(ends, 0)
+        while done < left:  # once, unless many scores are equal: the best so far, and of what is left as many as fit
+            at, part, step = done + x - best, tl.zeros((X,), tl.int32), 1
+            while step * 2 * S < seen:
+                step *= 2
+            while step > 0:  # the slice of what is left: as many end before it
+                part += tl.where(tl.load(counts + part + step - 1) <= at, step, 0)
+                step = step // 2
+            inside = at - tl.load(counts + part - 1, mask=part > 0, other=0)
+            there = (x >= best) & (at < left)
+            at = part * S + tl.load(places_ptr + (token * slices + part) * S + inside, mask=there, other=0)
+            at = tl.where(x < best, tl.load(chosen + x, mask=x < best, other=0), at)
+            live = x < tl.minimum(best + left - done, X)
+            kept, place = _kept(tl.load(scores + at, mask=live, other=0.0), live, TOP_K, X)
+            tl.debug_barrier()  # the best so far have been read
             tl.store(chosen + place, at, mask=kept)
-        else:
-            part = token * chunks + chunk
-            tl.store(some_ptr + part * KC + place, at, mask=kept)
-            tl.store(some_scores_ptr + part * KC + place, score, mask=kept)
-            tl.store(count_ptr + part, tl.sum(kept.to(tl.int32), 0))
-
-
-@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=ANYWHERE)
-def _chunks_kernel(
-    chosen_ptr, some_ptr, some_scores_ptr, count_ptr, row_ptr, position_ptr, width, chunks,
-    C: tl.constexpr, KC: tl.constexpr, B: tl.constexpr, TOP_K: tl.constexpr, RATIO: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The best of one token's chunks."""
-    wait_turn(PDL)
-    start_next(PDL)  # attention begins with what is complete by now
-    token = tl.program_id(0).to(tl.int64)
-    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
-    if (seen > TOP_K) & (seen > C):
-        x = tl.arange(0, B)
-        chunk, place = x // KC, x % KC
-        count = tl.load(count_ptr + token * chunks + chunk, mask=chunk * C < seen, other=0)
-        live = place < count
-        score = tl.load(some_scores_ptr + token * chunks * KC + x, mask=live, other=0.0)
-        kept, target = _kept(score, live, TOP_K, B)
-        at = tl.load(some_ptr + token * chunks * KC + x, mask=kept, other=0)
-        tl.store(chosen_ptr + token * width + target, at, mask=kept)
+            tl.debug_barrier()
+            done, best = done + X - best, TOP_K
 
 
 @triton.jit(do_not_specialize=["parts", "width"])
@@ -254,26 +332,14 @@ def _few_kernel(
         if part == 0:
             tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < width)
     else:
-        i, n, head = tl.arange(0, BI), tl.arange(0, BN), tl.arange(0, BJ)
-        q, weights = _queries(
-            q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX
-        )
+        i, head, one = tl.arange(0, BI), tl.arange(0, BJ), tl.arange(0, 1)
+        q, weights = _queries(q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)  # fmt: skip
         row_table = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-        per = tl.cdiv(tl.cdiv(seen, BN), parts) * BN
-        first = part * per
-        last = tl.minimum(first + per, seen)
         scores = scores_ptr + token * scores_stride
-        entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
-        for start in range(first, last, BN):
-            slot = start + n
-            live = slot < last
-            own = entry  # the next tile's are on their way meanwhile
-            entry = tl.load(row_table + (slot + BN) // PAGE, mask=slot + BN < last, other=0)
-            score = _tile(
-                q, weights, keys_ptr, scales_ptr, own, slot % PAGE, live, i, page_stride, slot_stride, scale_page, scale_slot, D, 1, BJ, BN, FP8,
-                PRECISION,
-            )  # fmt: skip
-            tl.store(scores + slot, tl.reshape(score, (BN,)), mask=live)
+        _score(
+            q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, part, parts, i, page_stride, slot_stride, scale_page,
+            scale_slot, D, 1, BJ, BN, PAGE, FP8, PRECISION,
+        )  # fmt: skip
         tl.debug_barrier()  # all of the program's scores are stored before it is counted
         if tl.atomic_add(counter_ptr + token, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.store(counter_ptr + token, 0)
@@ -317,23 +383,20 @@ def _width(rows: StepRows, ratio: int) -> int:
     return blocks(width_of(rows, ratio), 128) * 128
 
 
-def chunk_size(width: int, top_k: int) -> int:
-    """Slots of a chunk, so that what all chunks leave fits a program. It is the same for all that see no more than are chosen."""
-    size = min(CHUNK, max(16, padded(max(width, top_k))))
-    while blocks(width, size) > 1 and padded(blocks(width, size)) * min(size, padded(top_k)) > MOST_CANDIDATES:
-        size *= 2
-    return size
+def best_size(width: int, top_k: int) -> int:
+    """Slots that one program chooses from: all that a row may see, or of more than CHUNK twice as many as are chosen."""
+    return max(16, padded(max(width, top_k))) if width <= CHUNK else 2 * padded(top_k)
 
 
-def _warps(elements: int) -> int:
-    return max(4, min(32, elements // 1024))
+def slice_size(width: int) -> int:
+    """Slots of a slice of a row that sees more."""
+    return SLICE * padded(blocks(width, SLICE * MOST_SLICES))
 
 
 def choose_slots_kernels(tokens: int, top_k: int, ratio: int) -> tuple[int, int]:
     """See `Op.kernels_for`. It is the length of a step's longest row that decides, in tokens: whether there is a choice, and among how many."""
     width = max(1, tokens // ratio)
-    size = chunk_size(width, top_k)
-    return (size, padded(blocks(width, size))) if width > top_k else (0, 0)
+    return best_size(width, top_k) if width > top_k else 0, slice_size(width) if width > CHUNK else 0
 
 
 def run_scores(
@@ -366,28 +429,38 @@ def run_scores(
     return scores_TN
 
 
-def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int) -> torch.Tensor:
+def _counter(scratch: dict[Any, Any], tokens: int, device: torch.device) -> torch.Tensor:
+    """Zeros, which programs count themselves in and leave as zeros: the layers of a step share them."""
+    if ("counter", tokens) not in scratch:
+        scratch["counter", tokens] = torch.zeros(tokens, dtype=torch.int32, device=device)
+    counter_T: torch.Tensor = scratch["counter", tokens]
+    return counter_T
+
+
+def run_choice(scores_TN: torch.Tensor, top_k: int, rows: StepRows, ratio: int, shared: dict[Any, Any]) -> torch.Tensor:
     """The best slots by their scores; see the twin."""
     tokens, width, device = scores_TN.shape[0], width_of(rows, ratio), scores_TN.device
-    count, chunk = min(top_k, width), chunk_size(width, top_k)
-    chunks, each = blocks(width, chunk), min(chunk, padded(top_k))
+    size, part = best_size(width, top_k), slice_size(width)
+    count, slices, group = min(top_k, width), blocks(width, part) if width > CHUNK else 0, min(size, GROUPS)
     chosen_TK = torch.empty(tokens, count, dtype=torch.int32, device=device)
-    several = chunks > 1 and is_choice(rows, ratio, top_k)
-    some = torch.empty(tokens * chunks * each if several else 0, dtype=torch.int32, device=device)
-    some_scores, counts = (
-        torch.empty_like(some, dtype=torch.float32),
-        torch.empty(tokens * chunks, dtype=torch.int32, device=device),
-    )
-    where = rows.row_T, rows.positions_T
-    common = {"C": chunk, "KC": each, "TOP_K": top_k, "RATIO": ratio, **dependent(device)}
-    _chunk_kernel[(tokens, chunks)](
-        scores_TN, chosen_TK, some, some_scores, counts, *where, scores_TN.stride(0), count, chunks, num_warps=_warps(chunk), **common
-    )  # fmt: skip
-    if several:
-        size = padded(chunks) * each
-        _chunks_kernel[(tokens,)](
-            chosen_TK, some, some_scores, counts, *where, count, chunks, B=size, num_warps=_warps(size), **common
+    where, stride = (rows.row_T, rows.positions_T), scores_TN.stride(0)
+    common = {"X": size, "RATIO": ratio, **dependent(device)}
+    places_THS, counts_TH = chosen_TK.view(torch.int16), chosen_TK  # nothing, of the same types
+    if slices:
+        tops_TX = torch.empty(tokens, size, dtype=torch.int32, device=device)
+        counts_TH = torch.empty(tokens, MOST_SLICES, dtype=torch.int32, device=device)
+        places_THS = torch.empty(tokens, slices, part, dtype=torch.int16, device=device)
+        bound_T, counter_T = torch.empty_like(rows.row_T[:tokens]), _counter(shared, tokens, device)
+        _tops_kernel[(tokens, blocks(size, group))](
+            scores_TN, tops_TX, bound_T, counter_T, *where, stride, EACH=16, BG=group, TOP_K=top_k, WARPS=4, num_warps=4, **common
         )  # fmt: skip
+        _above_kernel[(tokens, slices)](
+            scores_TN, bound_T, places_THS, counts_TH, *where, stride, slices, S=part, BH=MOST_SLICES, num_warps=4, **common
+        )  # fmt: skip
+    _best_kernel[(tokens,)](
+        scores_TN, chosen_TK, places_THS, counts_TH, *where, stride, count, slices,
+        S=part, BH=MOST_SLICES if slices else 0, TOP_K=top_k, num_warps=max(4, size // (512 if slices else 1024)), **common
+    )  # fmt: skip
     return chosen_TK
 
 
@@ -406,7 +479,7 @@ def run_few(
     """Scores and choice in one launch."""
     (tokens, heads, size), device = q_TJI.shape, q_TJI.device
     dtype, fp8, width = pages_ESI.dtype, scales_ES is not None, width_of(rows, ratio)
-    keys, chunk = FEW_KEYS, chunk_size(width, top_k)
+    keys, chunk = FEW_KEYS, padded(width)
     parts = parts or max(1, min(2 * multiprocessors(device) // tokens, blocks(width, keys)))
     scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=device)
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
@@ -422,9 +495,9 @@ def run_few(
     return chosen_TK
 
 
-def takes_few(rows: StepRows, tokens: int, heads: int, width: int, top_k: int, dtype: torch.dtype) -> bool:
+def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype) -> bool:
     """Whether scores and choice are one launch. In float32 their products need more registers than there are."""
-    if not rows.one_token or heads > 64 or dtype.itemsize == 4 or blocks(width, chunk_size(width, top_k)) > 1:
+    if not rows.one_token or heads > 64 or dtype.itemsize == 4 or width > CHUNK:
         return False
     return tokens == 1 or (tokens <= FEW_TOKENS and width <= FEW_SLOTS)
 
@@ -446,13 +519,11 @@ def choose_slots(
         chosen_TK: torch.Tensor | None = scratch.get("all slots")
         if chosen_TK is None:
             nothing = torch.empty(1, 16, dtype=torch.float32, device=q_TJI.device)  # as aligned as others
-            chosen_TK = scratch["all slots"] = run_choice(nothing.expand(tokens, 16), top_k, rows, ratio)
+            chosen_TK = scratch["all slots"] = run_choice(nothing.expand(tokens, 16), top_k, rows, ratio, scratch)
         return chosen_TK
     fp8 = scales_ES is not None
-    if takes_few(rows, tokens, q_TJI.shape[1], width, top_k, pages_ESI.dtype if fp8 else q_TJI.dtype):
-        counter_T = scratch.get("counter")
-        if counter_T is None:
-            counter_T = scratch["counter"] = torch.zeros(tokens, dtype=torch.int32, device=q_TJI.device)
+    if takes_few(rows, tokens, q_TJI.shape[1], width, pages_ESI.dtype if fp8 else q_TJI.dtype):
+        counter_T = _counter(scratch, tokens, q_TJI.device)
         return run_few(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES)
     together = max(rows.stride, 1)
     most = max(1, BLOCK_SCORES // _width(rows, ratio) // together)
@@ -461,5 +532,5 @@ def choose_slots(
         part = slice(first, last)
         some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
         scores_TN = run_scores(q_TJI[part], weights_TJ[part], top_k, pages_ESI, table_SW, some, ratio, scales_ES)
-        chosen.append(run_choice(scores_TN, top_k, some, ratio))
+        chosen.append(run_choice(scores_TN, top_k, some, ratio, scratch))
     return torch.cat(chosen) if len(chosen) > 1 else chosen[0]
