@@ -23,10 +23,15 @@ def compiled_for(kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> tup
     free = kernel.kwargs.get("do_not_specialize") or ()
     anywhere = (*free, *(kernel.kwargs.get("do_not_specialize_on_alignment") or ()))
     given = dict(zip(kernel.arg_names, args, strict=False))
+    fixed = {
+        name: given.pop(name)
+        for name, kind in kernel.fn.__annotations__.items()
+        if "constexpr" in str(kind) and name in given
+    }
     sorts: list[Any] = [(name, v == 1, v % 16 == 0) for name, v in given.items() if type(v) is int and name not in free]
     tensors = [(name, v) for name, v in given.items() if isinstance(v, torch.Tensor) and name not in anywhere]
     sorts += [(name, v.data_ptr() % 16 == 0) for name, v in tensors]
-    constants = [(name, str(value)) for name, value in how.items() if name not in ("grid", "warmup")]
+    constants = [(name, str(value)) for name, value in (fixed | how).items() if name not in ("grid", "warmup")]
     blocks = [str(v.block_shape) for v in args if hasattr(v, "block_shape")]
     return (kernel.fn.__name__, *sorts, *sorted(constants), *blocks)
 

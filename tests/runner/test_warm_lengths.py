@@ -26,8 +26,9 @@ from pagerunner.types import StepRow
 
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
+from helpers import launches  # noqa: E402
 from helpers.launches import noted_launches  # noqa: E402
-from pagerunner.ops.kernels import indexer  # noqa: E402
+from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide  # noqa: E402
 
 LONGEST = 1024
 
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def _runner(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, longest: int = LONGEST
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, longest: int = LONGEST, tokens: int | None = None
 ) -> tuple[ModelRunner, ModelConfig]:
     make, pages = CASES[name]
     found: list[tuple[ModelRunner, ModelConfig]] = []
@@ -66,7 +67,7 @@ def _runner(
         return found[-1][0]
 
     monkeypatch.setattr(worker, "make_runner", make_runner)
-    sizes = {"max_model_len": longest, "max_num_batched_tokens": longest, "kv_cache_memory_bytes": 20_000_000}
+    sizes = {"max_model_len": longest, "max_num_batched_tokens": tokens or longest, "kv_cache_memory_bytes": 20_000_000}
     options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
     with as_on_cuda():
         engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options)
@@ -105,6 +106,27 @@ def test_prompts_of_any_length_find_their_kernels_compiled(
                 runner._run_first([StepRow(slot, *row, True) for slot, row in enumerate(given)])
             assert launched <= met, (length, launched - met)
     assert len(met) > 20
+
+
+@pytest.mark.parametrize("pages", ["auto", "fp8_e4m3"])
+def test_steps_with_a_past_find_their_kernels_compiled_beside_that_of_long_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: str
+) -> None:
+    """Many short rows, and where pages are in fp8 long rows with so much past that there is no room for it, have another one than few short rows."""
+    monkeypatch.setitem(CASES, "pages", (CASES["qwen3"][0], pages))
+    monkeypatch.setattr(launches, "MULTIPROCESSORS", 24)
+    monkeypatch.setattr(paged_dense, "MOST_ELEMENTS", 12 * 2 * 128 * 128)  # for 1,536 tokens of a head
+    monkeypatch.setattr(paged_prefill_wide, "serves", lambda *_, **__: True)
+    wide: list[bool] = []
+    monkeypatch.setattr(paged_attention._Call, "run_wide", lambda self, _: wide.append(bool(self.plan.past)))
+    runner, _ = _runner(tmp_path, monkeypatch, "pages", longest=2048, tokens=700)
+    with noted_launches() as launched:
+        runner.warm_up()
+        met = set(launched)
+        assert any(wide), "long rows with a past"
+        for rows in (4 * [(1000, 170)], 2 * [(1000, 340)], [(1300, 690)], 2 * [(100, 300)], [(0, 600), (9, 100)]):
+            runner._run_first([StepRow(i, start, n, [0] * n, True) for i, (start, n) in enumerate(rows)])
+            assert launched <= met, (rows, launched - met)
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,8 @@ class ModelRunner:
     def _first_steps(self) -> Iterator[list[StepRow]]:
         """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
         multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
-        steps may have rows of half that length, and rows that a library serves.
+        steps may have rows of half that length, and rows that a library serves. Many tokens in rows too short for the kernel of long rows have
+        one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -373,8 +374,12 @@ class ModelRunner:
             for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
                 yield even_rows(rows, min(tokens, most), longest, past=True)
             yield even_rows(rows, rows, longest, past=True)
+        size, short = max(min(longest, most) - 1, 1), numerics.FAST.attention.wide_queries - 1
         for past in (True, False):
-            yield even_rows(1, max(min(longest, most) - 1, 1), longest, past=past)
+            yield even_rows(1, size, longest, past=past)
+        yield even_rows(1, size, min(longest, 2 * size), past=True)
+        count = min(-(-most // short), most_rows)
+        yield even_rows(count, min(count * short, most), longest, past=True)
         yield even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
         for width in self._widths:

@@ -189,6 +189,19 @@ def test_fp8_pages_of_one_head_after_another(monkeypatch: pytest.MonkeyPatch, la
     assert launched.programs == 0
 
 
+def test_fp8_pages_take_the_same_room_whatever_the_past_is(monkeypatch: pytest.MonkeyPatch, launched: Groups) -> None:
+    """Once a layer. So a step of the warm-up has taken what any other one takes."""
+    set_borders(monkeypatch, "attention", wide_queries=30)
+    monkeypatch.setattr(paged_dense, "MOST_ELEMENTS", 4 * 2 * 128 * 128)
+    rooms, make = [], paged_dense.room_for_tiles
+    monkeypatch.setattr(paged_prefill_wide, "room_for_tiles", lambda *given: rooms.append(make(*given)) or rooms[-1])
+    layers = []
+    for rows in (PAST, (plain(1, 60),)):
+        check_attention(Case(rows, 16, 2, 4, 128, dtype=F16, kv_dtype=E4M3), "cpu", atol=3e-2, rtol=3e-2)
+        layers.append(len(rooms))
+    assert layers == [2, 4] and {len(room) for room in rooms} == {paged_dense.MOST_ELEMENTS}
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["scales of pages", "scales of the layer"])
 def test_the_past_of_fp8_pages(static: bool) -> None:
     """More rows than a program counts at once; rows of one token, and those of padding, have no tiles."""
@@ -204,7 +217,8 @@ def test_the_past_of_fp8_pages(static: bool) -> None:
     starts[1:] = new.cumsum(0)
     past = tuple(old for old, count in rows if count > 1)
     dense = paged_dense.Dense.of(past, len(rows), slots.device)
-    found = dense.copy(KVPages(0, k, v, scales, static), table, (slots, starts, lengths), slice(1, 3), torch.bfloat16)
+    room = paged_dense.room_for_tiles(torch.bfloat16, slots.device)
+    found = dense.copy(KVPages(0, k, v, scales, static), table, (slots, starts, lengths), slice(1, 3), room)
     for row, (old, count) in enumerate(rows):
         for at in range(0, old if count > 1 else 0, 128):
             n = torch.arange(at, min(at + 128, old))

@@ -7,6 +7,7 @@ powers of two, as those of pages are, conversion to bfloat16 is exact.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from pagerunner.ops.kernels.paged_tiles import load_tile
 
 SIZE = 128
 MOST_ELEMENTS = 2**26
-"""Of keys and values that are copied together. Heads that find no room have their turn later."""
+"""Of keys and values that are copied together. Heads that find no room have their turn later. A layer takes this room whatever its past is: 128 MiB, which
+the warm-up has taken too."""
 
 
 @triton.jit
@@ -80,12 +82,12 @@ class Dense(NamedTuple):
         return cls(torch.arange(_tiles(past), device=device), torch.empty(num_rows, dtype=torch.int32, device=device))
 
     def copy(
-        self, pages: KVPages, table: torch.Tensor, rows: tuple[torch.Tensor, ...], heads: slice, dtype: torch.dtype
+        self, pages: KVPages, table: torch.Tensor, rows: tuple[torch.Tensor, ...], heads: slice, room: torch.Tensor
     ) -> KVPages:
-        """The past of these heads, as pages of 128 tokens. `rows`: slots, starts and lengths."""
+        """The past of these heads in `room`, as pages of 128 tokens. `rows`: slots, starts and lengths."""
         assert pages.scales is not None
         size = self.tiles.shape[0], SIZE, heads.stop - heads.start, SIZE
-        k, v = torch.empty(2, *size, dtype=dtype, device=table.device)
+        k, v = room[: 2 * math.prod(size)].view(2, *size)
         codes = (x.view(torch.uint8) for x in (pages.k, pages.v))
         strides = [value for x in codes for value in (x, *x.stride()[:3])]
         dense_kernel[size[::2]](
@@ -93,6 +95,11 @@ class Dense(NamedTuple):
             heads.start, D=SIZE, PAGE=pages.k.shape[1], FP8=fp8_type(pages.k.dtype), num_warps=4, **dependent(table.device),
         )  # fmt: skip
         return KVPages(0, k, v)
+
+
+def room_for_tiles(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What `Dense.copy` writes to."""
+    return torch.empty(MOST_ELEMENTS, dtype=dtype, device=device)
 
 
 def _tiles(past: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ import torch
 from pagerunner.batch import KVPages
 from pagerunner.ops.kernels.launch import dependent, multiprocessors
 from pagerunner.ops.kernels.linear_wide import has_gluon
-from pagerunner.ops.kernels.paged_dense import Dense
+from pagerunner.ops.kernels.paged_dense import Dense, room_for_tiles
 
 SIZE = 128
 """Rows of a block, and elements of a head."""
@@ -113,9 +113,10 @@ def run_dense(
     """As `run`, of a past in fp8 pages: so many heads of keys after one another."""
     kv_heads = heads.k.shape[1]
     group = heads.q.shape[1] // kv_heads
+    room = room_for_tiles(heads.q.dtype, heads.q.device)
     for first in range(0, kv_heads, at_once):
         own = slice(first, min(first + at_once, kv_heads))
         queries = slice(own.start * group, own.stop * group)
         some = Heads(heads.q[:, queries], heads.k[:, own], heads.v[:, own], heads.out[:, queries])
-        copied = dense.copy(pages, table, rows, own, heads.q.dtype)
+        copied = dense.copy(pages, table, rows, own, room)
         run(some, copied, dense.tiles, (dense.first_R, *rows[1:]), parts, taken, scale, past=True)
