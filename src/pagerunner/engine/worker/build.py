@@ -194,7 +194,7 @@ def make_runner(
         graphs=GraphSettings(
             engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
-            mixed_sizes=_mixed_sizes(config, model, plan, comm, device),
+            mixed_sizes=_mixed_sizes(config, model, plan, teams or comm, device),
             max_model_len=plan.max_model_len,
             teams=teams is not None,
             drafts=drafts.lengths if drafts is not None else (),
@@ -271,7 +271,7 @@ def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]])
 def _mixed_sizes(
     config: EngineConfig, model: Model, plan: MemoryPlan, comm: Comm, device: torch.device
 ) -> tuple[int, ...]:
-    """Numbers of tokens to capture mixed steps for. Ranks whose experts have other sizes capture the same."""
+    """Numbers of tokens to capture mixed steps for. Ranks whose experts have other sizes capture the same. `comm` joins all that divide experts."""
     weights = _layer_weights(model, plan) if device.type == "cuda" else 0
     experts = any(isinstance(one, moe.Experts) for one in model.modules())
     sizes = mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes, weights, experts=experts)

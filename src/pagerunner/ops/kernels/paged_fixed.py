@@ -172,7 +172,7 @@ def _merge_kernel(
 
 
 class FixedTiles(NamedTuple):
-    """How `fixed_kernel` is launched, which a model's shapes alone decide: rows and keys of a tile, warps, stages, and most registers of a thread."""
+    """How `fixed_kernel` is launched: rows and keys of a tile, warps, stages, and most registers of a thread. A model's shapes alone decide the keys."""
 
     rows: int
     keys: int
