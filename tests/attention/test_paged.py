@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from helpers.attention_cases import Case, cases, check_sampled, plain, run
 from helpers.effort import effort
-from pagerunner.attention.base import Reach
+from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.attention.paged import PagedBackend, usual_query_len
+from pagerunner.batch import StepRows
 from pagerunner.memory.specs import FullKV, LatentKV, WindowKV
 
 
@@ -65,6 +67,18 @@ def test_says_what_it_does_not_serve() -> None:
 )
 def test_the_usual_query_length_is_that_of_most_new_tokens(lens: list[int], usual: int) -> None:
     assert usual_query_len(lens) == usual
+
+
+@pytest.mark.parametrize(
+    ("queries", "lengths", "past"), [([3, 1, 2], [9, 7, 2], (6, 0)), ([1, 1, 1], (), ()), ((), (), ())]
+)
+def test_the_past_of_rows_with_several_tokens(
+    queries: Sequence[int], lengths: Sequence[int], past: tuple[int, ...]
+) -> None:
+    """An eager pass of a drafter knows how many tokens rows have, and not their lengths. A capture knows neither."""
+    rows = StepRows.of(queries or [1, 1, 1], lengths or [5, 5, 5], [0, 1, 2], torch.device("cpu"))
+    inputs = PlanInputs(rows, queries, lengths, (), torch.zeros(3, 4, dtype=torch.int64), 16, None)
+    assert PagedBackend().plan(inputs, None).past == past
 
 
 @pytest.mark.parametrize("sampled", [[], [0], [70], [0, 39, 40, 70, 73], [72, 2]])

@@ -67,6 +67,8 @@ class PagedBackend:
         lens = tuple(inputs.query_lens)
         whole = state is None and lens == tuple(inputs.seq_lens) and rows.num_tokens == sum(lens)
         fresh = lens if whole and reach is None else ()
+        # a drafter's pass says no lengths
+        past = () if fresh else tuple(of - new for of, new in zip(inputs.seq_lens, lens, strict=False) if new > 1)
         size = 0 if reach is None else reach.size
         chunked = reach is not None and reach.chunked
         return PagedPlan(
@@ -75,7 +77,7 @@ class PagedBackend:
             one_token=rows.one_token,
             usual_query_len=usual_query_len(lens) if lens else rows.max_query_len,
             fresh=fresh,
-            past=() if fresh else tuple(of - new for of, new in zip(inputs.seq_lens, lens, strict=True) if new > 1),
+            past=past,
             sharing=state is None or state.sharing,
             fixed=self.fixed,
         )
