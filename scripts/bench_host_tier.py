@@ -286,9 +286,8 @@ def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
     tier, groups = scheduler.tiers, scheduler.manager.plan.groups
     each = sum(group.page_bytes * (options.tokens // group.page_tokens) for group in groups if not group.rule.snapshots)
     count = max(int(options.move_gib * GIB / each), 1)
-    most = (
-        2 * options.decoding + 100 + 3 * count * (3 * NEAR + 8)
-    )  # the first gets two tokens with every other that begins
+    # the first gets two tokens with every other that begins
+    most = 2 * options.decoding + 100 + 3 * count * (3 * NEAR + 8)
     wanted = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, output_kind="delta")
     streams = [llm.stream(prompt(20_000 + number, 64), wanted) for number in range(options.decoding)]
     for stream in streams:
@@ -298,9 +297,8 @@ def decoding(llm: LLM, options: argparse.Namespace, first: int = 0) -> None:
         began = time.perf_counter()
         llm._step()
         steps[moves].append(time.perf_counter() - began)
-        for (
-            arrived
-        ) in llm._streams.values():  # a server's core has no outputs, and garbage collections would look through these
+        # a server's core has no outputs, and garbage collections would look through these
+        for arrived in llm._streams.values():
             arrived.clear()
         return steps[moves][-1]
 
