@@ -123,6 +123,33 @@ def test_a_step_changes_no_bit(reach: int, dtype: torch.dtype) -> None:
     assert seen == 100 + 12 + 63 + 2 + 2
 
 
+def test_pieces_of_every_step_take_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the most rows of one token that are divided, so that a start's warm-up takes it. A step for which it is too small isn't divided."""
+    kernel, noted = paged_fixed.fixed_kernel, []
+    values = kernel.arg_names.index("values_ptr")
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *given, **how: noted.append((given[values].numel(), grid[1])) or kernel[grid](*given, **how)
+
+    monkeypatch.setattr(paged_fixed, "multiprocessors", lambda _: 8)
+    monkeypatch.setattr(paged_fixed, "fixed_kernel", Noted())
+    whole = _attend([(0, 0, 100)], False, 1, 0, torch.float16)
+    noted.clear()
+    most_rows = [(0, 99, 1), (0, 70, 1), (0, 40, 1), (0, 10, 1)]
+    for order, one in (
+        ([(0, 99, 1)], True),
+        (most_rows, True),
+        ([(0, 90, 4)], False),
+        ([(0, 40, 8)], False),
+        ([(0, 88, 12)], False),
+    ):
+        for place, out in _attend(order, one, 0, 0, torch.float16).items():
+            assert torch.equal(out, whole[place]), (order, place)
+    room = 4 * 4 * 4 * 16  # rows, heads, pieces of 100 tokens, elements
+    assert noted == [(room, 4), (room, 2), (room, 3), (room, 2), (0, 1)]
+
+
 @pytest.mark.parametrize("dim", [128, 256])
 def test_a_program_has_as_many_warps_as_its_tiles_say(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4 warps, prompts of heads of 256 have no room for both results in registers."""

@@ -220,7 +220,11 @@ def attend(
     dot: tl.dtype,
     splits: int = 0,
 ) -> torch.Tensor:
-    """See `ops.paged_attention.paged_attention`; products are of dtype `dot`. `splits`: programs for a tile's pieces, 0 as many as occupy the device."""
+    """See `ops.paged_attention.paged_attention`; products are of dtype `dot`. `splits`: programs for a tile's pieces, 0 as many as occupy the device.
+
+    Pieces of a divided step have the same room whatever the step is: that of the longest rows of one token, as many as are divided. So the warm-up has
+    taken it. More pieces aren't divided: those of 100 tokens at the end of 131,072 would take 850 MB with 32 heads of 128, where the room is 140.
+    """
     (tokens, heads, dim), (kv_heads, dim_v) = q.shape, v.shape[1:]
     group, page, reach, device = heads // kv_heads, pages.k.shape[1], bool(plan.window or plan.chunk), q.device
     dims = max(16, padded(dim)), max(16, padded(dim_v))
@@ -229,15 +233,15 @@ def attend(
     shape = fixed_tiles(group_padded, row_bytes, dot == tl.float32, one_token, reach)
     queries, num_rows = shape.rows // group_padded, rows.slots_R.shape[0]
     tiles = tokens if plan.one_token else blocks(tokens, queries) + min(num_rows, tokens)
-    pieces = blocks(min(rows.max_seq_len, table.shape[1] * page), FIXED.piece)
-    splits = splits or max(2 * multiprocessors(device) // max(tiles * kv_heads, 1), 1)
+    longest, most = table.shape[1] * page, multiprocessors(device)
+    pieces = blocks(min(rows.max_seq_len, longest), FIXED.piece)
+    places, room = tokens * heads * pieces, most * group * blocks(longest, FIXED.piece)
+    splits = splits or (max(2 * most // max(tiles * kv_heads, 1), 1) if places <= room else 1)
     splits = 1 if reach else min(splits, pieces)
     make = torch.empty if plan.one_token or splits > 1 else torch.zeros  # padding belongs to no row
     out = make(tokens, heads, dim_v, dtype=q.dtype, device=device)
-    places = tokens * heads * pieces if splits > 1 else 0
-    values, sums = torch.empty(places * (dim_v + 2), dtype=torch.float32, device=device).split(
-        [places * dim_v, places * 2]
-    )
+    room = max(room, places) if splits > 1 else 0
+    values, sums = torch.empty(room * (dim_v + 2), dtype=torch.float32, device=device).split([room * dim_v, room * 2])
     sinks = out if scores.sinks_H is None else scores.sinks_H
     alike = {
         "K": kv_heads,
