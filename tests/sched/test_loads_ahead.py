@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, Spec, WindowKV
 from pagerunner.sched.scheduler import Scheduler
+from pagerunner.tiers.below import Below
 from pagerunner.tiers.host import HostTier
 from pagerunner.tiers.policy import Tiering
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StepPlan, StepResult, TransferEnd
@@ -27,7 +30,7 @@ class Engine:
     A `fast` bus moves them at once, but the core hears of it so many steps later.
     """
 
-    def __init__(self, spec: Spec, prompts: float, lag: int, **options: object) -> None:
+    def __init__(self, spec: Spec, prompts: float, lag: int, host_prompts: int = 400, **options: object) -> None:
         plan = plan_memory(
             [spec],
             page_tokens=16,
@@ -46,8 +49,8 @@ class Engine:
             max_num_batched_tokens=STEP,
         )
         self.manager = KVManager(plan)
-        self.tiers = Tiering(self.manager, HostTier(plan, 400 * one), clock=lambda: 0.0)
-        self.tiers.grow(400 * one)
+        self.tiers = Tiering(self.manager, HostTier(plan, host_prompts * one), clock=lambda: 0.0)
+        self.tiers.grow(host_prompts * one)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=32,
@@ -78,6 +81,7 @@ class Engine:
 
     def step(self) -> None:
         self.steps += 1
+        self.tiers.settle()
         for number, when in list(self.bus):
             if when <= self.steps:
                 self.bus.remove((number, when))
@@ -104,6 +108,7 @@ class Engine:
         for _ in range(most):
             if not self.scheduler.has_work:
                 self.manager.check_integrity()
+                self.tiers.settle()
                 assert not any(self.manager.pool.used) and not any(self.tiers.host.pool.used)
                 return
             self.step()
@@ -174,6 +179,59 @@ def test_a_load_behind_many_others_pays_where_prompts_are_computed_before_it() -
     engine.run()
     assert 1 <= sum(engine.found[str(number)] == 0 for number in range(32)) <= 3
     assert engine.steps - before <= 48, "as long as the bus needs, and not as long as half of the prompts are computed"
+
+
+class Disk:
+    """A KeepingStore that reads pages one after another, those of a prompt in so many steps."""
+
+    def __init__(self, engine: Engine, reading: float) -> None:
+        self.engine = engine
+        self.rate = 15 * engine.manager.plan.groups[0].page_bytes / reading  # bytes of a step
+        self.free_at = 0.0
+        self.pages: set[tuple[int, bytes]] = set()
+        self.begun: list[tuple[int, list[bool], float]] = []  # (number, outcomes, when they are there)
+
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        return [(group, key) in self.pages for key in keys]
+
+    def write(self, number: int, pages: Sequence[Any]) -> None:
+        self.pages.update((group, key) for group, key, _ in pages)
+        self.begun.append((number, [True] * len(pages), 0))
+
+    def read(self, number: int, pages: Sequence[Any]) -> None:
+        self.free_at = self.engine.steps + self.seconds(len(pages) * self.engine.manager.plan.groups[0].page_bytes)
+        self.begun.append((number, [True] * len(pages), self.free_at))
+
+    def ended(self) -> list[tuple[int, list[bool]]]:
+        done = [one for one in self.begun if one[2] <= self.engine.steps]
+        self.begun = [one for one in self.begun if one[2] > self.engine.steps]
+        return [(number, outcomes) for number, outcomes, _ in done]
+
+    def seconds(self, nbytes: int) -> float:
+        return max(self.free_at - self.engine.steps, 0) + nbytes / self.rate
+
+
+@pytest.mark.parametrize(("host_prompts", "reading", "most"), [(400, 1, 40), (12, 4, 100), (400, 10, 160)])
+def test_prompts_on_a_disk_are_read_while_others_are_computed(host_prompts: int, reading: int, most: int) -> None:
+    """Reading one takes so many steps, and computing one eight. Disk and device are both at work: 32 prompts take 28, 85 and 142 steps at least. Host memory may have
+    room for all that is read, or for six prompts at a time.
+    """
+    engine = Engine(FULL, prompts=24.1, lag=0, host_prompts=host_prompts)
+    disk, host = Disk(engine, reading), engine.tiers.host
+    sizes = [group.page_bytes for group in engine.manager.plan.groups]
+    engine.tiers.below = Below(disk, host, bytes(host.num_bytes), sizes, clock=lambda: 0.0)  # type: ignore[arg-type]
+    remember(engine, list(range(32)))
+    host.clear()
+    engine.scheduler._planner._max_num_batched_tokens = 32
+    rates = engine.tiers.rates
+    rates.bytes_per_second, rates.seconds_per_token = 1e12, 8 / 240
+    rates.moved = rates.computed = lambda *_: None  # type: ignore[method-assign]
+    before = engine.steps
+    for number in range(32):
+        engine.add(f"{number}", prompt(number))
+    engine.run()
+    assert engine.steps - before <= most
+    assert any(engine.found[str(number)] for number in range(32))
 
 
 @pytest.mark.parametrize("lag", [0, 3, 4])

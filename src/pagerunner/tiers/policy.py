@@ -310,16 +310,16 @@ class Tiering:
         hit = have = 0
         device = manager.index.pages, manager.arriving
         near, shares = together(*device), request.shares and limit > 0
+        before = self._computing + sum(ahead.tokens for ahead in self._ahead.values())
         if shares:
             chain.cover(request.tokens, len(request.tokens))
             hit = have = joint_hit(self._rules, near, chain, limit)
             if not request.looked_up:
                 hit = joint_hit(self._rules, together(self.host.index.pages, *device), chain, limit)
-                if self._fetch(request, hit, limit):
+                if self._fetch(request, hit, limit, before):
                     return True
         wanted = hit_keys(self._rules, chain, hit)
         there, keys = split(wanted, near)
-        before = self._computing + sum(ahead.tokens for ahead in self._ahead.values())
         if hit > have and not self.rates.pays(self._bytes_of(keys), self._loading(), before + hit - have):
             hit, wanted = have, hit_keys(self._rules, chain, have)
             there, keys = split(wanted, near)
@@ -402,8 +402,8 @@ class Tiering:
             self._begun(lease, shared, [], loads=True, request=request, before=before)
         return leases
 
-    def _fetch(self, request: Waiting, could: int, limit: int) -> bool:
-        """Begin to read what the store below has more than host memory, if that pays. A request does so once, and waits for room in its turn."""
+    def _fetch(self, request: Waiting, could: int, limit: int, before: int) -> bool:
+        """Begin to read what the store below has more than host memory, if that pays where so many tokens are computed `before`. A request does so once, and waits for room in its turn."""
         below, chain = self.below, request.chain
         self._leave_line(request)
         if below is None or request.fetched:
@@ -416,7 +416,7 @@ class Tiering:
             return False
         keys, beside = lacking(self._rules, chain, hit, far, self.host.index.pages)
         seconds = below.seconds(keys) + self.rates.seconds(self._bytes_of(keys))  # and to the device
-        request.fetched = isinf(seconds) or not self.rates.sooner(seconds, hit - could)
+        request.fetched = isinf(seconds) or not self.rates.sooner(seconds, hit - could, before)
         if request.fetched:
             return False
         if (self._line and not self._room_may_be()) or not below.fetch(request, keys, beside):

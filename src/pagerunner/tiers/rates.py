@@ -29,13 +29,13 @@ class Rates:
         """How long so many bytes take; 0 if that isn't known."""
         return num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
 
-    def sooner(self, seconds: float, tokens: int) -> bool:
-        """Whether what a store below brings in `seconds` is there sooner than `tokens` tokens are computed.
+    def sooner(self, seconds: float, tokens: int, before: int) -> bool:
+        """Whether what a store below brings in `seconds` is there sooner than the `tokens` tokens that it stands for are computed, after so many `before` them.
 
         What computing takes is known from steps alone, and where all prompts are found none says it. So the first prompt that is long enough is computed.
         """
         if self.seconds_per_token:
-            return seconds < tokens * self.seconds_per_token
+            return seconds < (before + tokens) * self.seconds_per_token
         first = not self._asked and tokens >= _LEAST_TOKENS
         self._asked |= first
         return not first
