@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from helpers import fake_core
 from helpers.serving import MODEL, RunningServer
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
-from pagerunner.server.service import blaming
+from pagerunner.server.errors import HttpError, error_body
+from pagerunner.server.service import Call, Service, blaming
+from pagerunner.types import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -342,3 +347,24 @@ def test_an_adapter_that_has_gone_since_the_call_was_let_in_is_told_by_the_field
         with pytest.raises(InvalidRequestError) as caught, blaming(names):
             raise InvalidRequestError("There is no adapter 'gone'.", "lora_request")
         assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("unloaded", [True, False])
+def test_an_adapter_that_is_unloaded_while_a_call_is_let_in_is_a_model_that_does_not_exist(unloaded: bool) -> None:
+    """Status 404, as before the call was let in. An adapter that can't be had for another reason is still the call's fault: 400."""
+
+    class Engine:
+        adapters = SimpleNamespace(infos={"sql": None}, get=lambda name: None if unloaded else name)
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncIterator[None]:
+            raise InvalidRequestError("The adapter can't be had.", "lora_request")
+            yield
+
+    service = Service(Engine(), ["base"], "/base")  # type: ignore[arg-type]
+    request: Any = SimpleNamespace(priority=0, cache_salt=None)
+    outputs = service.run(Call("a", 0, "gone", "a", None), [{"prompt_token_ids": [1]}], SamplingParams(), request)
+    with pytest.raises((HttpError, InvalidRequestError)) as caught:
+        asyncio.run(anext(outputs))  # type: ignore[arg-type]
+    error = error_body(caught.value).error
+    assert (error.code, error.param) == (404 if unloaded else 400, "model")
+    assert ("The model 'gone' does not exist; there is base, sql." in error.message) == unloaded

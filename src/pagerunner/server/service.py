@@ -169,7 +169,20 @@ class Service:
                 for index, prompt in enumerate(prompts)
             ]
         )
-        return _blaming(names, outputs)
+        return self._blaming(call.model, names, outputs)
+
+    async def _blaming(
+        self, model: str, names: Mapping[str, str], outputs: AsyncGenerator[Indexed, None]
+    ) -> AsyncGenerator[Indexed, None]:
+        try:
+            with blaming(names):
+                async with aclosing(outputs):
+                    async for one in outputs:
+                        yield one
+        except InvalidRequestError as error:
+            if error.param == _ADAPTER["lora_request"]:
+                self.check_model(model)  # it may have been unloaded since the call was let in
+            raise
 
 
 class Endpoint:
@@ -196,13 +209,6 @@ def blaming(names: Mapping[str, str]) -> Iterator[None]:
         if error.param == _FORMAT:  # its sentences begin with the field
             blamed.args = (str(error).replace(_FORMAT, name, 1),)
         raise blamed from error
-
-
-async def _blaming(names: Mapping[str, str], outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[Indexed, None]:
-    with blaming(names):
-        async with aclosing(outputs):
-            async for one in outputs:
-                yield one
 
 
 def json_response(body: Any) -> Response:
