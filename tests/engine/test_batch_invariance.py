@@ -15,6 +15,8 @@ from helpers.checkpoints_chunked import make_chunked_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.checkpoints_window import make_window_checkpoint
+from helpers.effort import share_of_the_day
+from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner import LLM, ConfigError, EngineArgs, SamplingParams
 from pagerunner.engine.startup.exchange import page_fields
@@ -166,6 +168,37 @@ def test_without_it_sums_are_made_in_other_orders(path: Path, alone: list[Number
     """So the tests above can fail."""
     usual = LLM(str(path), max_num_batched_tokens=23, **(OPTIONS | {"batch_invariant": False}))
     assert generated(usual) != alone
+
+
+@pytest.mark.parametrize("pooling_type", ["LAST", "MEAN"])
+def test_embeddings_too(pooling_type: str, tmp_path: Path) -> None:
+    """A mean adds up in whatever pieces a prompt is computed."""
+    path, pooler = str(make_checkpoint(tmp_path, "qwen3")), {"pooling_type": pooling_type}
+    llm, chunked = (LLM(path, pooler_config=pooler, max_num_batched_tokens=tokens, **OPTIONS) for tokens in (1_000, 23))
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    alone = [llm.embed([prompt])[0] for prompt in prompts]
+    assert llm.embed([prompt for prompt in prompts for _ in range(5)]) == [one for one in alone for _ in range(5)]
+    assert chunked.embed(prompts) == alone
+
+
+COVERED = {"gemma3", "gemma3_text", "gpt_oss", "llama", "llama4", "llama4_text", "mistral", "mistral3", "qwen2", "qwen3", "qwen3_moe"}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [sorted(MAKERS)[number] for number in share_of_the_day(len(MAKERS), 12)])
+def test_a_family_is_the_same_among_256_others_or_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    MAKERS[family](tmp_path)
+    path = str(next(found.parent for found in tmp_path.rglob("config.json")))
+    options: dict[str, Any] = OPTIONS | {"max_num_seqs": 257, "num_gpu_blocks_override": 2_600, "device": "cpu"}
+    if family not in COVERED:
+        with pytest.raises(ConfigError, match=r"batch_invariant=True isn't there for .*(latent|recurrent)"):
+            LLM(path, skip_tokenizer_init=True, **options)
+        return
+    llm = LLM(path, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+    params = structs.replace(DRAWN, detokenize=False)
+    alone = [numbers(llm.generate([{"prompt_token_ids": prompt}], params, False)[0]) for prompt in PROMPTS]
+    places = [0, *(number % len(PROMPTS) for number in range(256))]
+    outputs = llm.generate([{"prompt_token_ids": PROMPTS[place]} for place in places], params, False)
+    assert [numbers(output) for output in outputs] == [alone[place] for place in places]
 
 
 @pytest.mark.parametrize(

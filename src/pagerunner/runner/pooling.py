@@ -11,9 +11,13 @@ from pagerunner.ops.async_copy import ToHost
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import Pooling, SlotInit
 
+_STEPS = 2.0**32
+"""A mean adds up whole numbers of steps of 2^-32. Below 2^53 float64 rounds none of their sums, so pieces of a prompt add up to the same bits in any order."""
+_TOKENS = 256  # at a time: float64 takes memory that nobody has planned
+
 
 class HiddenStatePooler:
-    """Knows which slots hold pooling requests, and for means the float32 sum over the tokens so far."""
+    """Knows which slots hold pooling requests, and for means the sum over the tokens so far, in steps."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, Pooling] = {}
@@ -39,11 +43,11 @@ class HiddenStatePooler:
             end = firsts[index] + row.num_tokens
             vector_D = hidden_TD[end - 1].float()
             if self._kinds[row.slot] == "mean":
-                sum_D = hidden_TD[firsts[index] : end].sum(0, dtype=torch.float32)
-                if row.start:
-                    sum_D += self._sums[row.slot]
+                sum_D = self._sums[row.slot] if row.start else torch.zeros_like(vector_D, dtype=torch.float64)
+                for part_TD in hidden_TD[firsts[index] : end].split(_TOKENS):
+                    sum_D = sum_D + part_TD.double().mul_(_STEPS).round_().sum(0)
                 self._sums[row.slot] = sum_D
-                vector_D = sum_D / (row.start + row.num_tokens)
+                vector_D = (sum_D / (_STEPS * (row.start + row.num_tokens))).float()
             if row.samples:
                 found[index] = ToHost((vector_D,), hidden_TD.device)
         return found
