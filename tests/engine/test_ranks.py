@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints_drafters import make_module
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint, make_hybrid_directory
 from helpers.checkpoints_window import make_window_checkpoint
-from helpers.effort import TEST_DAY, effort, share_of_the_day
+from helpers.effort import TEST_DAY, by_days, effort, share_of_the_day
+from helpers.engine_oracle import prompt
 from helpers.families import MAKERS
 from helpers.quantise import CONFIGS, PACKED, quantise
 from pagerunner.config import EngineArgs
@@ -235,6 +237,41 @@ def test_ranks_with_a_share_each_have_the_tokens_of_the_whole_model(family: str,
     assert run(core, requests(3, 5)) == wanted
 
 
+EDGES = {"deepseek_v32": (4, 17, 64, 128), "deepseek_v4": (4, 20, 28, 32, 64, 128)}
+"""Slots, pages, and what is chosen or in a window."""
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize(("family", "pages"), by_days(EDGES, ["auto", "fp8"]))
+def test_chosen_latents_and_drafts_have_the_tokens_of_the_whole_model(family: str, pages: str, tmp_path: Path) -> None:
+    """Prompts end around each edge, and each rank holds all latents. The model's own module drafts on both ranks."""
+    limits = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**23}
+    made, given = str(make_module(tmp_path, family)), {"kv_cache_dtype": pages, "poison_fresh_pages": True}
+    args = EngineArgs(model=made, device="cpu", **limits, **given)  # type: ignore[arg-type]
+    lengths = sorted({edge + more for edge in EDGES[family] for more in (-1, 0, 1)})
+    asked = [
+        EngineRequest(
+            request_id=f"{length}",
+            prompt_token_ids=prompt(length, length),
+            params=SamplingParams(temperature=0.8 * (length % 2), max_tokens=6, ignore_eos=True),
+            seed=length,
+            max_tokens=6,
+        )
+        for length in lengths
+    ]
+    alone = resolve(args)
+    wanted = run(build_on(alone, load_worker(alone)), asked)
+    drafts = {"method": "mtp", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 4, 2]]}
+    divided = resolve(msgspec.structs.replace(args, tensor_parallel_size=2, speculative_config=drafts))
+    ranks = DividedRanks(divided, tmp_path / "ranks")
+    core = build_on(divided, ranks)
+    for _ in range(2):  # the second time prefixes are found
+        assert run(core, asked) == wanted
+    stats = core.stats()
+    assert stats.prefix_hits_total and stats.spec is not None and stats.spec.num_draft_tokens > 50
+    assert len(ranks.digests()) == 1
+
+
 SAMPLED = [
     {"temperature": 0},
     {"temperature": 0.9},
@@ -274,6 +311,56 @@ def test_random_traffic_has_the_same_tokens_on_three_ranks_as_on_one(tmp_path: P
         same += sum(found[name] == tokens for name, tokens in wanted.items())
         assert found.keys() == wanted.keys() and len(workers.digests()) == 1
     assert same >= number - max(1, number // 1000), "more than near ties differ"
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_seeds_have_the_same_tokens_on_one_to_four_ranks(family: str, tmp_path: Path) -> None:
+    """Log-probabilities differ by the rounding of sums between numbers of ranks, and by no bit from run to run."""
+    sizes: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 515}
+    if family == "llama":
+        made = make_checkpoint(tmp_path, family, num_hidden_layers=2, intermediate_size=100, **sizes)
+    else:
+        made = make_window_checkpoint(tmp_path, family, **sizes)
+    limits = {"max_model_len": 96, "max_num_seqs": 5, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 30}
+    args = EngineArgs(model=str(made), device="cpu", enable_prefix_caching=False, **limits)  # type: ignore[arg-type]
+    choose = random.Random(TEST_DAY)
+    asked = [
+        EngineRequest(
+            request_id=f"{number}",
+            prompt_token_ids=[choose.randrange(515) for _ in range(choose.randint(1, 30))],
+            params=SamplingParams(max_tokens=8, ignore_eos=True, **sampled | {"logprobs": 1}),
+            seed=number,
+            max_tokens=8,
+        )
+        for number, sampled in enumerate(SAMPLED)
+    ]
+    found: dict[int, dict[str, Any]] = {}
+    for size in (1, 2, 3, 4):
+        resolved = resolve(msgspec.structs.replace(args, tensor_parallel_size=size))
+        ranks = DividedRanks(resolved, tmp_path / f"ranks-{size}")
+        core = build_on(resolved, ranks)
+        found[size], again = (updates(core, asked) for _ in range(2))
+        assert again == found[size], "each bit is that of the run before"
+        assert len(ranks.digests()) == 1
+    for size in (2, 3, 4):
+        for name, places in found[1].items():
+            assert [token for token, _ in found[size][name]] == [token for token, _ in places], (size, name)
+            scores = [score for _, score in found[size][name]]
+            assert scores == pytest.approx([score for _, score in places], abs=1e-4)
+
+
+def updates(core: EngineCore, asked: Sequence[EngineRequest]) -> dict[str, list[tuple[int, float]]]:
+    """Of each request its tokens, and how likely they were."""
+    for request in asked:
+        core.add(request)
+    made: dict[str, list[tuple[int, float]]] = {}
+    while core.has_work:
+        for update in core.step():
+            told = [(one.token_id, one.logprob) for one in update.logprobs or ()]
+            assert [token for token, _ in told] == update.new_token_ids
+            made.setdefault(update.request_id, []).extend(told)
+    return made
 
 
 KINDS = sorted({*CONFIGS, *PACKED})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -30,7 +31,19 @@ VARIABLE = "PAGERUNNER_TEST_FAULT"
 """One of "load raises", "load ends", "load hangs", "pages", "sleep", "wake once", "update once"; "first": rank 0's worker is the one that fails.
 "all" fail, or "all load hangs". With "load slow" the last rank reads for 5 seconds longer than the others, which wait for it. "sleep hangs" is of all.
 "disk slow" and "disk hangs" are of its store of pages, which takes 0.3 s for a page, or for ever. With "adapters" the last rank reads the folder "last" of an
-adapter's directory, if there is one."""
+adapter's directory, if there is one. "killed in load": the last rank is ended by SIGKILL in that phase, one of KILLED_IN."""
+KILLED_IN = (
+    "load", "loaded", "map_pages", "prepare_sleep", "sleep", "wake_up", "change_weights", "state_digest", "read_adapter", "fill_adapter",
+)  # fmt: skip
+
+
+def _may_die(phase: str) -> None:
+    if os.environ.get(VARIABLE) == f"killed in {phase}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying(phase: str, act: Any) -> Any:
+    return lambda *given: _may_die(phase) or act(*given)
 
 
 class Never:
@@ -52,6 +65,10 @@ class FaultyWorker:
     @property
     def steps_done(self) -> int:
         return int(self._worker.steps_done) - self._lost
+
+    def __getattribute__(self, name: str) -> Any:
+        _may_die(name)
+        return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -105,6 +122,7 @@ class FaultyLoaded:
         self._loaded, self.meter = loaded, loaded.meter
 
     def map_pages(self, num_bytes: int) -> Any:
+        _may_die("map_pages")
         if os.environ.get(VARIABLE) == "pages":
             raise CapacityError("no room for pages.")
         return FaultyWorker(self._loaded.map_pages(num_bytes))
@@ -112,7 +130,14 @@ class FaultyLoaded:
 
 def load(resolved: Resolved, progress: Any, *, comm: Comm, stage: Stage | None, teams: Comm | None) -> Any:
     """As `load_worker`."""
+    last = (comm.rank if stage is None else stage.world.rank) == resolved.config.num_ranks - 1
+    if last:
+        _may_die("load")
+        loader.read_adapter = _dying("read_adapter", loader.read_adapter)
+        loader.AdapterLoader.fill = _dying("fill_adapter", loader.AdapterLoader.fill)  # type: ignore[method-assign]
     loaded = load_worker(resolved, progress, comm=comm, stage=stage, teams=teams)
+    if last:
+        _may_die("loaded")
     fault = os.environ.get(VARIABLE, "")
     if fault == "all load hangs":
         time.sleep(3600)
