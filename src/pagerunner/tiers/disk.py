@@ -508,9 +508,9 @@ class DiskStore:
     def _lose_all(self) -> None:
         """The directory is gone. If it comes back, a look finds what it holds then."""
         with self._lock:
-            for segment, _ in self._known.values():
-                self._lose(segment)
-            self._known.clear()
+            while self._known:
+                self._lose(self._known.popitem()[1][0])
+            self.directory.bytes = 0
 
     # -- looking after the directory
 
