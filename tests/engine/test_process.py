@@ -537,6 +537,18 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_core_holds_is_not_freed_when_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A group with a trainer that stands still would be waited for, for minutes. What is to be done at the end is done: pages go to the disk."""
+    set_options(monkeypatch, ends=str(tmp_path / "ended"))
+
+    async def main() -> int:
+        async with running() as (client, _):
+            pass
+        return client._core.exited.result()
+
+    assert (asyncio.run(main()), (tmp_path / "ended").exists()) == (0, True), "it wasn't killed"
+
+
 def test_cancelling_the_start_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_options(monkeypatch, load_seconds=60)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

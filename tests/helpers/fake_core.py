@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -38,7 +40,10 @@ SCRIPT, SCRIPT_END, END = 1, 3, 0
 
 
 class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the fake behaves. `start` is what building it does: "ok", "checkpoint_error", "bug" or "exit"."""
+    """How the fake behaves. `start` is what building it does: "ok", "checkpoint_error", "bug" or "exit".
+
+    With `ends` it makes this file when its process ends, and whoever frees it waits for ever.
+    """
 
     start: str = "ok"
     load_seconds: float = 0.0
@@ -47,6 +52,7 @@ class FakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_seconds: float = 0.0
     max_model_len: int = 2048
     num_pages: int = 1024
+    ends: str = ""
 
 
 class FakeCore:
@@ -64,6 +70,8 @@ class FakeCore:
         self._sleeps_to_fail = options.sleeps_to_fail
         self._wakes_to_fail = options.wakes_to_fail
         self._unreported: list[RequestUpdate] = []
+        if options.ends:
+            weakref.finalize(self, Path(options.ends).touch)
         self.startup = StartUp({"weights": 1.5, "capture": 0.5}, {"graphs": 4096, "free": 2**30})
         self.memory_plan = plan_memory(
             [FullKV(num_kv_heads=1, head_dim=16, dtype="float32")],
@@ -79,6 +87,10 @@ class FakeCore:
 
     failure_fd = update_seconds = None
     weights_fault = ""
+
+    def __del__(self) -> None:
+        if self._options.ends:
+            time.sleep(3600)
 
     def check_alive(self) -> None:
         """It has no other processes."""

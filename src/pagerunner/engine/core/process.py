@@ -7,6 +7,7 @@ process also ends when its standard input closes, because then its parent is gon
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import logging
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -383,10 +384,11 @@ def _exit_with_parent(parent: int, addresses: list[str]) -> None:
     os._exit(0)
 
 
-def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
+def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]], kept: list[EngineCore]) -> int:
     encode, socket = msgspec.msgpack.encode, sockets[0]
     try:
         core = load_factory(launch.factory)(launch.args, launch.available, launch.engine)
+        kept.append(core)
         plan = core.memory_plan
         socket.send(encode(wire.Ready(plan.max_model_len, msgspec.json.encode(plan_json(plan)), core.startup)))
     except Exception as error:  # the parent raises it
@@ -408,8 +410,11 @@ def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]]) -> int:
     return 0
 
 
-def main() -> int:
-    """Entry point of the core process; the exit status is 0 only after `Shutdown`."""
+def main() -> NoReturn:
+    """Entry point of the core process; the exit status is 0 only after `Shutdown`.
+
+    It leaves by `os._exit`, with the core as it is. To free tensors aborts where the device has failed, and to free a group waits for its other processes.
+    """
     # Ctrl-C and a service manager's TERM reach the whole process group. The frontend drains first, then tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -428,17 +433,19 @@ def main() -> int:
             socket.setsockopt(option, value)
         socket.connect(address)
         sockets.append(socket)
+    kept: list[EngineCore] = []
     try:
-        return _serve(launch, sockets)
+        status = _serve(launch, sockets, kept)
     finally:
         for socket in sockets:
             socket.close()
         context.term()
+    if not status:
+        atexit._run_exitfuncs()  # pages go to the disk, and ranks end
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    status = main()
-    if status:  # the interpreter's end would free tensors, which aborts where the device has failed
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(status)
+    main()
