@@ -177,6 +177,7 @@ class Experts(Module):
         if self.interleaved:
             gate_up_P2I = gate_up_P2I.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
         inner_PI = self.activation(gate_up_P2I)
+        del gate_up_P2I  # it may be as large as all others together
         out_PD = self.method.pair_products(inner_PI, own, self._weights_of("down"))
         pairs.add_(inner_PI, layer.down, out_PD, known=True)
         if not self.weigh_inputs:
@@ -197,6 +198,12 @@ class Experts(Module):
     def unpacked_bytes(self, pairs: int) -> int:
         """The most that the layer unpacks at a time for up to so many pairs of a token and an expert on a CUDA device."""
         return experts_bytes(self.stored, self.dtype, -(-pairs // self.ranks))
+
+    def adapted_bytes(self, pairs: int) -> int:
+        """The most that `_add_adapted_` holds at once for so many pairs of a token and an expert on a CUDA device, but for what is unpacked."""
+        _, features, inner = self.sizes
+        products = max(2 * inner + features, (4 if self.interleaved else 3) * inner)
+        return int(pairs * (products + features * self.weigh_inputs) * self.dtype.itemsize)
 
     @property
     def stored(self) -> list[Stored]:

@@ -19,7 +19,7 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.errors import ConfigError
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.module import Module
-from pagerunner.layers.moe import Experts
+from pagerunner.layers.moe import Experts, Router
 from pagerunner.layers.shares import Parts
 from pagerunner.lora.adapter import Adapter, Stack, Targets
 from pagerunner.lora.pauses import in_turns
@@ -72,6 +72,8 @@ class Products:
     """Of matrices that ranks divide, which rows of B or columns of A are here."""
     only: tuple[str, ...] | None = None
     """What names end in, if not all matrices may have an adapter."""
+    active: int = 0
+    """A token's experts."""
 
     @classmethod
     def of(cls, model: Module, only: tuple[str, ...] | None = None, whole: Whole | None = None) -> Products:
@@ -101,7 +103,8 @@ class Products:
                 if whole is not None and whole.parts is not None and target.sizes != every[name].sizes:
                     divided[name] = every[name].slices(whole.parts)
         experts = frozenset(name for name in names if isinstance(every[name].owner, Experts))
-        return cls(sizes, tuple(layers.items()), names, experts, divided, only)
+        active = max((module.routing.active for module in model.modules() if isinstance(module, Router)), default=0)
+        return cls(sizes, tuple(layers.items()), names, experts, divided, only, active)
 
     @property
     def widest(self) -> int:
@@ -117,6 +120,11 @@ class Products:
     def table_bytes(self, slots: int, max_rank: int) -> int:
         """Bytes of the table of so many slots."""
         return slots * 16 * len(self.sizes) * -(-max_rank // TILE)
+
+    def pairs_bytes(self, tokens: int) -> int:
+        """The most that a mixture of a step of so many tokens takes on a CUDA device, if all their adapters have products of experts."""
+        experts = (layer for layer, _ in self.layers if isinstance(layer, Experts))
+        return max((layer.adapted_bytes(tokens * self.active) for layer in experts), default=0)
 
     def adapt(self, device: torch.device | str = "cpu") -> None:
         """Tell the layers that they may have adapters from now on."""

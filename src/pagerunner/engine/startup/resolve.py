@@ -42,7 +42,7 @@ from pagerunner.engine.startup.weights import (
     adapted_products,
     adapter_copies,
     adapter_pages,
-    adapters_row,
+    adapters_rows,
     check_rows_of_adapters,
     count_weights,
     too_large,
@@ -447,8 +447,8 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
     args, model, max_num_seqs, specs = wish.args, wish.model, wish.max_num_seqs, wish.specs
     longest = model.max_position_embeddings if isinstance(wish.length, str) else wish.length
     counted = _most_weights(wish)
-    # on a card that is there, it is part of what the warm-up measures
-    unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and card is None else ()
+    measured = card is not None or wish.device == "cpu"  # by a warm-up, or counted as activations
+    unpacked = (("weights of a product, unpacked", counted.unpacked),) if counted.unpacked and not measured else ()
     products = adapted_products(model, wish.parts, wish.dtype, wish.device, args)
     copies = adapter_copies(products, wish.dtype, args)
     num_groups = len({spec.lifetime for spec in specs})
@@ -463,7 +463,7 @@ def _plan(wish: _Wish, memory_bytes: int | None, card: DeviceMemory | None) -> M
                 "step inputs",
                 StepTensors.num_bytes(max_num_seqs, max(max_num_seqs, wish.batched_tokens), num_groups, num_drafts),
             ),
-            *adapters_row(products, args),
+            *adapters_rows(products, args, 0 if measured else wish.batched_tokens),
             ("sampling state", Sampler.state_bytes(max_num_seqs, model.vocab_size)),
             ("logits of one step", 4 * max_num_seqs * (1 + num_drafts) * model.vocab_size),
             *drafting_bytes(wish.drafts, max_num_seqs, length, num_groups),

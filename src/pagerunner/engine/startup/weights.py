@@ -121,10 +121,15 @@ def adapted_products(
     return products
 
 
-def adapters_row(products: Sequence[Products], args: EngineArgs) -> tuple[tuple[str, int], ...]:
-    """A plan's row of bytes of the tables that say where adapters lie, on the rank with most products; none without `enable_lora`."""
-    sizes = [one.table_bytes(args.max_loras, args.max_lora_rank) for one in products]
-    return (("tables of adapters", max(sizes)),) if sizes else ()
+def adapters_rows(products: Sequence[Products], args: EngineArgs, tokens: int) -> tuple[tuple[str, int], ...]:
+    """A plan's rows of bytes for adapters, of the rank that needs most; none without `enable_lora`: the tables that say where they lie, and what experts'
+    adapters take in a step of so many `tokens`.
+    """
+    tables = max((one.table_bytes(args.max_loras, args.max_lora_rank) for one in products), default=0)
+    pairs = max((one.pairs_bytes(tokens) for one in products), default=0)
+    return tuple(
+        (name, size) for name, size in (("tables of adapters", tables), ("experts' adapters in a step", pairs)) if size
+    )
 
 
 def adapter_copies(products: Sequence[Products], dtype: Dtype, args: EngineArgs) -> int:
