@@ -142,6 +142,29 @@ def test_blocks_lie_in_pages() -> None:
     assert lay(torch.tensor([], dtype=torch.int64), 96)[1] == 0
 
 
+def test_a_digest_is_of_each_product_by_its_name_however_many_threads_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for expert in range(EXPERTS):
+        for seed, part in enumerate(NAMES):
+            sizes = (FEATURES, INNER) if part == "down_proj" else (INNER, FEATURES)
+            tensors |= pair(f"experts.{expert}.{part}", *sizes, RANK, seed=3 * expert + seed)
+    config = {"target_modules": list(NAMES), "r": RANK}
+    variants = [tensors] + [tensors | {name: tensor + 1} for name, tensor in tensors.items()]
+    first, second = "experts.0.up_proj", "experts.2.up_proj"
+    ends = (".lora_A.weight", ".lora_B.weight")
+    swapped = {one + end: tensors[other + end] for one, other in ((first, second), (second, first)) for end in ends}
+    variants.append(tensors | swapped)
+    found: list[list[str]] = []
+    for threads in (1, 4, 16):
+        monkeypatch.setattr("pagerunner.lora.adapter.HASHERS", threads)
+        paths = (write_adapter(tmp_path / f"{threads} {n}", config, own) for n, own in enumerate(variants))
+        found.append([read(path, torch.float32)[0].digest for path in paths])
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == len(variants) and all(len(digest) == 32 for digest in found[0])
+
+
 def test_readers_give_the_lock_up_after_a_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted are calls of one line of the package that follow each other without a pause: there are a few for each of 1,200 tensors, and 64 between pauses."""
     experts, calls, most = 200, Counter[tuple[CodeType, int]](), Counter[tuple[CodeType, int]]()
