@@ -440,6 +440,42 @@ def test_requests_go_on_with_what_is_gone_from_its_directory(base: Path, tmp_pat
     alone.close()
 
 
+@pytest.mark.parametrize("change", ["load_inplace", "in silence", "gone"])
+@pytest.mark.parametrize("first", ["x", "twin"])
+def test_a_content_of_two_names_is_read_where_it_still_is(base: Path, tmp_path: Path, change: str, first: str) -> None:
+    """One slot and host memory for one adapter. Requests of both names wait together while one of the two directories gets another content, or is deleted."""
+    x, y, other = versions(base, tmp_path, 3)
+    twin = shutil.copytree(x, tmp_path / "twin")
+    alone = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
+    alone.core.load_adapters([LoRARequest("x", 1, str(x))])
+    [wanted] = run(alone, [alone.add(PROMPTS[0], lora="x")])
+    engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
+    core = engine.core
+    core.load_adapters(LoRARequest(name, 1, str(path)) for name, path in (("y", y), ("x", x), ("twin", twin)))
+    before = engine.add(PROMPTS[1], tokens=20, lora="y")
+    engine.step()
+    held = [engine.add(PROMPTS[0], lora=name) for name in (first, *{"x", "twin"} - {first})]
+    if change == "gone":
+        shutil.rmtree(x)
+    else:
+        shutil.copy(other / "adapter_config.json", x)
+    last = (
+        LoRARequest("x", 1, str(x), load_inplace=True) if change == "load_inplace" else LoRARequest("z", 1, str(other))
+    )
+    core.load_adapters([last])  # host memory has no other one any more
+    assert len(loader_of(core)._kept) == 1
+    run(engine, [before])
+    assert run(engine, held) == [wanted, wanted]
+    if change == "in silence":
+        shutil.copy(other / "adapter_config.json", twin)
+        engine.tokens(engine.add(PROMPTS[1], tokens=2, lora="z"))
+        core.reset_prefix_cache()
+        ended = engine.last(engine.add(PROMPTS[0], lora="x"))
+        assert ended.finish_reason == "error" and "has changed since it was loaded" in str(ended.error)
+    engine.close()
+    alone.close()
+
+
 def test_a_disk_gives_pages_to_the_same_content_alone(base: Path, tmp_path: Path) -> None:
     """One prompt, computed with two adapters and without: what an engine that starts later finds of it, where one name has another content."""
     paths = versions(base, tmp_path, 3)

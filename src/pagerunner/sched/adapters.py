@@ -44,6 +44,7 @@ class _Slot:
     digest: str = ""
     path: str = ""
     users: dict[str, Sequence] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)  # directories that haven't its adapter any more
     reading: int = 0  # the number of the read that is under way
     filling: int = 0  # or of the fill
     lease: AdapterLease | None = None  # that it fills
@@ -208,8 +209,12 @@ class Adapters:
         error, self._changed = end.error, True
         if slot.lease is not None:
             self._end_fill(slot, slot.lease, well=not error)
-        elif not error and end.digest != slot.digest:
-            error = CHANGED.format(path=slot.path)
+        else:
+            if not error and end.digest != slot.digest:
+                error = CHANGED.format(path=slot.path)
+            slot.tried = slot.tried | {slot.path} if error else set()
+            if error and self._read(slot):
+                return True
         slot.reading = slot.filling = 0
         if error:
             self._failed += [(one, error) for one in slot.users.values()]
@@ -342,8 +347,18 @@ class Adapters:
         pages = self.manager.adapters
         if adapter.digest in self.copies or pages.is_leased(adapter.digest) or slot.pages == pages.find(adapter):
             return True
-        slot.reading, slot.path = self.number(), adapter.path
-        self._reads.append((slot.reading, adapter.path))
+        self._read(slot)
+        return False
+
+    def _read(self, slot: _Slot) -> bool:
+        """Begin to read the adapter of a slot, whose users may know it by several names. False if all directories have been tried."""
+        named = (info for info in self.names.values() if info.digest == slot.digest)
+        known = (one.adapter for one in slot.users.values() if one.adapter is not None)
+        for adapter in (*named, *known):
+            if adapter.path not in slot.tried:
+                slot.reading, slot.path = self.number(), adapter.path
+                self._reads.append((slot.reading, slot.path))
+                return True
         return False
 
     def _assign(self, sequence: Sequence) -> bool:
