@@ -9,6 +9,7 @@ import pytest
 
 from helpers.adapters import merged_checkpoint, pair, random_adapter, write_adapter
 from helpers.device import as_on_cuda, counted_graphs
+from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.forward import load
 from pagerunner import LLM, ConfigError, LoRARequest, SamplingParams
@@ -56,6 +57,37 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
         assert [token for token, _ in got[number]] == [token for token, _ in expected]
         assert [value for _, value in got[number]] == pytest.approx([value for _, value in expected], abs=2e-4)
     assert abs(want[0][0][1] - plain[0][0][1]) > 5e-4, "the adapter changes something"
+
+
+KINDS = ("gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "bamba", "deepseek_v3", "deepseek_v32")
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize(("family", "pages"), by_days(KINDS, ["auto", "fp8"]))
+def test_prefixes_of_every_kind_of_memory_are_found_by_content(family: str, pages: str, tmp_path: Path) -> None:
+    """Windows, chunks, snapshots of recurrent states, latents. Names change, and so does what one of them stands for."""
+    base = made(family, tmp_path / "base")
+    paths = [str(random_adapter(base, tmp_path / f"a{seed}", rank=6, seed=seed)) for seed in range(2)]
+    options = OPTIONS | {"num_gpu_blocks_override": 250, "kv_cache_dtype": pages}
+    options["block_size"] = {"auto": 32, "fp8": 128 if family == "qwen3_next" else 64}[pages]
+    llm = LLM(str(base), enable_lora=True, max_loras=2, **options | {"max_model_len": 192})
+    prompt = [(11 * n) % 400 + 5 for n in range(150)]
+
+    def answer(lora: LoRARequest | None) -> tuple[Any, int | None]:
+        [output] = llm.generate([prompt], PARAMS, False, lora_request=lora)
+        assert output.error is None
+        return answers([output])[0], output.num_cached_tokens
+
+    contents = {"": None, "a": LoRARequest("a", 1, paths[0]), "b": LoRARequest("b", 2, paths[1])}
+    computed = {name: answer(one) for name, one in contents.items()}
+    assert not any(cached for _, cached in computed.values()), "each is another content"
+    assert len({str(found) for found, _ in computed.values()}) == 3
+    again = {"": None, "a": LoRARequest("c", 3, paths[0]), "b": LoRARequest("a", 1, paths[1], load_inplace=True)}
+    for name, one in again.items():
+        found, cached = answer(one)
+        assert cached and cached >= 96
+        assert [token for token, _ in found] == [token for token, _ in computed[name][0]]
+        assert [score for _, score in found] == pytest.approx([score for _, score in computed[name][0]], abs=2e-3)
 
 
 @pytest.mark.days(2)

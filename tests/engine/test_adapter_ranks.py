@@ -38,6 +38,9 @@ OPTIONS: dict[str, Any] = {
     "enable_lora": True,
 }
 KINDS = ("awq", "fp8 tensor", "nvfp4", "compressed-tensors int8", "mxfp4 compressed")
+DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+DRAFTS |= {"num_speculative_tokens_per_batch_size": [[1, 64, 2]]}
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "block_size": 128, "num_gpu_blocks_override": 1_000}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)
 numbers = itertools.count()
 PROMPTS = [[7, 8, 9, 10 + n] * 5 for n in range(4)]
@@ -78,8 +81,10 @@ def answers(llm: LLM, wanted: list[LoRARequest | None]) -> list[list[tuple[int, 
         ("qwen3_next", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("llama", {"tensor_parallel_size": 4}),
         ("deepseek_v3", {"tensor_parallel_size": 2}),
-        ("bamba", {"pipeline_parallel_size": 2}),
+        ("bamba", {"pipeline_parallel_size": 2, "block_size": 128}),
         *((kind, {"tensor_parallel_size": 2}) for kind in KINDS),
+        *((kind, {"tensor_parallel_size": 2, "speculative_config": DRAFTS}) for kind in ("nvfp4", "gpt_oss")),
+        ("qwen3_next", {"tensor_parallel_size": 2, "speculative_config": DRAFTS} | FP8),
     ],
 )
 def test_tokens_are_those_of_one_rank(family: str, ways: dict[str, Any], tmp_path: Path) -> None:
@@ -91,15 +96,19 @@ def test_tokens_are_those_of_one_rank(family: str, ways: dict[str, Any], tmp_pat
     )
     limits: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 32}
     wanted = [one, None, two, one]
-    alone = answers(LLM(str(base), **OPTIONS, **limits), wanted)
-    ranks = LLM(str(base), **OPTIONS, **limits, **ways)
+    pages = {name: value for name, value in ways.items() if name in FP8}
+    alone = answers(LLM(str(base), **OPTIONS | limits | pages), wanted)
+    ranks = LLM(str(base), **OPTIONS | limits | ways)
     found = answers(ranks, wanted)
     for got, want in zip(found, alone, strict=True):
         assert [token for token, _ in got] == [token for token, _ in want]
         assert [value for _, value in got] == pytest.approx([value for _, value in want], abs=2e-4)
     ranks.reset_prefix_cache()
     plain = answers(ranks, [None] * 4)
-    if "moe" not in family and family not in (
+    if "speculative_config" in ways:
+        counts = ranks.stats().spec
+        assert counts is not None and counts.num_draft_tokens
+    elif "moe" not in family and family not in (
         "gpt_oss",
         "qwen3_next",
         "deepseek_v3",

@@ -235,21 +235,26 @@ def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixe
     assert slots == {8 + 8 + 8 * 2}
 
 
+AROUND = {"at once": {}} | CONDITIONS
+
+
 @pytest.mark.days(2)
 @pytest.mark.parametrize("recorded", [True, False])
-def test_contexts_around_every_boundary(models: Any, recorded: bool) -> None:
+@pytest.mark.parametrize("condition", [[*AROUND][number] for number in share_of_the_day(len(AROUND), 4)])
+def test_contexts_around_every_boundary(models: Any, recorded: bool, condition: str) -> None:
     """Slots of 4 and of 32, the window of 20, the 7 slots that are chosen at most, and pages: prompts end around each, and 6 tokens pass it."""
     path, reference = models("three kinds")
     lengths = sorted(
         {edge + more for edge in (4, 20, 7 * 4, 32, 64, 128) for more in (-5, -1, 0, 1) if edge + more > 0}
     )
     with as_on_cuda(), counted_graphs() as graphs:
-        llm = engine(path, enforce_eager=not recorded, max_num_seqs=12)
+        llm = engine(path, enforce_eager=not recorded, max_num_seqs=12, **AROUND[condition])
         check(reference, run(llm, [prompt(length, length) for length in lengths]))
     assert bool(graphs.replays) == recorded
 
 
-def test_sleep_changes_no_bit(models: Any) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_changes_no_bit(models: Any, level: int) -> None:
     path, _ = models("three kinds")
     llm = engine(path, enable_sleep_mode=True)
     texts = [prompt(i, n) for i, n in enumerate((70, 33))]
@@ -259,7 +264,7 @@ def test_sleep_changes_no_bit(models: Any) -> None:
         return [(list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]) for one in made]
 
     before = answers()
-    llm.sleep(level=1)
+    llm.sleep(level)
     llm.wake_up()
     assert answers() == before
 

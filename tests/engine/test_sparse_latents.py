@@ -15,7 +15,7 @@ import pytest
 
 from helpers.checkpoints_latent import make_latent_checkpoint
 from helpers.device import as_on_cuda, counted_graphs
-from helpers.effort import by_days
+from helpers.effort import by_days, share_of_the_day
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run, tokens_of
 from helpers.published import all_published
 from pagerunner.attention import paged_sparse
@@ -73,12 +73,37 @@ def test_results_do_not_depend_on_the_memory(models: Any, backend: str, conditio
     check(reference, run(llm, [prompt(i, n) for i, n in enumerate((5, 110, 33, 20))]))
 
 
+AROUND = {"at once": {}} | CONDITIONS
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prompts_that_end_around_borders(models: Any, backend: str) -> None:
+@pytest.mark.parametrize("condition", [[*AROUND][number] for number in share_of_the_day(len(AROUND), 4)])
+def test_prompts_that_end_around_borders(models: Any, backend: str, condition: str) -> None:
     """Of a page, of 64 and 128 tokens, and of as many as are chosen, which are 17."""
     path, reference = models("plain")
     lengths = (2, 3, 4, 11, 12, 15, 16, 17, 18, 63, 64, 122, 127, 128)
-    check(reference, run(engine(path, attention_backend=backend), [prompt(i, n) for i, n in enumerate(lengths)]))
+    llm = engine(path, attention_backend=backend, **AROUND[condition])
+    check(reference, run(llm, [prompt(i, n) for i, n in enumerate(lengths)]))
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize(("kv_cache_dtype", "level"), by_days(["auto", "fp8"], [1, 2]))
+def test_sleep_changes_no_bit(models: Any, kv_cache_dtype: str, level: int) -> None:
+    """In graphs, before and after."""
+    path, _ = models("plain")
+    texts = [prompt(i, n) for i, n in enumerate((70, 33))]
+
+    def answers() -> list[Any]:
+        made = [output.outputs[0] for output in run(llm, texts)]
+        return [(list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]) for one in made]
+
+    with as_on_cuda(), counted_graphs() as graphs:
+        llm = engine(path, kv_cache_dtype=kv_cache_dtype, enable_sleep_mode=True, max_num_seqs=4)
+        before = answers()
+        llm.sleep(level)
+        llm.wake_up()
+        assert answers() == before
+    assert graphs.replays
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -172,7 +197,8 @@ def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: An
         read_model_config(path)
 
 
-@pytest.mark.parametrize("planted", ["nothing", "a choice"])
+@pytest.mark.days(2)
+@pytest.mark.parametrize("planted", ["nothing", "a choice", "a table", "places"])
 def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     models: Any, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
@@ -185,12 +211,24 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
         found = choose(q, *more)
         return first.setdefault(len(q), found.clone()) if len(q) == 4 else found  # of steps that are recorded
 
+    read, store = paged_sparse.chosen_values, paged_sparse.store_latent_
+
+    def stale_table(q: Any, q_rotary: Any, held: Any, table: Any, *more: Any) -> Any:
+        return read(q, q_rotary, held, first.setdefault(len(q), table.clone()), *more)
+
+    def stale_places(new: Any, pages: Any, *places: Any) -> None:
+        store(new, pages, *first.setdefault((len(new), pages.shape), [one.clone() for one in places]))
+
     def answers(llm: Any) -> list[Any]:
         return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
 
     expected = answers(engine(path))
     if planted == "a choice":
         monkeypatch.setattr(paged_sparse, "choose_slots", stale_choice)
+    elif planted == "a table":
+        monkeypatch.setattr(paged_sparse, "chosen_values", stale_table)
+    elif planted == "places":
+        monkeypatch.setattr(paged_sparse, "store_latent_", stale_places)
     with as_on_cuda(), counted_graphs() as graphs:
         found = answers(engine(path, max_num_seqs=4))
     assert graphs.replays
