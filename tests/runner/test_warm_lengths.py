@@ -57,7 +57,12 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def _runner(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, longest: int = LONGEST, tokens: int | None = None
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    longest: int = LONGEST,
+    tokens: int | None = None,
+    **own: Any,
 ) -> tuple[ModelRunner, ModelConfig]:
     make, pages = CASES[name]
     found: list[tuple[ModelRunner, ModelConfig]] = []
@@ -70,7 +75,7 @@ def _runner(
     sizes = {"max_model_len": longest, "max_num_batched_tokens": tokens or longest, "kv_cache_memory_bytes": 20_000_000}
     options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
     with as_on_cuda():
-        engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options)
+        engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options, **own)
     (made,) = found
     return made
 
@@ -127,6 +132,25 @@ def test_steps_with_a_past_find_their_kernels_compiled_beside_that_of_long_rows(
         for rows in (4 * [(1000, 170)], 2 * [(1000, 340)], [(1300, 690)], 2 * [(100, 300)], [(0, 600), (9, 100)]):
             runner._run_first([StepRow(i, start, n, [0] * n, True) for i, (start, n) in enumerate(rows)])
             assert launched <= met, (rows, launched - met)
+
+
+def test_the_rows_of_steps_with_drafts_are_built_by_kernels_that_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That isn't part of the graphs, and each number of drafts has a kernel."""
+    table = [[1, 1, 3], [2, 4, 1]]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": table}
+    runner, _ = _runner(tmp_path, monkeypatch, "qwen3", longest=128, speculative_config=drafts)
+    graphs = runner._graphs
+    with noted_launches() as launched:
+        with monkeypatch.context() as before:
+            before.setattr(graphs, "_plain", type(graphs._plain)([]))  # a warm-up comes before the captures
+            runner.warm_up()
+        met = set(launched)
+        for count in (0, 1, 3):
+            runner._run_first([StepRow(0, 40, 1 + count, [], True)])
+    built = {one for one in launched if one[0] == "_build_rows"}
+    assert len(built) == 4 and built <= met  # prompts, and each number of drafts
 
 
 @pytest.mark.parametrize(

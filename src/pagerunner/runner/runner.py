@@ -298,6 +298,9 @@ class ModelRunner:
         if self._num_drafts:
             self._take([Guess(self._builder.max_rows, 0, [0])])  # of no slot
         self._pages.prepare(step)
+        for stride in {key.stride for key in self._graphs.keys if key.drafts}:  # rows aren't built in the graphs
+            step.where = step.where._replace(one_token=False, stride=stride)
+            self._builder.fill(step, 1, stride)
         self._graphs.warm_up(self._work, self._second, progress, rehearsal=rehearsal)
 
     def _run_largest_steps(self) -> None:
