@@ -11,6 +11,7 @@ from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
 from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved
 from pagerunner.batch import StatePages
+from pagerunner.ops.kernels import vectors_attention as kernels
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
@@ -60,6 +61,22 @@ def test_pages_in_fp8(name: str, heads: int) -> None:
     for _ in range(3):
         got = vectors_attention(*held).cpu()
         torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", [name for name, case in LARGE.items() if case.dtype == torch.bfloat16])
+def test_two_parts_of_a_token_merge_themselves(monkeypatch: pytest.MonkeyPatch, name: str, fp8: bool) -> None:
+    """As programs of a cluster on Hopper: always to the same bits."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(kernels, "_parts", lambda *_: kernels.CLUSTER)
+    arguments, _ = inputs(LARGE[name], 16, 4)
+    want = vectors_attention.twin(*(in_published_pages(arguments)[1] if fp8 else arguments))
+    given = moved(arguments, DEVICE)
+    given = in_published_pages(given)[0] if fp8 else given
+    found = [vectors_attention(*given) for _ in range(20)]
+    tolerance = 3e-2 * float(want.abs().max()) if fp8 else 2e-2
+    torch.testing.assert_close(found[0].cpu(), want, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -14,7 +14,7 @@ from pagerunner.ops.kernels import indexer, sparse_latents, vectors_fp8_gluon, v
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
 from pagerunner.ops.kernels.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
-from pagerunner.ops.kernels.vectors_attention import GLUON_TILES
+from pagerunner.ops.kernels.vectors_attention import CLUSTER, GLUON_TILES
 
 
 def _sparse(
@@ -112,11 +112,12 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: boo
     types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
     types = {one: type for one, type in types.items() if one in names}
     constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
-    constants |= {"SPLIT": parts > 1, "NEW": new, "CHOSEN": chosen, "PDL": True}
+    cluster = CLUSTER if parts == CLUSTER else 1
+    constants |= {"SPLIT": parts > cluster, "NEW": new, "CHOSEN": chosen, "PDL": True}
     strides = ["q_token", "q_head", "vector_stride"]
     strides += [] if fp8 else ["window_stride", "window_slot", "page_stride", "page_slot"]
     aligned = [*(one for one, type in types.items() if type[0] == "*"), *strides]
-    return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, launch_pdl=True)
+    return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, num_ctas=cluster, launch_pdl=True)
 
 
 def prefill(name: str, group: int, page: int) -> dict[str, Any]:

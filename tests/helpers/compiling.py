@@ -16,6 +16,8 @@ from check_compiled import disassembled, faults, forgotten, overwritten
 
 STEPS = re.compile(r"fence\.acq_rel\.\w+|griddepcontrol\.\w+|bar\.sync|(?:ld|st|atom)\.(?!param|shared)[\w.]+")
 """What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
+SWAPPED = re.compile(r"barrier\.cluster\.\w+|(?:st|ld)\.shared[\w.:]*|(?:ld|st)matrix|bar\.sync")
+"""What PTX does with shared memory."""
 PATHS = re.compile(r"fence\.acq_rel\.\w+|bar\.sync|bra(?:\.uni)?\s+\$L\w+|^\$L__BB\w+(?=:)|ret(?=;)", re.MULTILINE)
 """Where it goes on, and which barriers are on the way."""
 
@@ -62,4 +64,6 @@ def gluon(
         "sums": sums(compiled.asm["ttgir"]),
     }
     ptx = compiled.asm["ptx"]
+    _, *more = ptx.partition("barrier.cluster")
+    found["swapped"] = SWAPPED.findall("".join(more))  # from where a cluster's programs meet
     return found | {"steps": STEPS.findall(ptx), "paths": [" ".join(one.split()) for one in PATHS.findall(ptx)]}

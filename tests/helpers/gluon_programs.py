@@ -5,6 +5,10 @@ What comes by copies is NaN until it has been waited for, and so is shared memor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from threading import Event
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,9 @@ class At:
     def __init__(self, at: Any, kind: torch.dtype) -> None:
         self.at, self.kind, self.dtype = torch.as_tensor(at), kind, SimpleNamespace(element_ty=kind)
 
+    def to(self, kind: torch.dtype, bitcast: bool) -> At:
+        return At(self.at, kind)
+
     def __add__(self, more: Any) -> At:
         return At(self.at + torch.as_tensor(more).long() * self.kind.itemsize, self.kind)
 
@@ -32,8 +39,10 @@ class At:
             first, memory = tensor.untyped_storage().data_ptr(), torch.empty(0, dtype=tensor.dtype)
             memory.set_(tensor.untyped_storage())
             inside = left & (self.at >= first) & (self.at < first + memory.nbytes)
-            if tensor.dtype == self.kind and inside.any():
+            words = tensor.dtype == torch.uint8 and self.kind == torch.int64
+            if (tensor.dtype == self.kind or words) and inside.any():
                 left &= ~inside
+                memory = memory[: len(memory) // 8 * 8].view(torch.int64) if words else memory
                 found.append((memory, inside, (self.at[inside] - first) // self.kind.itemsize))
         assert not left.any(), "an address of no tensor"
         return found
@@ -64,6 +73,10 @@ class Shared(torch.Tensor):
 
     def load(self, layout: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """Panels of a tile's columns."""
+        return self.unflatten(1, (shape[0], shape[2])).transpose(0, 1)
 
     def store(self, values: torch.Tensor) -> None:
         self.copy_(values)
@@ -101,7 +114,7 @@ def multiply(a, b, acc, use_acc=True, is_async=False):
 def where(mask, one, other):
     if isinstance(one, At):
         return At(torch.where(mask, one.at, other.at), one.kind)
-    return torch.where(mask, one, other)
+    return torch.where(torch.as_tensor(mask), one, other)
 
 
 def numbers_of_e4m3(words, constraints, arguments, dtype, is_pure, pack):
@@ -109,9 +122,34 @@ def numbers_of_e4m3(words, constraints, arguments, dtype, is_pure, pack):
     return arguments[0].view(torch.float8_e4m3fn).to(dtype)
 
 
-def language(programs: list[int]) -> SimpleNamespace:
+class Cluster:
+    """Programs of a cluster, run as threads: one goes on until it waits for the others, and then the next one begins."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.given = count, [Queue() for _ in range(count)]
+        self.comes = [Event() for _ in range(count)]
+
+    def swap(self, rank: int, *values: Any) -> Any:
+        """What the other one of two gives here."""
+        self.given[1 - rank].put(values)
+        self.comes[rank].set()
+        return self.given[rank].get(timeout=60)
+
+    def run(self, program: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(self.count) as pool:
+            ends = []
+            for rank in range(self.count):
+                ends.append(pool.submit(program, rank))
+                ends[rank].add_done_callback(lambda _, comes=self.comes[rank]: comes.set())
+                self.comes[rank].wait()
+            for end in ends:
+                end.result()
+
+
+def language(programs: list[int], cluster: int) -> SimpleNamespace:
     number, nothing = torch.as_tensor, lambda *_: None
     return SimpleNamespace(
+        num_ctas=lambda: cluster, split=lambda x: (x[..., 0], x[..., 1]),
         program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end), static_range=range,
         load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
         maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),
@@ -120,7 +158,7 @@ def language(programs: list[int]) -> SimpleNamespace:
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
         expand_dims=torch.unsqueeze, permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, float32=torch.float32, int32=torch.int32,
-        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16,
+        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
     )  # fmt: skip
 
 
@@ -134,18 +172,26 @@ class Launched:
         self.module, self.name, self.known, self.programs = module, name, known, 0
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, **constants):
+        def launch(*arguments, num_warps, num_ctas=1, **constants):
             At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
             given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
             for program in range(grid[0]):
                 for block in range(grid[1]):
-                    self._program([program, block])(*given, **constants)
-                    self.programs += 1
+                    both = Cluster(num_ctas)
+                    both.run(lambda rank: self._program([program, block], both, rank)(*given, **constants))  # noqa: B023
+                    self.programs += num_ctas
 
         return launch
 
-    def _program(self, programs: list[int]) -> Any:
-        known = {"gl": language(programs), "async_copy": Copies(), "warpgroup_mma": multiply}
+    def _program(self, programs: list[int], cluster: Cluster, rank: int) -> Any:
+        known = {
+            "gl": language(programs, cluster.count),
+            "_rank": lambda: rank,
+            "_swap": lambda *given: cluster.swap(*given[:4]),
+            "async_copy": Copies(),
+            "warpgroup_mma": multiply,
+        }
+        known |= {"_store": lambda at, values, mask: at.store(values, mask)}
         known |= {"warpgroup_mma_wait": lambda left, deps: deps[0], "warpgroup_mma_init": lambda acc: acc}
         known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known
         return self._names(vars(self.module), known, {})[self.name]

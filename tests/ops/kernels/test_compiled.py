@@ -18,6 +18,7 @@ from pagerunner.attention.paged_sparse import SHARED_MEMORY
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, stages_of
 from pagerunner.ops.kernels.lora import expand_warps
+from pagerunner.ops.kernels.vectors_attention import CLUSTER
 
 ROOT = Path(__file__).parents[3]
 ROOM = 227 * 1024
@@ -138,7 +139,7 @@ def sparse_cases() -> list[tuple[Any, ...]]:
 def vectors_cases() -> list[tuple[Any, ...]]:
     """Layers of windows alone, of chosen slots and of all, by whether rows have several tokens, parts, and pages in fp8."""
     layers = (0, False, False), (4, True, False), (128, False, False), (4, True, True), (128, False, True)
-    cases = [("vectors", "bf16", *layer, new, 1 if new else 2, fp8) for *layer, fp8 in layers for new in (True, False)]
+    cases = [("vectors", "bf16", *layer, parts == 1, parts, fp8) for *layer, fp8 in layers for parts in (1, 2, 3)]
     return turns(cases, 1)
 
 
@@ -147,7 +148,7 @@ def prefill_cases() -> list[tuple[Any, ...]]:
     return turns([("prefill", "bf16", 4, 16), ("prefill", "bf16", 4, 0), ("prefill", "fp16", 8, 64)], 0)
 
 
-SPARSE, LATENTS = sparse_cases(), latent_cases()
+SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
 SUMMED = turns([False, True], 2)  # indexer keys in fp8
 BEST = turns([False, True], 2)
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
@@ -173,7 +174,7 @@ CASES = [
     *recurrence_cases(),
     *ADAPTERS,
     *ADAPTED_ROWS,
-    *vectors_cases(),
+    *VECTORS,
     *LATENTS,
     *prefill_cases(),
 ]
@@ -225,6 +226,15 @@ def test_kernels_stay_on_their_way(case, compiled):
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
     assert case[0] not in ("lanes", "vectors", "latents") or found["copies"], "a copy brings 16 bytes for each lane"
+
+
+@pytest.mark.parametrize("case", [case for case in VECTORS if case[-2] == CLUSTER], ids=str)
+def test_nothing_else_is_in_shared_memory_while_programs_of_a_cluster_write_to_each_others(case, compiled):
+    """A thread gives away 64 sums and two numbers of a head. The compiler doesn't know where they lie, and would take the room for a conversion of its own."""
+    steps, met = compiled[case]["swapped"], ["barrier.cluster.arrive", "barrier.cluster.wait"]
+    given = ["st.shared::cluster.v4.f32"] * 16 + ["st.shared::cluster.v2.f32"]
+    taken = ["ld.shared.v4.f32"] * 16 + ["ld.shared.v2.f32", "bar.sync"]
+    assert steps[: len(met + given + met + taken)] == met + given + met + taken
 
 
 @pytest.mark.parametrize("case", [*SPARSE, *LATENTS], ids=str)

@@ -58,7 +58,7 @@ def given(case: Case) -> tuple[Any, ...]:
 
 
 @pytest.mark.days(4)
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
     torch.manual_seed(3)
@@ -69,7 +69,7 @@ def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: in
 
 
 @pytest.mark.days(8)
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_pages_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
     torch.manual_seed(3)
@@ -89,7 +89,7 @@ def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool) -> None:
     """A kernel that begins early finds other numbers until then: of a row whose window has two tiles or more, and of a short one."""
     case = replace(FULL, rows=((400, 1), (90, 1)), window=150, top_k=60)

@@ -403,6 +403,7 @@ GLUON_HEADS = 16  # fewer leave most of a tile's 64 queries empty
 GLUON_PARTS = (448, 64)  # of a vector in fp8: codes in blocks of 64, and rotary elements
 MANY_HEADS = 32  # fewer with numbers in pages go by Triton's kernel in prompts and large batches, as its programs share a multiprocessor
 MANY_TOKENS = 129  # of a batch that is large
+CLUSTER = 2  # so many parts of a token write to each other's shared memory, and merge themselves
 FEW_TOKENS = 32  # whose keys may be in parts of one tile
 
 
@@ -507,14 +508,15 @@ def _launch_gluon(
     picked, fp8, stored = rows.row_T if chosen is None else chosen, isinstance(pages, Latents), Stored.of(pages)
     kinds = [[part.codes, part.rope, part.scales.view(torch.uint8)] if fp8 else [part.codes] for part in (held, stored)]
     steps = [part.steps if fp8 else part.strides[:2] for part in (held, stored)]
-    _gluon(fp8).vectors_kernel[(tokens * parts, blocks(heads, GLUON_TILES.heads))](
+    cluster = parts if parts == CLUSTER else 1
+    _gluon(fp8).vectors_kernel[(tokens * parts // cluster, blocks(heads, GLUON_TILES.heads))](
         q_THD, window.vectors_TD, *kinds[0], *kinds[1], picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
         rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, int(early), scale / math.log(2), window.table_SW.shape[1],
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *steps[0], *steps[1],
         picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.codes.shape[1], SLOT_PAGE=stored.codes.shape[1], D=size, P=angles.cos_T1D.shape[-1],
-        SPLIT=parts > 1, NEW=_is_new(rows), CHOSEN=chosen is not None,
-        num_warps=GLUON_TILES.warps, **dependent(q_THD.device),
+        SPLIT=parts > cluster, NEW=_is_new(rows), CHOSEN=chosen is not None,
+        num_warps=GLUON_TILES.warps, num_ctas=cluster, **dependent(q_THD.device),
     )  # fmt: skip
 
 
@@ -553,8 +555,9 @@ def vectors_attention(
     if ratio:
         seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
     parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device)
-    space = torch.empty(tokens * parts * heads * (size + 1) if parts > 1 else 1, dtype=torch.float32, device=device)
-    found, partial = space[: tokens * parts * heads], space[tokens * parts * heads if parts > 1 else 0 :]
+    left = parts > 1 and not (gluon and parts == CLUSTER)  # to be merged
+    space = torch.empty(tokens * parts * heads * (size + 1) if left else 1, dtype=torch.float32, device=device)
+    found, partial = space[: tokens * parts * heads], space[tokens * parts * heads if left else 0 :]
     picked = rows.row_T if chosen is None else chosen
     launch = dependent(device)
     if gluon:
@@ -571,7 +574,7 @@ def vectors_attention(
             NEW=_is_new(rows), CHOSEN=chosen is not None,
             PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages, **launch,
         )  # fmt: skip
-    if parts > 1:
+    if left:
         block = 1 if tokens * heads <= 1024 else 4
         _merge_kernel[(tokens, blocks(heads, block))](
             partial, found, sinks_H, *angles, out_THD, heads, parts, angles.cos_T1D.stride(0),

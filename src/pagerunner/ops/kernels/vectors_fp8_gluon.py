@@ -17,19 +17,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from pagerunner.ops.kernels.latent_gluon import numbers_of_codes
 from pagerunner.ops.kernels.launch import start_next, wait_turn
-from pagerunner.ops.kernels.vectors_attention import LOWEST
 from pagerunner.ops.kernels.vectors_gluon import (
     BN,
+    COPIED,
     HELD,
     KEYS,
-    SCORES,
-    SUMS,
     _copy,
     _copy_queries,
     _end,
+    _laid,
+    _nothing,
     _number,
+    _part,
     _score,
     _span,
+    _tiles,
     _weigh,
 )
 
@@ -39,6 +41,10 @@ HIGH = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 LAST = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))
 TURNED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 FEW = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0]))
+NUMBERS_HIGH = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+"""Numbers of codes, and the same by blocks that share a scale."""
+SCALED_LOW = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [8, 1, 1], [2, 1, 0]))
+SCALED_HIGH = gl.constexpr(gl.BlockedLayout([1, 1, 8], [2, 2, 8], [8, 1, 1], [2, 1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -51,46 +57,50 @@ def _factors(scales):
 
 
 @gluon.jit
+def _panel(smem, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Some of a tile's elements: 64 of all its keys lie together. Triton has no slices of what a cluster's programs have."""
+    PANELS: gl.constexpr = smem.shape[1] // COUNT
+    return smem._reinterpret(smem.dtype, [PANELS, BN, COUNT], _laid(HELD, gl.num_ctas())).index(FIRST // COUNT)
+
+
+@gluon.jit
 def _convert(
     codes, scales, target, FIRST: gl.constexpr, COUNT: gl.constexpr, NUMBERS: gl.constexpr, SCALED: gl.constexpr
 ):
     """Make numbers of the codes of COUNT blocks from FIRST on, all at once: the compiler has a barrier before each store to `target`."""
     numbers = gl.reshape(numbers_of_codes(codes.load(NUMBERS)), [BN, COUNT, 64])
-    factors = _factors(scales.slice(FIRST, COUNT, dim=1).load(gl.SliceLayout(2, SCALED)))
+    block = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, SCALED)))
+    words = scales.load(gl.SliceLayout(1, gl.SliceLayout(2, SCALED)))
+    factors = _factors((words[:, None] >> (block * 8)[None, :]) & 255)
     numbers = gl.convert_layout(numbers, SCALED, assert_trivial=True) * gl.expand_dims(factors, 2)
     numbers = gl.convert_layout(gl.reshape(numbers, [BN, COUNT * 64]), NUMBERS, assert_trivial=True)
-    target.slice(FIRST * 64, COUNT * 64, dim=1).store(numbers)
+    _panel(target, FIRST * 64, COUNT * 64).store(numbers)
 
 
 @gluon.jit
 def _make_numbers(room, last, target):
     """Make numbers of a tile's codes."""
     low, high, scales, _ = room
-    _convert(low, scales, target, 0, 4, gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]),
-             gl.BlockedLayout([1, 1, 8], [1, 4, 8], [8, 1, 1], [2, 1, 0]))  # fmt: skip
-    _convert(high, scales, target, 4, 2, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]),
-             gl.BlockedLayout([1, 1, 8], [2, 2, 8], [8, 1, 1], [2, 1, 0]))  # fmt: skip
-    factors = _factors(scales.slice(6, 1, dim=1).load(LAST))
-    target.slice(384, 64, dim=1).store(numbers_of_codes(last) * factors)
+    _convert(low, scales, target, 0, 4, _laid(COPIED, gl.num_ctas()), _laid(SCALED_LOW, gl.num_ctas()))  # fmt: skip
+    _convert(high, scales, target, 4, 2, _laid(NUMBERS_HIGH, gl.num_ctas()), _laid(SCALED_HIGH, gl.num_ctas()))  # fmt: skip
+    factors = _factors((scales.load(gl.SliceLayout(1, _laid(LAST, gl.num_ctas()))) >> 48) & 255)
+    _panel(target, 384, 64).store(numbers_of_codes(last) * factors[:, None])
 
 
 @gluon.jit
 def _room():
     """Where a tile's first 256 codes are copied to, the next 128, scales, and where its slots begin."""
-    low = gl.allocate_shared_memory(gl.uint8, [BN, 256], PLAIN)
-    high = gl.allocate_shared_memory(gl.uint8, [BN, 128], PLAIN)
-    scales = gl.allocate_shared_memory(gl.uint8, [BN, 8], SCALES)
-    return low, high, scales, gl.allocate_shared_memory(gl.int64, [BN], LINE)
+    low = gl.allocate_shared_memory(gl.uint8, [BN, 256], _laid(PLAIN, gl.num_ctas()))
+    high = gl.allocate_shared_memory(gl.uint8, [BN, 128], _laid(PLAIN, gl.num_ctas()))
+    scales = gl.allocate_shared_memory(gl.int64, [BN], _laid(LINE, gl.num_ctas()))
+    return low, high, scales, gl.allocate_shared_memory(gl.int64, [BN], _laid(LINE, gl.num_ctas()))
 
 
 @gluon.jit
-def _shares(new, seen, count, part, num_parts):
-    """Where what is in pages begins among keys, and behind its window slots, if the first `new` are of the step itself; and a part of all keys."""
+def _shares(new, seen, count):
+    """Where what is in pages begins among keys, behind its window slots, and where these end, if the first `new` are of the step itself."""
     padded = gl.cdiv(new, BN) * BN  # what is in pages begins with a tile of its own
-    count = count - new + padded
-    per = (gl.cdiv(count, BN) + num_parts - 1) // num_parts
-    begin = gl.minimum(part * per * BN, count)
-    return padded, seen - new + padded, begin, gl.minimum(begin + per * BN, count)
+    return padded, seen - new + padded, count - new + padded
 
 
 @gluon.jit
@@ -124,22 +134,20 @@ def _bring_codes(k_smem, room, window, slots, number, entry, key, stop, seen, pa
     at = entry * (gl.where(own, window[3], slots[3]) * 16) + inside * (gl.where(own, window[4], slots[4]) * 16)
     places.store(gl.where(live, gl.where(own, at + 1, at), -16))
     gl.thread_barrier()
-    at, there = _at(places, window[0], slots[0], 1, LOW)
-    x = gl.arange(0, 256, gl.SliceLayout(0, LOW))[None, :]
+    at, there = _at(places, window[0], slots[0], 1, _laid(LOW, gl.num_ctas()))
+    x = gl.arange(0, 256, gl.SliceLayout(0, _laid(LOW, gl.num_ctas())))[None, :]
     async_copy.async_copy_global_to_shared(low, at + x, mask=there)
-    at, there = _at(places, window[0], slots[0], 1, HIGH)
-    x = gl.arange(0, 128, gl.SliceLayout(0, HIGH))[None, :]
+    at, there = _at(places, window[0], slots[0], 1, _laid(HIGH, gl.num_ctas()))
+    x = gl.arange(0, 128, gl.SliceLayout(0, _laid(HIGH, gl.num_ctas())))[None, :]
     async_copy.async_copy_global_to_shared(high, at + (x + 256), mask=there)
-    at, there = _at(places, window[1], slots[1], 2, TURNED)
-    x = gl.arange(0, 64, gl.SliceLayout(0, TURNED))[None, :]
-    async_copy.async_copy_global_to_shared(k_smem.slice(448, 64, dim=1), at + x, mask=there)
+    at, there = _at(places, window[1], slots[1], 2, _laid(TURNED, gl.num_ctas()))
+    x = gl.arange(0, 64, gl.SliceLayout(0, _laid(TURNED, gl.num_ctas())))[None, :]
+    async_copy.async_copy_global_to_shared(_panel(k_smem, 448, 64), at + x, mask=there)
     at = entry * (gl.where(own, window[5], slots[5]) * 8) + inside * (gl.where(own, window[6], slots[6]) * 8)
-    at = gl.multiple_of(gl.convert_layout(gl.where(own, window[2], slots[2]) + at, gl.SliceLayout(1, FEW)), 8)[:, None]
-    x = gl.arange(0, 8, gl.SliceLayout(0, FEW))[None, :]
-    there = gl.convert_layout(live, gl.SliceLayout(1, FEW))[:, None]
-    async_copy.async_copy_global_to_shared(few, at + x, mask=there)
-    at, there = _at(places, window[0], slots[0], 1, LAST)
-    x = gl.arange(0, 64, gl.SliceLayout(0, LAST))[None, :]
+    at = gl.multiple_of(gl.where(own, window[2], slots[2]) + at, 8).to(gl.pointer_type(gl.int64), bitcast=True)
+    async_copy.async_copy_global_to_shared(few, at, mask=live)
+    at, there = _at(places, window[0], slots[0], 1, _laid(LAST, gl.num_ctas()))
+    x = gl.arange(0, 64, gl.SliceLayout(0, _laid(LAST, gl.num_ctas())))[None, :]
     return gl.load(at + (x + 384), mask=there, other=0), live
 
 
@@ -175,29 +183,26 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     start_next(PDL)
     if early == 0:
         wait_turn(PDL)
-    token, part = (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
+    token, part = _part(num_parts)
     block = gl.program_id(1) * 64
     slot, least, start, first, seen, count = _span(
         row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
     )
     own = (first + start, least + seen - start)
-    padded, seen, begin, stop = _shares(own[1], seen, count, part, num_parts)
-    tables = (
-        window_table + slot * window_table_stride,
-        slot_table + slot * slot_table_stride,
-        window_width,
-        slot_width,
-    )
+    padded, seen, stop = _shares(own[1], seen, count)
+    begin, step = part * BN, num_parts * BN
+    window_table += slot * window_table_stride
+    tables = (window_table, slot_table + slot * slot_table_stride, window_width, slot_width)
     chosen_ptr += token * chosen_stride
     q_at = q + token * q_token + block * q_head
     held = (window, window_rope, window_scales, window_page, window_slot, window_scale_page, window_scale_slot)
     slots = (codes, rope, scales, page_stride, slot_stride, scale_page, scale_slot)
 
-    q_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, D], HELD)
-    k_smem = gl.allocate_shared_memory(q.dtype.element_ty, [2, BN, D], HELD)
-    p_smem, room = gl.allocate_shared_memory(q.dtype.element_ty, [64, BN], HELD), _room()
+    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
+    room = _room()
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
-    last, key = gl.zeros([BN, 64], gl.uint8, LAST), begin + gl.arange(0, BN, KEYS)
+    last = gl.zeros([BN, 64], gl.uint8, _laid(LAST, gl.num_ctas()))
+    key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
     if begin + BN > seen:
         wait_turn(PDL)
     number = _number(chosen_ptr, key, seen, stop, CHOSEN)
@@ -205,8 +210,8 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     last, live = _bring(k_smem.index(0), room, last, q_at, vectors, held, slots, number, entry, key, begin, stop,
                         seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
     wait_turn(PDL)  # the window's tile is on its way
-    key = key + BN
-    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    key = key + step
+    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + step, seen, stop, CHOSEN)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     async_copy.wait_group(0)
     gl.thread_barrier()
@@ -215,13 +220,13 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     fence_async_shared()
     gl.thread_barrier()
     last, next_live = _bring(k_smem.index(1), room, last, q_at, vectors, held, slots, number, entry, key,
-                             begin + BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-    key, number = key + BN, after
-    after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+                             begin + step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+    key, number = key + step, after
+    after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
-    most, sums = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES)), gl.zeros((64, BN), gl.float32, SCORES)
-    acc, now = gl.zeros((64, D), gl.float32, SUMS), 0
-    for tile in range(begin, stop, BN):
+    most, sums, acc = _nothing(D)
+    now = 0
+    for tile in range(begin, stop, step):
         scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
@@ -229,17 +234,17 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
         acc = warpgroup_mma(p_smem, k_smem.index(now), acc * shrink, is_async=True)
         async_copy.wait_group(0)
         gl.thread_barrier()
-        if (tile + BN >= padded) & (tile + BN < stop):
+        if (tile + step >= padded) & (tile + step < stop):
             _make_numbers(room, last, k_smem.index(1 - now))
         fence_async_shared()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()  # both groups have used the tile, and the next one is there
         live = next_live
-        if tile + 2 * BN < stop:
+        if tile + 2 * step < stop:
             last, next_live = _bring(k_smem.index(now), room, last, q_at, vectors, held, slots, number, entry, key,
-                                     tile + 2 * BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-        key, number = key + BN, after
-        after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+                                     tile + 2 * step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+        key, number = key + step, after
+        after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
         entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
         now = 1 - now
     async_copy.wait_group(0)

@@ -5,6 +5,10 @@ of their elements. Triton places chained products so that both groups compute al
 second operand of both products; the next tile's are on their way meanwhile.
 
 Window and slots are one list of keys: first the window, then slots. So a tile may have some of either, and of 128 + 512 keys each of ten tiles is full.
+A token's parts have tiles in turn, so each has some of the window, which it brings while slots are still being chosen.
+
+Two parts of a token may be a cluster: two programs that run at the same time and write to each other's shared memory (`num_ctas=2`). Triton knows of it that layouts are
+the same in both; each has numbers of its own. At the end either gives the other one half of its heads and completes the other half, so nothing is left to be merged.
 """
 
 from __future__ import annotations
@@ -26,6 +30,27 @@ BN = gl.constexpr(64)
 KEYS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+OWN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0], [0, 256]],
+        [[0, 0]],
+        [32, 512],
+    )
+)
+"""Half of the heads' sums, 8 of each 16, where a thread of a cluster has them anyway."""
+HELD_STATS = gl.constexpr(32 * 512 * 4)
+"""Where in shared memory a cluster's programs leave the scores' statistics: behind half of the sums."""
+
+
+@gluon.constexpr_function
+def _laid(layout, programs):
+    """A layout that each program of a cluster has for itself."""
+    if programs == 1:
+        return layout
+    rank = getattr(layout, "rank", None) or len(layout.order)
+    return layout.__class__(**(vars(layout) | {"cga_layout": [[0] * rank]}))
 
 
 @gluon.jit
@@ -71,32 +96,32 @@ def _place(q_at, vectors, window, slots, number, entry, key, seen, least, start,
 @gluon.jit
 def _copy(smem, place, D: gl.constexpr):
     """Begin to bring a tile of keys."""
-    rows = gl.convert_layout(place, gl.SliceLayout(1, COPIED))
-    at = gl.multiple_of(rows, 16)[:, None] + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+    rows = gl.convert_layout(place, gl.SliceLayout(1, _laid(COPIED, gl.num_ctas())))
+    at = gl.multiple_of(rows, 16)[:, None] + gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))[None, :]
     async_copy.async_copy_global_to_shared(smem, at)
 
 
 @gluon.jit
 def _back(x, cos, sin, D: gl.constexpr, P: gl.constexpr):
-    """Results [64, D], turned back. A thread has both numbers of a pair."""
-    one, two = gl.split(gl.reshape(x, (64, D // 2, 2)))
+    """Results of some heads, turned back. A thread has both numbers of a pair."""
+    one, two = gl.split(gl.reshape(x, (x.shape[0], D // 2, 2)))
     pair = gl.arange(0, D // 2, gl.SliceLayout(0, one.type.layout)) - (D - P) // 2
     c = gl.load(cos + pair, mask=pair >= 0, other=1.0).to(gl.float32)[None, :]
     s = gl.load(sin + P // 2 + pair, mask=pair >= 0, other=0.0).to(gl.float32)[None, :]
-    return gl.convert_layout(gl.reshape(gl.join(one * c + two * s, two * c - one * s), (64, D)), x.type.layout)
+    return gl.convert_layout(gl.reshape(gl.join(one * c + two * s, two * c - one * s), (x.shape[0], D)), x.type.layout)
 
 
 @gluon.jit
 def _finish(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.constexpr, P: gl.constexpr):
     """Give sinks their share, turn results back, and store them."""
-    head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    head = block + gl.arange(0, 64, gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))
     sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
     larger = gl.maximum(most, sink)
     shrink = gl.exp2(most - larger)
     y = _back(acc * (shrink / (total * shrink + gl.exp2(sink - larger)))[:, None], cos, sin, D, P)
-    y = gl.convert_layout(y.to(out.dtype.element_ty), COPIED)  # 16 bytes a lane
-    own = block + gl.arange(0, 64, gl.SliceLayout(1, COPIED))
-    d = gl.arange(0, D, gl.SliceLayout(0, COPIED))
+    y = gl.convert_layout(y.to(out.dtype.element_ty), _laid(COPIED, gl.num_ctas()))  # 16 bytes a lane
+    own = block + gl.arange(0, 64, gl.SliceLayout(1, _laid(COPIED, gl.num_ctas())))
+    d = gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))
     gl.store(out + own[:, None] * D + d[None, :], y, mask=(own < num_heads)[:, None])
 
 
@@ -107,8 +132,113 @@ def _leave(parts, found, head, there, most, total, acc, some, D: gl.constexpr):
     total = gl.where(seen, total, 1.0)
     gl.store(found + head, gl.where(seen, most + gl.log2(total), LOWEST), mask=there)
     if some:
-        d = gl.arange(0, D, gl.SliceLayout(0, SUMS))
+        d = gl.arange(0, D, gl.SliceLayout(0, _laid(SUMS, gl.num_ctas())))
         gl.store(parts + head[:, None] * D + d[None, :], acc * (1.0 / total)[:, None], mask=there[:, None])
+
+
+@gluon.jit
+def _rank():
+    """Which of a cluster's programs this one is."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _part(num_parts):
+    """A program's token, and which part of its keys."""
+    if gl.num_ctas() > 1:
+        return gl.program_id(0).to(gl.int64), _rank()
+    else:
+        return (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
+
+
+@gluon.jit
+def _meet():
+    """Both programs of a cluster have come so far, and see what either has written."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _halves(x, rank):
+    """Heads of a tile: those that this program of a cluster completes, and those of the other one. `x` [64] or [64, D]; a thread has both."""
+    if len(x.shape) == 1:
+        one, two = gl.split(gl.permute(gl.reshape(x, (4, 2, 8)), (0, 2, 1)))
+        one = gl.convert_layout(gl.reshape(one, (32,)), gl.SliceLayout(1, OWN), assert_trivial=True)
+        two = gl.convert_layout(gl.reshape(two, (32,)), gl.SliceLayout(1, OWN), assert_trivial=True)
+    else:
+        one, two = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, x.shape[1])), (0, 2, 3, 1)))
+        one = gl.convert_layout(gl.reshape(one, (32, x.shape[1])), OWN, assert_trivial=True)
+        two = gl.convert_layout(gl.reshape(two, (32, x.shape[1])), OWN, assert_trivial=True)
+    return gl.where(rank == 0, one, two), gl.where(rank == 0, two, one)
+
+
+@gluon.jit
+def _swap(rank, most, total, acc, D: gl.constexpr):
+    """Give the cluster's other program what it completes, and take from it what this one does. Each thread writes to its counterpart.
+
+    Nothing else is in shared memory meanwhile, in both programs: nothing is converted between threads.
+    """
+    thread = gl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    own = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    far = gl.inline_asm_elementwise(
+        "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [own, 1 - rank], dtype=gl.int32, is_pure=True, pack=1
+    )
+    d = gl.arange(0, D, gl.SliceLayout(0, OWN))[None, :]
+    at = gl.full((32, D), 0, gl.int32, OWN) + (thread * 16 + d % 256 // 16 * 4096)
+    few = gl.full((32,), HELD_STATS, gl.int32, gl.SliceLayout(1, OWN)) + thread * 8
+    _meet()
+    gl.inline_asm_elementwise(
+        "st.shared::cluster.v4.f32 [$1], {$5, $6, $7, $8}; mov.b32 $0, 0;",
+        "=r,r,r,r,r,f,f,f,f", [far + at, acc], dtype=gl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        "st.shared::cluster.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;",
+        "=r,r,f,f", [far + few, most, total], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    _meet()
+    acc = gl.inline_asm_elementwise(
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
+        "=f,=f,=f,=f,r,r,r,r", [own + at], dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+    most, total = gl.inline_asm_elementwise(
+        "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r",
+        [own + few], dtype=(gl.float32, gl.float32), is_pure=False, pack=1,
+    )  # fmt: skip
+    return most, total, acc
+
+
+@gluon.jit
+def _store(out, x, there):
+    """Store rows of half numbers, 16 bytes a lane, from each program of a cluster: Triton stores of one of them what it takes for the same."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b64 p, $2, 0; @p st.global.v4.b32 [$2], {$10, $11, $12, $13}; mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,l,l,l,l,l,l,l,l,r,r,r,r", [gl.where(there, out.to(gl.int64, bitcast=True), 0), x], dtype=gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _complete(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.constexpr, P: gl.constexpr):
+    """Merge a cluster's parts: this program's half of the heads."""
+    rank = _rank()
+    most, far_most = _halves(most, rank)
+    total, far_total = _halves(total, rank)
+    acc, far = _halves(acc, rank)
+    head = gl.arange(0, 32, gl.SliceLayout(1, OWN))
+    head = block + head // 8 * 16 + rank * 8 + head % 8
+    sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
+    far_most, far_total, far = _swap(rank, far_most, far_total, far, D)
+    larger = gl.maximum(gl.maximum(most, far_most), sink)
+    shrink, far_shrink = gl.exp2(most - larger), gl.exp2(far_most - larger)
+    whole = 1.0 / (total * shrink + far_total * far_shrink + gl.exp2(sink - larger))
+    y = _back(acc * (shrink * whole)[:, None] + far * (far_shrink * whole)[:, None], cos, sin, D, P)
+    gl.thread_barrier()  # all that was given has been read
+    ROWS: gl.constexpr = _laid(COPIED, gl.num_ctas())
+    y = gl.convert_layout(y.to(out.dtype.element_ty), ROWS)
+    own = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
+    own = block + own // 8 * 16 + rank * 8 + own % 8
+    _store(out + own[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :], y, (own < num_heads)[:, None])
 
 
 @gluon.jit
@@ -116,45 +246,71 @@ def _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_
          P: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Store a token's results, or what a part of its keys leaves to be merged."""
     gl.thread_barrier()  # from here on, shared memory is anybody's
-    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SUMS))
-    most = gl.convert_layout(most, gl.SliceLayout(1, SUMS))
-    if not SPLIT:
+    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))
+    most = gl.convert_layout(most, gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))
+    if gl.num_ctas() > 1:
+        angle = token * angle_stride
+        _complete(
+            out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P
+        )
+    elif not SPLIT:
         angle = token * angle_stride
         _finish(out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P)
     else:
         base = (token * num_parts + part) * num_heads
-        head = block + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        head = block + gl.arange(0, 64, gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))
         _leave(parts + base * D, found + base, head, head < num_heads, most, total, acc, some, D)
 
 
 @gluon.jit
 def _copy_queries(q_smem, q_at, left, q_head, D: gl.constexpr):
     """Begin to bring 64 heads' queries; those behind the last of `left` are its."""
-    head = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, COPIED)), left - 1)
+    head = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, _laid(COPIED, gl.num_ctas()))), left - 1)
     async_copy.async_copy_global_to_shared(
-        q_smem, q_at + head[:, None] * q_head + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+        q_smem,
+        q_at + head[:, None] * q_head + gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))[None, :],
     )
+
+
+@gluon.jit
+def _tiles(kind: gl.constexpr, D: gl.constexpr):
+    """Where queries, two tiles of keys and a tile's weights lie."""
+    q_smem = gl.allocate_shared_memory(kind, [64, D], _laid(HELD, gl.num_ctas()))
+    k_smem = gl.allocate_shared_memory(kind, [2, BN, D], _laid(HELD, gl.num_ctas()))
+    return q_smem, k_smem, gl.allocate_shared_memory(kind, [64, BN], _laid(HELD, gl.num_ctas()))
+
+
+@gluon.jit
+def _nothing(D: gl.constexpr):
+    """The running softmax before any key, and no sums."""
+    most = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, _laid(SCORES, gl.num_ctas())))
+    sums = gl.zeros((64, BN), gl.float32, _laid(SCORES, gl.num_ctas()))
+    return most, sums, gl.zeros((64, D), gl.float32, _laid(SUMS, gl.num_ctas()))
 
 
 @gluon.jit
 def _score(q_smem, k_smem):
     """Begin the scores of a tile of keys."""
     return warpgroup_mma(
-        q_smem, k_smem.permute((1, 0)), gl.zeros((64, BN), gl.float32, SCORES), use_acc=False, is_async=True
+        q_smem,
+        k_smem.permute((1, 0)),
+        gl.zeros((64, BN), gl.float32, _laid(SCORES, gl.num_ctas())),
+        use_acc=False,
+        is_async=True,
     )
 
 
 @gluon.jit
 def _weigh(scores, p_smem, most, sums, live, scale):
     """Take a tile's scores into the running softmax, and leave its weights in shared memory. `sums` are those of weights by key of a tile."""
-    live = gl.convert_layout(live, gl.SliceLayout(0, SCORES))[None, :]
+    live = gl.convert_layout(live, gl.SliceLayout(0, _laid(SCORES, gl.num_ctas())))[None, :]
     scores = gl.where(live, scores * scale, LOWEST)
     larger = gl.maximum(most, gl.max(scores, 1))
     shrink = gl.exp2(most - larger)
     weights = gl.where(live, gl.exp2(scores - larger[:, None]), 0.0)
     p_smem.store(weights.to(p_smem.dtype))
     sums = sums * shrink[:, None] + weights
-    return larger, sums, gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    return larger, sums, gl.convert_layout(shrink, gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))[:, None]
 
 
 @gluon.jit
@@ -199,28 +355,23 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     start_next(PDL)
     if early == 0:
         wait_turn(PDL)
-    token, part = (gl.program_id(0) // num_parts).to(gl.int64), gl.program_id(0) % num_parts
+    token, part = _part(num_parts)
     block = gl.program_id(1) * 64
-    slot, least, start, first, seen, count = _span(
+    slot, least, start, first, seen, stop = _span(
         row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
     )
-    per = (gl.cdiv(count, BN) + num_parts - 1) // num_parts
-    begin = gl.minimum(part * per * BN, count)
-    stop = gl.minimum(begin + per * BN, count)
+    begin, step = part * BN, num_parts * BN
     window_table += slot * window_table_stride
     slot_table += slot * slot_table_stride
     chosen_ptr += token * chosen_stride
     q_at = q + token * q_token + block * q_head
 
-    q_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, D], HELD)
-    k_smem = gl.allocate_shared_memory(q.dtype.element_ty, [2, BN, D], HELD)
-    p_smem = gl.allocate_shared_memory(q.dtype.element_ty, [64, BN], HELD)
+    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
-    key = begin + gl.arange(0, BN, KEYS)
-    if begin + 2 * BN > seen:  # of the first two tiles, slots too
+    key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
+    if begin + BN > seen:  # slots, too
         wait_turn(PDL)
     number = _number(chosen_ptr, key, seen, stop, CHOSEN)
-    after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
     entry = _entry(window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)
     place, live = _place(
         q_at, vectors, window, slot_pages, number, entry, key, seen, least, start, first, vector_stride, window_stride, window_slot, page_stride,
@@ -229,40 +380,38 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     live = live & (key < stop)
     _copy(k_smem.index(0), place, D)
     async_copy.commit_group()
-    number = after
-    entry = _entry(window_table, slot_table, number, key + BN, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)  # fmt: skip
-    wait_turn(PDL)
-    most = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros((64, BN), gl.float32, SCORES)
-    acc = gl.zeros((64, D), gl.float32, SUMS)
-    slot_now = 0
-    for tile in range(begin, stop, BN):
-        # The next tile's pages are known by now, and the numbers of the tile behind it are on their way.
-        key = key + BN
-        after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    wait_turn(PDL)  # the window's tile is on its way
+    key = key + step
+    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+    entry = _entry(window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)
+    most, sums, acc = _nothing(D)
+    now = 0
+    for tile in range(begin, stop, step):
+        # The next tile's pages are known by now, and the numbers of the tile behind it.
         place, next_live = _place(
             q_at, vectors, window, slot_pages, number, entry, key, seen, least, start, first, vector_stride, window_stride, window_slot,
             page_stride, page_slot, PAGE, SLOT_PAGE, NEW,
         )  # fmt: skip
         next_live = next_live & (key < stop)
-        if tile + BN < stop:
-            _copy(k_smem.index(1 - slot_now), place, D)
+        if tile + step < stop:
+            _copy(k_smem.index(1 - now), place, D)
         async_copy.commit_group()
+        key, number = key + step, after
+        after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+        entry = _entry(
+            window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
+        )
         async_copy.wait_group(1)
         fence_async_shared()
         gl.thread_barrier()
-        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(slot_now)),))
+        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
         gl.thread_barrier()
-        acc = warpgroup_mma(p_smem, k_smem.index(slot_now), acc * shrink, is_async=True)
+        acc = warpgroup_mma(p_smem, k_smem.index(now), acc * shrink, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()  # both groups have used the tile
-        number, live = after, next_live
-        entry = _entry(
-            window_table, slot_table, number, key + BN, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
-        )
-        slot_now = 1 - slot_now
+        live, now = next_live, 1 - now
     async_copy.wait_group(0)
     _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_heads, angle_stride, most, sums, acc, stop > begin, D, P,
          SPLIT)  # fmt: skip
