@@ -70,10 +70,11 @@ def test_the_usual_query_length_is_that_of_most_new_tokens(lens: list[int], usua
 
 
 @pytest.mark.parametrize(
-    ("queries", "lengths", "past"), [([3, 1, 2], [9, 7, 2], (6, 0)), ([1, 1, 1], (), ()), ((), (), ())]
+    ("queries", "lengths", "past"),
+    [([3, 1, 2], [9, 7, 2], (6, 0)), ([1, 1, 1], [9, 7, 2], ()), ([1, 1, 1], (), None), ((), (), None)],
 )
 def test_the_past_of_rows_with_several_tokens(
-    queries: Sequence[int], lengths: Sequence[int], past: tuple[int, ...]
+    queries: Sequence[int], lengths: Sequence[int], past: tuple[int, ...] | None
 ) -> None:
     """An eager pass of a drafter knows how many tokens rows have, and not their lengths. A capture knows neither."""
     rows = StepRows.of(queries or [1, 1, 1], lengths or [5, 5, 5], [0, 1, 2], torch.device("cpu"))

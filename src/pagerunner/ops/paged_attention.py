@@ -45,7 +45,7 @@ class PagedPlan:
     - `usual_query_len`: the median row length, weighed by tokens, of the rows with several tokens. Example: for rows of 1, 10, 20
       and 100 tokens it is 100. Where the host doesn't know the lengths, it is an upper bound.
     - `fresh`: the rows' lengths, where the host knows that no row has tokens from earlier steps; otherwise empty.
-    - `past`: tokens before those of the step, at most, of each row with several; empty where the host doesn't know.
+    - `past`: tokens before those of the step, at most, of each row with several; None where the host doesn't know.
     - `sharing`: all rows may begin with the same pages.
     - `fixed`: a token's sums are made in an order that nothing but its position decides (docs/batch-invariance.md).
     - `scratch`: what kernels compute in the first layer and the other layers read. Each step and each capture has a plan of its
@@ -57,7 +57,7 @@ class PagedPlan:
     one_token: bool = False
     usual_query_len: int = 0
     fresh: tuple[int, ...] = ()
-    past: tuple[int, ...] = ()
+    past: tuple[int, ...] | None = None
     sharing: bool = True
     fixed: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict)

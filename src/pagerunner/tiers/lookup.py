@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import filterfalse
 
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
-from pagerunner.memory.rules import GroupRule, missing_keys
+from pagerunner.memory.rules import GroupRule, joint_hit, missing_keys
+from pagerunner.tiers import bounds
 
 
 def prompt_keys(rules: Iterable[GroupRule], chain: PrefixChain, limit: int) -> list[set[PageKey]]:
@@ -20,6 +21,17 @@ def prompt_keys(rules: Iterable[GroupRule], chain: PrefixChain, limit: int) -> l
 def hit_keys(rules: Iterable[GroupRule], chain: PrefixChain, hit: int) -> list[list[PageKey]]:
     """By group, the keys of the pages that a hit takes, in the order of tokens."""
     return [rule.keys(chain, *rule.hit_span(hit)) if hit else [] for rule in rules]
+
+
+def hits_of(
+    rules: Sequence[GroupRule], held: Sequence[Mapping[PageKey, int]], chain: PrefixChain, tokens: int
+) -> list[int]:
+    """Lengths of prefixes of so many tokens at most that a memory can supply, longest first: one, or those of the last snapshots."""
+    hits: list[int] = []
+    most = bounds.MOST_SNAPSHOTS if any(rule.snapshots for rule in rules) else 1
+    while len(hits) < most and (hit := joint_hit(rules, held, chain, hits[-1] - 1 if hits else tokens)):
+        hits.append(hit)
+    return hits
 
 
 def pages_beside(
@@ -38,6 +50,13 @@ def found(keys: Sequence[set[PageKey]], *held: Sequence[Mapping[PageKey, object]
     """By group, those of `keys` that one of the memories has."""
     parts = [[memory[group].keys() & some for memory in held if memory[group]] for group, some in enumerate(keys)]
     return [some[0] if len(some) == 1 else set().union(*some) for some in parts]
+
+
+def hold(
+    held: Iterable[Sequence[Mapping[PageKey, object]]], rules: Sequence[GroupRule], chain: PrefixChain, hit: int
+) -> bool:
+    """Whether these memories have so many tokens together."""
+    return joint_hit(rules, found(prompt_keys(rules, chain, hit), *held), chain, hit) == hit
 
 
 def together(*held: Sequence[dict[PageKey, int]]) -> list[Mapping[PageKey, int]]:

@@ -27,7 +27,18 @@ from pagerunner.tiers import bounds
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.lookup import found, hit_keys, pages_beside, prompt_keys, split, together, within, without
+from pagerunner.tiers.lookup import (
+    found,
+    hit_keys,
+    hits_of,
+    hold,
+    pages_beside,
+    prompt_keys,
+    split,
+    together,
+    within,
+    without,
+)
 from pagerunner.tiers.pieces import Pieces, Wish
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
@@ -51,29 +62,35 @@ class Tiering:
         prompts_only: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.host, self.prompts_only = host, prompts_only
-        self.rates, self.counts = Rates(), TierCounts()
+        self.host = host
+        self.below = below
+        self.prompts_only = prompts_only
+        self.rates = Rates()
+        self.counts = TierCounts()
         self.ended = 0  # transfers
-        self._failed: list[Waiting] = []
-        self.below, self.fetching = below, dict[Waiting, int]()
-        self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
-        self._no_room_at = self._refused_at = -1
-        self._come = dict[Waiting, int]()  # of `fetching` what has come, until it is looked up
-        self._manager, self._clock = manager, clock
-        groups = manager.plan.groups
-        self._rules = tuple(group.rule for group in groups)
-        self._page_bytes = [group.page_bytes for group in groups]
-        self._has_state = any(rule.snapshots for rule in self._rules)
+        self.fetching: dict[Waiting, int] = {}
+        self._manager = manager
+        self._clock = clock
+        self._rules = tuple(group.rule for group in manager.plan.groups)
+        self._page_bytes = [group.page_bytes for group in manager.plan.groups]
         self._most_stored = int(bounds.STORED_AT_ONCE * manager.plan.kv_bytes)
         self._pieces = Pieces(manager.plan)
         self._coming = [dict[PageKey, int]() for _ in self._rules]  # pages -> the store that brings them to the host
         self._bringing: dict[bytes, set[int]] = {}  # the last hash of a prompt -> numbers of the stores that bring it
-        self._wishes, self._put_by = dict[bytes, Wish](), dict[bytes, Wish]()
-        self._under_way, self._ahead = dict[int, Transfer](), dict[Waiting, Ahead]()
-        self._lost, self._seen = Counter[Waiting](), (-1, -1)
-        self._computing = 0  # tokens of all who run
+        self._wishes: dict[bytes, Wish] = {}
+        self._put_by: dict[bytes, Wish] = {}  # until more host memory can be used
+        self._refused_at = -1  # the version of the manager's books at which a store found no room
+        self._under_way: dict[int, Transfer] = {}
         self._pages_begun = 0  # by loads that begin with the plan in the making
+        self._computing = 0  # tokens of all who run
+        self._ahead: dict[Waiting, Ahead] = {}
         self._refused: Refused | None = None
+        self._failed: list[Waiting] = []
+        self._lost: Counter[Waiting] = Counter()  # how often what was set aside had to be given up
+        self._seen = (-1, -1)  # the version and the arrivals at the last look along the line
+        self._line: set[Waiting] = set()  # of `fetching` those that wait for room in host memory
+        self._no_room_at = -1  # how many reads had ended when there was none
+        self._come: dict[Waiting, int] = {}  # of `fetching` what has come, until it is looked up
 
     # -- what is asked for
 
@@ -199,14 +216,14 @@ class Tiering:
 
     def _next_piece(self, wish: Wish, pages: int) -> tuple[list[list[PageKey]], int]:
         """Keys of the next piece, and the token that it ends at: 0 if that is all that can be stored."""
+        held = self._manager.index.pages, self.host.index.pages
         if end := self._pieces.end(wish, pages):
             wanted = self._pieces.keys(wish, [end], last=False)
-            held = self._manager.index.pages, self.host.index.pages
             needed = zip(wanted, self._pieces.tail(wish), *held, strict=True)
             if not any(without(without([*keys, *ends], near), far) for keys, ends, near, far in needed):
                 return wanted, end
-        hits = self._hits(wish.chain, wish.tokens)
-        if max(hits, default=0) < wish.hit and not self._has(wish.chain, wish.hit):
+        hits = hits_of(self._rules, held[0], wish.chain, wish.tokens)
+        if max(hits, default=0) < wish.hit and not hold(held, self._rules, wish.chain, wish.hit):
             self.counts.stores_skipped += 1  # evicted meanwhile, at least in part
         return self._pieces.keys(wish, reversed(hits)), 0
 
@@ -253,29 +270,12 @@ class Tiering:
         if wish.done:
             self.host.touch(self.host.held(self._pieces.keys(wish._replace(done=0), [wish.done], last=False)))
 
-    def _has(self, chain: PrefixChain, hit: int) -> bool:
-        """Whether host memory and the device have so many tokens together."""
-        keys = prompt_keys(self._rules, chain, hit)
-        return joint_hit(self._rules, found(keys, self.host.index.pages, self._manager.index.pages), chain, hit) == hit
-
     def _put_off(self, last: bytes, wish: Wish) -> None:
         """Try again to store this when more host memory can be used. Others go on meanwhile, as it may be that no more ever can."""
         if len(self._put_by) >= bounds.MOST_WISHES:
             self.counts.stores_skipped += 1
         else:
             self._put_by[last] = wish
-
-    def _hits(self, chain: PrefixChain, tokens: int) -> list[int]:
-        """Lengths of prefixes that the device can supply, longest first: one, or those of the last snapshots."""
-        found: list[int] = []
-        limit = tokens
-        while len(found) < (bounds.MOST_SNAPSHOTS if self._has_state else 1):
-            limit = joint_hit(self._rules, self._manager.index.pages, chain, limit)
-            if not limit:
-                break
-            found.append(limit)
-            limit -= 1
-        return found
 
     def _brought(self, last: bytes, keys: list[list[PageKey]]) -> list[set[PageKey]]:
         """Which of these keys of a prompt stores under way bring to the host."""

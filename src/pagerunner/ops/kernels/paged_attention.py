@@ -358,7 +358,7 @@ class _Call:
         if not (plain and long and self.group >= _borders().wide_group):
             return False
         if self.pages.scales is not None and not self.plan.fresh:
-            at_once = heads_at_once(self.plan.past, self.kv_heads) if self.plan.past else 0
+            at_once = 0 if self.plan.past is None else heads_at_once(self.plan.past, self.kv_heads)
             if 2 * blocks(self.tokens * self.group, WIDE_TILES.rows) * at_once <= multiprocessors(self.q.device):
                 return False
         past, of = not self.plan.fresh, "long rows of new tokens" if self.plan.fresh else "long rows with a past"
@@ -374,6 +374,7 @@ class _Call:
         if plan.fresh or self.pages.scales is None:
             paged_prefill_wide.run(*given, past=not plan.fresh)
             return
+        assert plan.past is not None, "the kernel serves only where it is known"
         dense = plan.scratch.get(Dense)
         if dense is None:
             dense = plan.scratch[Dense] = Dense.of(plan.past, rows.slots_R.shape[0], self.q.device)
