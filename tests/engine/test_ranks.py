@@ -28,6 +28,7 @@ from pagerunner.engine.startup.build import build_on
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import LoadedWorker, load_worker
+from pagerunner.errors import ConfigError
 from pagerunner.runner import scoring
 from pagerunner.runner.sampling.logprobs import gather_logprobs
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, StructuredOutputsParams
@@ -443,14 +444,22 @@ def test_the_watch_sees_each_piece_of_a_prompt_that_is_scored(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("kind", [KINDS[number] for number in share_of_the_day(len(KINDS), len(KINDS))])
-def test_stages_have_weights_in_every_format(kind: str, tmp_path: Path) -> None:
+def test_ranks_and_stages_have_weights_in_every_format(kind: str, tmp_path: Path) -> None:
     """Columns that are ordered by group can't be divided among ranks, but layers can be."""
-    made = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, hidden_size=256, intermediate_size=512)
+    sizes = {"hidden_size": 192, "head_dim": 96, "intermediate_size": 384}
+    made = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, **sizes)
     quantise(made, kind)
     args = EngineArgs(model=str(made), device="cpu", max_model_len=96, max_num_seqs=4)
-    alone, divided = resolve(args), resolve(msgspec.structs.replace(args, pipeline_parallel_size=3))
+    alone = resolve(args)
     wanted = run(build_on(alone, load_worker(alone)), requests(6, 3))
-    assert run(build_on(divided, DividedRanks(divided, tmp_path / "ranks")), requests(6, 3)) == wanted
+    for way in ({"pipeline_parallel_size": 3}, {"tensor_parallel_size": 2}):
+        divided = resolve(msgspec.structs.replace(args, **way))
+        if "permuted" in kind and "tensor_parallel_size" in way:
+            with pytest.raises(ConfigError, match=r"columns that are ordered by group \(desc_act\) can't be divided"):
+                DividedRanks(divided, tmp_path / "refused")
+        else:
+            core = build_on(divided, DividedRanks(divided, tmp_path / next(iter(way))))
+            assert run(core, requests(6, 3)) == wanted
 
 
 @pytest.mark.parametrize(
