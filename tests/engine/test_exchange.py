@@ -33,8 +33,8 @@ from pagerunner.types.kv_transfer import KVTransferParams
 
 pytest.importorskip("transformers")
 
-# full, window, chunks, recurrent state of two kinds, latents, compressed
-KINDS = ("qwen3", "gpt_oss", "llama4_text", "qwen3_next", "bamba", "deepseek_v2", "deepseek_v4")
+# full, window, chunks, recurrent state of two kinds, latents, latents with an indexer, compressed
+KINDS = ("qwen3", "gpt_oss", "llama4_text", "qwen3_next", "bamba", "deepseek_v2", "deepseek_v32", "deepseek_v4")
 PROMPT = [(7 * i) % 490 + 4 for i in range(150)]
 OTHER = [(11 * i) % 490 + 4 for i in range(150)]
 LEND = KVTransferParams(do_remote_decode=True)
