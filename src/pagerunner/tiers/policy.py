@@ -23,22 +23,10 @@ from pagerunner.memory.manager import KVManager
 from pagerunner.memory.ownership import HostPagesState, HostState
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import joint_hit
-from pagerunner.tiers import bounds
+from pagerunner.tiers import bounds, lookup
 from pagerunner.tiers.below import Below, lacking
 from pagerunner.tiers.books import Ahead, Refused, Transfer, Waiting
 from pagerunner.tiers.host import HostTier
-from pagerunner.tiers.lookup import (
-    found,
-    hit_keys,
-    hits_of,
-    hold,
-    pages_beside,
-    prompt_keys,
-    split,
-    together,
-    within,
-    without,
-)
 from pagerunner.tiers.pieces import Pieces, Wish
 from pagerunner.tiers.rates import Rates
 from pagerunner.tiers.stats import TierCounts, TierStats
@@ -220,10 +208,10 @@ class Tiering:
         if end := self._pieces.end(wish, pages):
             wanted = self._pieces.keys(wish, [end], last=False)
             needed = zip(wanted, self._pieces.tail(wish), *held, strict=True)
-            if not any(without(without([*keys, *ends], near), far) for keys, ends, near, far in needed):
+            if not any(lookup.without(lookup.without([*keys, *ends], near), far) for keys, ends, near, far in needed):
                 return wanted, end
-        hits = hits_of(self._rules, held[0], wish.chain, wish.tokens)
-        if max(hits, default=0) < wish.hit and not hold(held, self._rules, wish.chain, wish.hit):
+        hits = lookup.hits_of(self._rules, held[0], wish.chain, wish.tokens)
+        if max(hits, default=0) < wish.hit and not lookup.hold(held, self._rules, wish.chain, wish.hit):
             self.counts.stores_skipped += 1  # evicted meanwhile, at least in part
         return self._pieces.keys(wish, reversed(hits)), 0
 
@@ -232,9 +220,9 @@ class Tiering:
         can't be had now nor later, None if that isn't possible yet.
         """
         host, there = self.host, self._manager.index.pages
-        known = list(map(within, wanted, host.index.pages))
-        elsewhere = map(without, map(without, wanted, host.index.pages), self._brought(last, wanted))
-        if not any(missing := list(map(within, elsewhere, there))):
+        known = list(map(lookup.within, wanted, host.index.pages))
+        elsewhere = map(lookup.without, map(lookup.without, wanted, host.index.pages), self._brought(last, wanted))
+        if not any(missing := list(map(lookup.within, elsewhere, there))):
             pages = host.held(known)
             if self.below is not None:
                 self.below.keep(pages)
@@ -309,32 +297,32 @@ class Tiering:
             return False
         hit = have = 0
         device = manager.index.pages, manager.arriving
-        near, shares = together(*device), request.shares and limit > 0
+        near, shares = lookup.together(*device), request.shares and limit > 0
         before = self._computing + sum(ahead.tokens for ahead in self._ahead.values())
         if shares:
             chain.cover(request.tokens, len(request.tokens))
             hit = have = joint_hit(self._rules, near, chain, limit)
             if not request.looked_up:
-                hit = joint_hit(self._rules, together(self.host.index.pages, *device), chain, limit)
+                hit = joint_hit(self._rules, lookup.together(self.host.index.pages, *device), chain, limit)
                 if self._fetch(request, hit, limit, before):
                     return True
-        wanted = hit_keys(self._rules, chain, hit)
-        there, keys = split(wanted, near)
+        wanted = lookup.hit_keys(self._rules, chain, hit)
+        there, keys = lookup.split(wanted, near)
         if hit > have and not self.rates.pays(self._bytes_of(keys), self._loading(), before + hit - have):
-            hit, wanted = have, hit_keys(self._rules, chain, have)
-            there, keys = split(wanted, near)
+            hit, wanted = have, lookup.hit_keys(self._rules, chain, have)
+            there, keys = lookup.split(wanted, near)
         pages = manager.pages_of(there)
         tokens, cell = len(request.tokens), manager.plan.hit_granularity
         takes_snapshot = request.shares and hit < (tokens - 1) // cell * cell
-        more = pages_beside(self._rules, wanted, tokens, takes_snapshot)
+        more = lookup.pages_beside(self._rules, wanted, tokens, takes_snapshot)
         fits, needs = self._make_room(pages, keys, more, behind)
         # without that snapshot it goes when it is its turn
         if not fits and takes_snapshot and not (self._ahead or manager.snapshot_waits(needs)):
-            more = pages_beside(self._rules, wanted, tokens, False)
+            more = lookup.pages_beside(self._rules, wanted, tokens, False)
             fits, needs = self._make_room(pages, keys, more, behind)
         leases = self._load(request, keys, pages) if fits else None
         if leases is None:
-            every = prompt_keys(self._rules, chain, limit if shares else 0)
+            every = lookup.prompt_keys(self._rules, chain, limit if shares else 0)
             lacks = [some.difference(here).difference(come) for some, here, come in zip(every, *device, strict=True)]
             least = [need - (rule.snapshots and takes_snapshot) for need, rule in zip(needs, self._rules, strict=True)]
             self._refused = Refused(request, manager.version, least, lacks)
@@ -359,7 +347,7 @@ class Tiering:
         if refused is None or refused.request is not request:
             return False
         if refused.version != manager.version:
-            come = found(refused.lacks, manager.index.pages, manager.arriving)
+            come = lookup.found(refused.lacks, manager.index.pages, manager.arriving)
             if behind or any(come) or self._fits(refused.needs):
                 return False
             refused.version = manager.version
@@ -408,8 +396,8 @@ class Tiering:
         self._leave_line(request)
         if below is None or request.fetched:
             return False
-        every, device = prompt_keys(self._rules, chain, limit), self._manager
-        far = found(every, device.index.pages, device.arriving, self.host.index.pages)
+        every, device = lookup.prompt_keys(self._rules, chain, limit), self._manager
+        far = lookup.found(every, device.index.pages, device.arriving, self.host.index.pages)
         deep = [ChainMap(dict.fromkeys(held, 0), others) for held, others in zip(far, below.index, strict=True)]
         hit = joint_hit(self._rules, deep, chain, limit)
         if hit <= could:
