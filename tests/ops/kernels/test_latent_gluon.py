@@ -53,17 +53,23 @@ def test_chosen_slots(
 
 
 @pytest.mark.parametrize(
-    ("slices", "heads", "rows", "stride"), [(3, 5, ROWS, 0), (9, 40, ROWS, 0), (9, 4, DRAFTS, 4), (3, 40, DRAFTS, 4)]
+    ("slices", "heads", "rows", "stride", "scaled"),
+    [(3, 5, ROWS, 0, 1), (9, 40, ROWS, 0, 1), (9, 4, ((190, 3), *DRAFTS[1:]), 4, 64), (3, 40, DRAFTS, 4, 1)],
 )
 def test_all_keys(
-    monkeypatch: pytest.MonkeyPatch, launched: Launched, slices: int, heads: int, rows: Rows, stride: int
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, slices: int, heads: int, rows: Rows, stride: int, scaled: int
 ) -> None:
-    """A unit is a row. 4 tokens of 40 heads are three blocks of 64 queries."""
+    """A unit is a row. 4 tokens of 40 heads are three blocks of 64 queries. A query may see none of a slice's keys, whatever scores are `scaled` by."""
+    if scaled > 1:  # the last of 193 keys is a slice of its own, which two of three queries don't see
+        tiles = latent_wide.wide_tiles
+        monkeypatch.setattr(latent_wide, "wide_tiles", lambda queries: tiles(queries)._replace(least=1))
+        monkeypatch.setattr(latent_decode, "SNAP", 0)
     monkeypatch.setattr(latent_wide, "slice_count", lambda *_: slices)
     q_THC, q_THP, held, table, step, _, scale, up, _ = made(
         replace(SIZES, rows=rows, heads=heads, top_k=1100, stride=stride, padding=1 if stride else 2)
     )
     pages = torch.cat((held.latent_ESC, held.rope_ESP), -1)
+    q_THC, q_THP, scale = q_THC / scaled, q_THP / scaled, scale * scaled
     want = latent_values.twin(q_THC, q_THP, pages, table, step, scale, up, {})
     found = latent_decode.latent_values(q_THC, q_THP, pages, table, step, scale, up, {})
     assert launched.programs == slices * -(-heads * max(stride, 1) // (16 if heads * max(stride, 1) <= 16 else 64))

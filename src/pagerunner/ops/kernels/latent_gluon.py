@@ -5,6 +5,7 @@
 * 64 queries are the products' first operand. Up to 16 are their second one, and vectors the first. Queries that a unit doesn't have are zeros.
 * A tile of 64 vectors serves both products from where it lies in shared memory. Two groups of four warps divide a tile's scores among them, by keys or (of 16
   queries) by queries, and the sums by elements of the latents. Plain Triton has each group compute all scores.
+* The groups write their largest scores down, wait once, and read both.
 * A tile is on its way while the one before is computed. Its pages are looked up while the one before that is.
 
 A unit's keys are the slots of its row in order, or with CHOSEN those that an indexer has chosen.
@@ -39,6 +40,8 @@ NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 """Latents and rotary parts as they are copied. A lane has parts of two vectors, so it looks up two pages and not eight."""
 FEW = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
 """Scales as they are copied."""
+BOTH = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]))  # fmt: skip
+"""Two numbers of each of 64 queries, as a product has their rows."""
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -177,6 +180,18 @@ def _scores(q_low, q_turned, latents, rope, H: gl.constexpr):
 
 
 @gluon.jit
+def _largest(scores, H: gl.constexpr):
+    """The largest score of each query. Of 64 queries, the two groups of warps tell each other theirs and wait once."""
+    if H < 64:
+        largest = gl.max(scores, 0)
+    else:
+        largest = gl.max(gl.reshape(scores, [H, 2, N // 2]), 2)
+        largest = gl.max(gl.convert_layout(largest, BOTH), 1)
+        largest = gl.convert_layout(largest, gl.SliceLayout(1, _scores_layout(H)), assert_trivial=True)
+    return largest
+
+
+@gluon.jit
 def _weigh(weights, latents, p_shared, sums, H: gl.constexpr):
     """Store a tile's weights, and begin to add its latents with them."""
     if H < 64:
@@ -195,7 +210,7 @@ def _weigh(weights, latents, p_shared, sums, H: gl.constexpr):
 @gluon.jit
 def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, rope, scales, own, row_table, at, last, length, sees, scale,
            page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE: gl.constexpr, C: gl.constexpr, G: gl.constexpr,
-           CHOSEN: gl.constexpr, H: gl.constexpr):  # fmt: skip
+           CHOSEN: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr):  # fmt: skip
     """Keys [at, last) of a unit, the first tile of which is on its way: weighted latents, the sum of the weights, and what they are relative to."""
     KEYS: gl.constexpr = 0 if H < 64 else 1
     SCORES: gl.constexpr = _scores_layout(H)
@@ -213,7 +228,8 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
         wide_later = _slots(own, at + 2 * N + wide_n, length, CHOSEN)
         few_entry, few_slot = _places(row_table, own, at + N, few_n, length, PAGE, CHOSEN)
         few_later = _slots(own, at + 2 * N + few_n, length, CHOSEN)
-    most = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(KEYS, SCORES))
+    # no query's highest score is above the scaled scores of keys that it doesn't see
+    most = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(KEYS, SCORES)) * gl.maximum(scale, 1.0)
     total = gl.zeros([N, H] if H < 64 else [H, N], gl.float32, SCORES)
     acc = warpgroup_mma_init(gl.zeros([C, H] if H < 64 else [H, C], gl.float32, SUMS))
     key = gl.arange(0, N, gl.SliceLayout(1 - KEYS, SCORES))
@@ -222,9 +238,9 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
         async_copy.wait_group(0)
         sums = warpgroup_mma_wait(0, deps=(acc,))
         fence_async_shared()
-        gl.thread_barrier()
         later_stage = 1 - stage
         if AT_ONCE:
+            gl.thread_barrier()
             if start + N < last:
                 _copy_tile(held.index(later_stage), k_rope.index(later_stage), factors.index(later_stage), pages, rope, scales, wide_entry, wide_slot,
                            entry, slot, few_entry, few_slot, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, G, PAGE)  # fmt: skip
@@ -235,6 +251,7 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
         latents = k_latent.index(0 if G > 0 else stage)
         scores = _scores(q_low, q_turned, latents, k_rope.index(stage), H)
         if not AT_ONCE:
+            gl.thread_barrier()  # all have added the latents of the tile before
             if start + N < last:
                 _copy_tile(held.index(later_stage), k_rope.index(later_stage), factors.index(later_stage), pages, rope, scales, wide_entry, wide_slot,
                            entry, slot, few_entry, few_slot, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, G, PAGE)  # fmt: skip
@@ -246,12 +263,13 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
             wide_later = _slots(own, start + 3 * N + wide_n, length, CHOSEN)
             few_entry, few_slot = _entries(row_table, few_later, PAGE), few_later
             few_later = _slots(own, start + 3 * N + few_n, length, CHOSEN)
-        scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-        seen = gl.expand_dims(start + key, 1 - KEYS) < gl.expand_dims(sees, KEYS)
-        scores = gl.where(seen, scores, LOWEST)
-        larger = gl.maximum(most, gl.max(scores, KEYS))
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        if start + N > length - (STRIDE - 1):  # some keys may not be there, or not be seen by some queries
+            seen = gl.expand_dims(start + key, 1 - KEYS) < gl.expand_dims(sees, KEYS)
+            scores = gl.where(seen, scores, LOWEST)
+        larger = gl.maximum(most, _largest(scores, H) * scale)
         shrink = gl.exp2(most - larger)
-        weights = gl.exp2(scores - gl.expand_dims(larger, KEYS))
+        weights = gl.exp2(scores * scale - gl.expand_dims(larger, KEYS))
         total = total * gl.expand_dims(shrink, KEYS) + weights
         most = larger
         sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(KEYS, SUMS)), KEYS)
@@ -315,7 +333,7 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
             sees = _sees(row_ptr, position_ptr, score_token, query < queries, length, STRIDE)
             sums, count, most = _tiles(
                 q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, rope, scales, own, row_table, at, last, length, sees, scale,
-                page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE, C, G, CHOSEN, H,
+                page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE, C, G, CHOSEN, STRIDE, H,
             )  # fmt: skip
             rows = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, SUMS))
             columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1 - KEYS, SUMS)), 1 - KEYS)
