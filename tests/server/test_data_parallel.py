@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers import fake_core
 from helpers.checkpoints_window import make_window_checkpoint
 from helpers.patience import LONG, stretched, until
+from helpers.processes import children_of, is_alive
 from helpers.router import Router
 from helpers.server_process import set_options
 from helpers.serving import RunningServer, readers, running_server
@@ -312,6 +313,35 @@ def test_two_real_engines_answer_alike(tmp_path: Path) -> None:
         prompt = list(range(10, 50))
         assert ask(server, prompt, 1).status_code == 200
         assert cached(tmp_path, prompt) == [0, 32]
+
+
+@pytest.mark.days(2)
+def test_a_rank_of_one_of_two_engines_is_killed_and_the_other_one_serves() -> None:
+    args = EngineArgs(
+        model=str(demo_path()),
+        device="cpu",
+        data_parallel_size=2,
+        tensor_parallel_size=2,
+        max_model_len=2048,
+        max_num_seqs=4,
+        num_gpu_blocks_override=640,
+    )
+    with running_server(args, core_factory=DEFAULT_FACTORY) as server:
+        ranks = [children_of(replica.client.pid, b"engine.rank") for replica in server.engine.replicas]
+        assert list(map(len, ranks)) == [2, 2]
+        texts = [ask(server, "Once upon a time", rank, temperature=0).json()["choices"][0]["text"] for rank in (0, 1)]
+        assert texts[0] == texts[1] and texts[0]
+        streams = readers(server.url, 4, prompt="abc", max_tokens=200, extra_body={"ignore_eos": True})
+        os.kill(ranks[1][0], signal.SIGKILL)
+        for reader in streams:
+            reader.join(LONG)
+        ended = [str(reader.error) for reader in streams if reader.error is not None]
+        assert len(ended) == 2 and all(re.search(r"[Ee]ngine 1 of 2.*Rank [01] of 2", said) for said in ended), ended
+        assert sum(reader.reason == "length" for reader in streams) == 2
+        until(lambda: not any(map(is_alive, ranks[1])))
+        assert server.get("/health").status_code == 200
+        assert all(ask(server, [40 + number]).status_code == 200 for number in range(4))
+        assert ask(server, "hello", 1).status_code == 503
 
 
 @pytest.mark.days(2)
