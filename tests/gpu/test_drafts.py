@@ -11,11 +11,12 @@ import pytest
 
 from engine.test_drafts import DEFAULTS, outputs, texts, tokens
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
-from helpers.device import counted_graphs, device_llm
+from helpers.device import collect, counted_graphs, device_llm
 from helpers.draft_cases import check_accept, check_ngrams
 from helpers.families import MAKERS
 from helpers.planted_drafts import drafting, plant
 from pagerunner import LLM, ConfigError, SamplingParams
+from pagerunner.demo import demo_path
 from pagerunner.ops.accept import accept
 from pagerunner.ops.ngram import draft_ngrams
 
@@ -50,6 +51,55 @@ def test_tokens_are_those_without_drafts(family: str, tmp_path: Path, monkeypatc
     assert tokens(outputs(llm)) == tokens(expected)
     counts = llm.stats().spec
     assert counts is not None and counts.num_accepted_tokens > 50
+
+
+TEXTS = [
+    "Once upon a time there was a little dog",
+    "Tom had a red ball.",
+    "Lily went to the park with her",
+    "One day, a",
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts"), [("demo", {"method": "eagle3", "model": "demo-eagle3"}), ("demo-hybrid", {"method": "mtp"})]
+)
+def test_trained_drafters_are_right_as_often_as_on_a_cpu(
+    model: str, drafts: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens are right whatever is drafted, so the counts alone show drafts that go to other rows, or come from other rows' states."""
+    drafts = drafts | {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 32, 3]]}
+    how: dict[str, Any] = {
+        "dtype": "float32", "max_num_seqs": 32, "max_model_len": 256, "kv_cache_memory_bytes": 2**27, "max_in_flight": 2,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+
+    def drafted(llm: LLM) -> tuple[list[list[int]], list[float]]:
+        """The tokens, and the mean number of them that a step makes of a row: of 1, 3 and 32 rows."""
+        made, lengths, before = [], [], None
+        for rows in (1, 3, 32):
+            prompts = [TEXTS[row % 4] + " and then" * (row // 4) for row in range(rows)]
+            made += [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+            counts = llm.stats().spec
+            assert counts is not None
+            lengths.append(counts.since(before).mean_acceptance_length)
+            before = counts
+        return made, lengths
+
+    expected, often = drafted(
+        LLM(str(demo_path(model)), device="cpu", use_tqdm=False, speculative_config=drafts, **how)
+    )
+    assert min(often) > 2
+    for eager in (False, True):
+        with counted_graphs() as graphs:
+            llm = device_llm(demo_path(model), enforce_eager=eager, speculative_config=drafts, **how)
+            made, found = drafted(llm)
+        assert any(key.drafts == 3 for key in graphs.replays) != eager
+        assert made == expected
+        assert found == pytest.approx(often, rel=0.01)
+        assert "compiled after the start" not in caplog.text
+        del llm
+        collect()
 
 
 def test_a_backend_in_plain_torch_says_that_it_takes_no_drafts(tmp_path: Path) -> None:
