@@ -25,6 +25,7 @@ _TRIED = (1, 2, 3, 4, 7, 9, 16, 33, 64, 128, 200, 257)  # tokens
 def without_work_space() -> None:
     """Have cuBLAS take none, in this process and for all engines in it. torch and cuBLAS look once, at the first product on a device."""
     os.environ[_WORK_SPACE] = ":0:0"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "0"  # torch would warn that it can't have more
 
 
 def check_products(matrices: Iterable[torch.Tensor]) -> None:
