@@ -16,8 +16,9 @@ from pagerunner import LoRARequest, SamplingParams
 from pagerunner.layers.moe import ExpertSizes
 from pagerunner.ops import lora
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.linear import Norm, norm_linear, norm_linear_silu
-from pagerunner.ops.lora import Adapters, Blocks, Fused
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
+from pagerunner.ops.lora import Adapters, Blocks, Fused, joins_product
+from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.routing import Routes
 
@@ -133,6 +134,65 @@ def test_words_of_one_row_are_those_of_its_turn() -> None:
             "pr,pro->po", (a.float() @ x[0].float()).bfloat16().float(), b.view(products, 16, -1).float()
         )
         torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize("tokens", [9, 33, 64])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "flags"),
+    [
+        (4096, [4096, 1024, 1024], {}),
+        (4096, [4096], {"add": True}),
+        (4096, [12288, 12288], {"gated": True}),
+        (12288, [4096], {"add": True}),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_several_rows_have_their_adapters_in_their_own_product(
+    tokens: int, inputs: int, outputs: list[int], flags: dict[str, bool], count: int
+) -> None:
+    """`A x` beside the product and behind it; bits of rows without an adapter; the same bits in each of 20 replays."""
+    torch.manual_seed(tokens)
+    size = 16 * (inputs + max(outputs))
+    pool = (torch.randn(len(outputs) * count * size, device=DEVICE) * 0.05).bfloat16()
+    at = torch.randperm(len(outputs) * count, device=DEVICE).view(count, -1) * size
+    blocks = Blocks(pool, torch.stack([at, at + 16 * inputs], 2).view(count, len(outputs), 1, 2))
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    weight = (torch.randn(sum(outputs), inputs, device=DEVICE) * 0.02).bfloat16()
+    own = torch.randint(-1, count, (tokens,), device=DEVICE, dtype=torch.int32)
+    own[0], own[1], layer = 0, -1, Fused.of(0, outputs, DEVICE)
+    start = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE)
+    assert joins_product(x, weight)
+    old = torch.randn(tokens, outputs[0] if "gated" in flags else sum(outputs), device=DEVICE).bfloat16()
+    out = old.clone()
+
+    def made() -> torch.Tensor:
+        adapters = Adapters.of_rows(own, start, start[:-1], count, blocks)
+        out.copy_(old)
+        return adapters.product(layer, rounded(x), weight, None, out, **flags)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        """A kernel before the product, whose output has to be there."""
+        return rms_norm(x, weight[0, :inputs] * 0 + 1, 1e-6)
+
+    first = made().clone()
+    y = linear(rounded(x), weight)
+    Adapters.of_rows(own, start, start[:-1], count, blocks).add_(rounded(x), layer, y)
+    y = silu_and_mul(y) if "gated" in flags else y
+    want = old + y if "add" in flags else y
+    torch.testing.assert_close(first.float(), want.float(), rtol=3e-2, atol=5e-2)
+    base = old.clone()
+    if "add" in flags:
+        linear_add_(rounded(x), weight, base)
+    else:
+        base = norm_linear_silu(rounded(x), None, weight) if "gated" in flags else linear(rounded(x), weight)
+    assert torch.equal(first[own < 0], base[own < 0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made()
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, first)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])

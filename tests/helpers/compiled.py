@@ -119,7 +119,7 @@ def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: boo
     return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
-def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0) -> dict[str, Any]:
+def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False) -> dict[str, Any]:
     """Products of `ops/kernels/linear_dense.py`."""
     config = config_of(tokens, groups, 8)
     types = {
@@ -139,6 +139,7 @@ def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0) ->
         "BIAS": done,
         "BY_TOKEN": by_token,
         "REGS": registers,
+        "LATE": late,
         "PDL": True,
     }
     aligned = ["bias_ptr", "y_ptr", "y_stride", "num_features"]
@@ -460,10 +461,11 @@ def adapters(name: str, features: int) -> dict[str, Any]:
             "S": lora.WARPS,
             "K": features // lora.WARPS,
             "SPREAD": True,
-            "NORM": 1,
+            "NORM": 0,
             "KNOWN": True,
+            "BESIDE": True,
         },
-        "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False},
+        "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False, "BESIDE": False},
     }
     pointers = [one for one in kernel.arg_names if one.endswith(("_TI", "_TO", "_ptr", "_WX", "_W", "_N5"))]
     pointers += ["places", "pool", "inner"]

@@ -14,7 +14,7 @@ from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.linear import linear
-from pagerunner.ops.lora import Adapters, Fused, joins_row
+from pagerunner.ops.lora import Adapters, Fused, joins_product, joins_row
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import product_bytes
@@ -74,10 +74,10 @@ class Linear(Module):
 
     def __call__(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """Apply the layer."""
-        if adapters is not None and self._joins_row(x_TI):
-            return self._row(x_TI, adapters)
         if adapters is None or self.adapted is None:
             return self.method.apply(x_TI, self.weights)
+        if self._joins(x_TI):
+            return self._joined(x_TI, adapters)
         if (sums := self.part(x_TI, adapters)) is not None:
             return sums.total()
         y_TO = self.method.apply(x_TI, self.weights)
@@ -86,11 +86,10 @@ class Linear(Module):
 
     def add_(self, x_TI: torch.Tensor, residual_TO: torch.Tensor, adapters: Adapters | None = None) -> None:
         """Add the layer's output to `residual` in place."""
-        if adapters is not None and self._joins_row(x_TI):
-            self._row(x_TI, adapters, residual_TO=residual_TO)
-            return
         if adapters is None or self.adapted is None:
             self.method.apply_add_(x_TI, self.weights, residual_TO)
+        elif self._joins(x_TI):
+            self._joined(x_TI, adapters, residual_TO=residual_TO)
         elif (sums := self.part(x_TI, adapters)) is not None:
             sums.add_(residual_TO)
         else:
@@ -124,8 +123,8 @@ class Linear(Module):
         """Apply the layer to `norm(x)`."""
         if adapters is None or self.adapted is None:
             return self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
-        if self._joins_row(x_TI):
-            return self._row(x_TI, adapters, norm)
+        if self._joins(x_TI):
+            return self._joined(x_TI, adapters, norm)
         if isinstance(self.matrix, torch.Tensor) and not self.joins_norm(x_TI.shape[0]):
             return self(norm(x_TI), adapters)
         y_TO = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
@@ -144,8 +143,8 @@ class Linear(Module):
     def silu_of_norm(self, x_TI: torch.Tensor, norm: RMSNorm, adapters: Adapters | None = None) -> torch.Tensor:
         """`silu(gate) * up`, [T, O / 2], of the layer applied to `norm(x)`, whose output is the gate's features, then up's."""
         if adapters is not None and self.adapted is not None:
-            if self._joins_row(x_TI):
-                return self._row(x_TI, adapters, norm, gated=True)
+            if self._joins(x_TI):
+                return self._joined(x_TI, adapters, norm, gated=True)
             if isinstance(self.matrix, torch.Tensor) and not self.joins_norm(x_TI.shape[0]):
                 return self.silu(norm(x_TI), adapters)
             y_T2O = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
@@ -155,16 +154,19 @@ class Linear(Module):
     def silu(self, x_TI: torch.Tensor, adapters: Adapters | None = None) -> torch.Tensor:
         """As `silu_of_norm`, of the layer applied to `x`."""
         if adapters is not None and self.adapted is not None:
-            if self._joins_row(x_TI):
-                return self._row(x_TI, adapters, gated=True)
+            if self._joins(x_TI):
+                return self._joined(x_TI, adapters, gated=True)
             return adapters.gated(x_TI, self.adapted, self.method.apply(x_TI, self.weights))
         return self.method.apply_silu(x_TI, self.weights)
 
-    def _joins_row(self, x_TI: torch.Tensor) -> bool:
-        """Whether adapters' sums are part of the product's own kernel."""
-        return self.adapted is not None and type(self.method) is Unquantized and joins_row(x_TI, self.weights["weight"])
+    def _joins(self, x_TI: torch.Tensor) -> bool:
+        """Whether adapters' sums are part of the product's own kernels."""
+        if self.adapted is None or type(self.method) is not Unquantized:
+            return False
+        weight_OI = self.weights["weight"]
+        return joins_row(x_TI, weight_OI) or joins_product(x_TI, weight_OI)
 
-    def _row(
+    def _joined(
         self,
         x_TI: torch.Tensor,
         adapters: Adapters,
@@ -173,12 +175,17 @@ class Linear(Module):
         gated: bool = False,
         residual_TO: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The output for `x`, or for `norm(x)`, [1, O], of a product that `_joins_row`, or what `gated` makes of it; added to `residual`, if there is one."""
+        """The output for `x`, or for `norm(x)`, of a product that `_joins`, or what `gated` makes of it; added to `residual`, if there is one."""
         assert self.adapted is not None
-        out_TO = x_TI.new_empty(1, self.out_features // (2 if gated else 1)) if residual_TO is None else residual_TO
-        own, add = None if norm is None else norm.parameters, residual_TO is not None
+        width = self.out_features // (2 if gated else 1)
+        out_TO = x_TI.new_empty(x_TI.shape[0], width) if residual_TO is None else residual_TO
+        flags = {"gated": gated, "add": residual_TO is not None}
         weight_OI, bias_O = self.weights["weight"], self.weights.get("bias")
-        return adapters.row(self.adapted, x_TI, weight_OI, bias_O, out_TO, own, gated=gated, add=add)
+        if x_TI.shape[0] > 1:
+            x_TI = x_TI if norm is None else norm(x_TI)
+            return adapters.product(self.adapted, x_TI, weight_OI, bias_O, out_TO, **flags)
+        own = None if norm is None else norm.parameters
+        return adapters.row(self.adapted, x_TI, weight_OI, bias_O, out_TO, own, **flags)
 
     @property
     def dense_OI(self) -> torch.Tensor:

@@ -8,7 +8,8 @@ graphs.
 A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
-Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. For one token and a matrix in
+Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Up to 64 tokens with a matrix in floats have the
+first beside the product (`with_shrink_`). For one token and a matrix in
 floats there is none (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
 of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and other kernels add up otherwise. So `batch_invariant` refuses adapters.
 
@@ -96,6 +97,12 @@ def joins_row(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether the product of `x` with a matrix in floats has what adapters add in its own kernel: one token's on a GPU."""
     fits = x_TI.shape[0] == 1 and x_TI.stride(-1) == 1 and x_TI.dtype == weight_OI.dtype and weight_OI.is_contiguous()
     return fits and x_TI.is_cuda and has_triton()
+
+
+def joins_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `with_shrink_` has `A x` beside the product of several tokens with a matrix in floats."""
+    several = x_TI.is_cuda and x_TI.shape[0] > 1 and has_triton()
+    return several and bool(with_shrink_.kernels_for(x_TI.shape[0], x_TI, weight_OI))
 
 
 class FusedExperts(NamedTuple):
@@ -209,10 +216,12 @@ def expand_(
     blocks: Blocks,
     layer: Fused,
     norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> None:
     """Add `B` of what `shrink` of this norm has left to the layer's output in place. Tokens without an adapter aren't touched.
 
-    Nothing may be launched between the two: the output is read before `shrink` has ended.
+    Nothing may be launched between the two: the output is read before `shrink` has ended. `beside`: it is `with_shrink_` that has left it.
     """
     products = [row for row in layer.tiles_N5.tolist() if row[1] == 0]
     for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
@@ -242,12 +251,25 @@ def expand_silu(
     own_R: torch.Tensor,
     row_T: torch.Tensor | None,
     norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> torch.Tensor:
     """`silu(gate) * up`, [T, O], behind `expand_` to a layer's gate and up, in one launch. `own_R` and `row_T` are those of `Adapters`. `y` is undefined
     afterwards, and nothing may be launched between `shrink` and this either.
     """
     expand_.twin(y_T2O, inner, work, adapters, layer, norm)
     return silu_and_mul(y_T2O)
+
+
+@gpu_kernel("linear")
+def with_shrink_(
+    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks,
+    layer: Fused, *, add: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Write the layer's own product into `out`, or add it, and return what `shrink` says of `x`, which is computed meanwhile."""
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    out_TO.copy_(out_TO + y_TO if add else y_TO)
+    return shrink.twin(x_TI, work, adapters, layer)
 
 
 @gpu_kernel("linear")
@@ -371,6 +393,19 @@ class Adapters:
         self.turns += 1
         own = self.words, self.turns, self.work, self.blocks, layer, norm
         adapted_row_(out_TO, x_TI, weight_OI, bias_O, *own, gated=gated, add=add)
+        return out_TO
+
+    def product(
+        self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *,
+        gated: bool = False, add: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """The layer's own product and what adapters add, into `out` or added to it; see `with_shrink_`."""
+        own, self.known = (self.work, self.blocks, layer), True
+        if gated:
+            y_T2O = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+            inner = with_shrink_(y_T2O, x_TI, weight_OI, bias_O, *own)
+            return expand_silu(y_T2O, inner, *own, self.own_R, self.row_T, beside=True)
+        expand_(out_TO, with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own, add=add), *own, beside=True)
         return out_TO
 
     def gated(self, x_TI: torch.Tensor, layer: Fused, y_T2O: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:

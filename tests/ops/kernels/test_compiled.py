@@ -284,7 +284,8 @@ def test_adapters_are_read_before_the_turn_and_sums_at_once(case, compiled):
     assert not any(".b16" in step for step in found["steps"])
     _, name, features = case
     if name == "shrink":
-        assert before.count("ld.global.v4.b32") == 8 and behind[0] == "griddepcontrol.launch_dependents"
+        assert before[0] == "griddepcontrol.launch_dependents" and before.count("ld.global.v4.b32") == 16
+        assert behind == [] and found["shared"] == 8192, "it runs beside a product, with room for three"
     else:
         wide = features // 128
         assert before[0] == "griddepcontrol.launch_dependents" and before.count(

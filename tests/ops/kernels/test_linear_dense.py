@@ -198,7 +198,9 @@ class Program:
         sizes = config.tokens, config.groups, config.w_stages, config.x_stages
         stride = by_token or self.sums.shape[1]
         with ThreadPoolExecutor(1 + config.groups) as warps, self.copies:
-            waiting = [warps.submit(copy, self.w, self.x, *rooms, self.first, self.count, self.total, *sizes, False)]
+            waiting = [
+                warps.submit(copy, self.w, self.x, *rooms, self.first, self.count, self.total, *sizes, False, False)
+            ]
             for c in range(config.groups):
                 waiting.append(warps.submit(
                     compute, c, *rooms, None, 0, self.first, self.count, self.x.shape[0], self.w.shape[0], stride, self.total, config.steps,

@@ -23,7 +23,7 @@ from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
-from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, token_inner
+from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, shrink, token_inner
 from pagerunner.ops.linear import Norm, joins_few
 from pagerunner.ops.lora import COPIES, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
@@ -342,6 +342,26 @@ def adapted_row_(
         WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, num_warps=config.warps,
         maxnreg=most_registers(inputs, config, gated), **dependent(x_TI.device),
     )  # fmt: skip
+
+
+def with_shrink__kernels(tokens: int, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> Hashable:
+    """See `Op.kernels_for`: the product's configuration, None if its kernel doesn't let another run beside it."""
+    if not linear_dense.fits(x_TI, weight_OI) or linear_held.fits(x_TI, weight_OI, False):
+        return None
+    return linear_dense.kernels_of(tokens, x_TI.dtype, weight_OI, x_TI.device)
+
+
+def with_shrink_(
+    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks,
+    layer: Fused, *, add: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """See `ops/lora.py`."""
+    inner: list[torch.Tensor] = []
+    linear_dense.run_dense(
+        Product(x_TI, weight_OI, bias_O, out_TO, add=add),
+        beside=lambda: inner.append(shrink(x_TI, work, adapters, layer, beside=True)),
+    )
+    return inner[0]
 
 
 def run_few(product: Product, config: FewConfig | None = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -238,8 +238,13 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device:
     return dense_config(tokens, *weight_OI.shape, multiprocessors(device)) if served else None
 
 
-def run_dense(product: Product, config: DenseConfig | None = None) -> torch.Tensor:
-    """Write `linear(x)`, gated or not, into `out`, or add it. The norm is computed before, by its own kernel."""
+def run_dense(
+    product: Product, config: DenseConfig | None = None, beside: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """Write `linear(x)`, gated or not, into `out`, or add it. The norm is computed before, by its own kernel.
+
+    `beside` launches a kernel that runs beside this one, and may read `x` and all that is older at once. It has to end behind this one's end.
+    """
     x_TI, weight_OI, bias_O, out_TO, _, gated, add = product.after_norm()
     assert isinstance(weight_OI, torch.Tensor)
     (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
@@ -257,8 +262,10 @@ def run_dense(product: Product, config: DenseConfig | None = None) -> torch.Tens
         described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         out_TO if bias_O is None else bias_O, sums, tokens, outputs, stride, steps, total, config.steps, BT=config.tokens,
         C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
-        BY_TOKEN=0, REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+        BY_TOKEN=0, REGS=registers, LATE=beside is not None, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
+    if beside is not None:
+        beside()
     if not done:
         add_sums(sums, product, config)
     return out_TO
@@ -283,6 +290,6 @@ def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | Non
         described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         sums_PTO, sums_PTO, tokens, outputs, outputs, steps, total, config.steps, BT=config.tokens,
         C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, BY_TOKEN=outputs,
-        REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+        REGS=registers, LATE=False, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     return sums_PTO

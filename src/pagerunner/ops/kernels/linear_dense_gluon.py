@@ -54,7 +54,7 @@ def _next(row, column, S, C: gl.constexpr):
 
 @gluon.jit
 def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT: gl.constexpr, C: gl.constexpr,
-          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies. `done` says that a step has been multiplied: its weights' and its inputs' room is free.
 
     Rows, columns and slots are counted: working each out by division took as long as the memory takes for a step of 64 rows.
@@ -65,6 +65,8 @@ def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S,
         _copy_weights(w_desc, w_smem, w_full, step, row, column, C)
         row, column = _next(row, column, S, C)
     wait_turn(PDL)
+    if LATE:
+        start_next(PDL)
     for step in range(gl.minimum(count, X_STAGES)):
         _copy_inputs(x_desc, x_smem, x_full, step, x_column, BT)
         x_row, x_column = _next(x_row, x_column, S, C)
@@ -152,13 +154,15 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
 @gluon.jit(do_not_specialize=["num_tokens", "total", "S", "steps"])
 def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_stride, total, S, steps, BT: gl.constexpr, C: gl.constexpr,
                  W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, BY_TOKEN: gl.constexpr, REGS: gl.constexpr,
-                 PDL: gl.constexpr):  # fmt: skip
+                 LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """`steps` of all `total` steps of a product, tile after tile, so that programs read equally many bytes.
 
     DONE: a program has whole tiles, and `y` takes the outputs; otherwise it takes one sum after another, [parts, O, BT] float32 (BY_TOKEN: [parts, BT, O]), with
     `y_stride` rows each. A tile's parts are numbered from the first program on that has some of it.
+    LATE: the next kernel starts when all kernels before this one have ended, and not before. So it may read this one's inputs at once.
     """
-    start_next(PDL)
+    if not LATE:
+        start_next(PDL)
     dtype: gl.constexpr = w_desc.dtype
     w_smem = gl.allocate_shared_memory(dtype, [W_STAGES * C, 64, 64], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, BT, 64], x_desc.layout)
@@ -180,7 +184,7 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
                         W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
         ], [1], [32])  # fmt: skip
     elif C == 2:
         gl.warp_specialize([
@@ -188,7 +192,7 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
                         W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
                         W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -198,5 +202,5 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
                         W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
             (_compute, (c2, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
                         W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

@@ -39,6 +39,8 @@ from pagerunner.ops.lora import (
 MOST_PAIRS = 1024
 """Pairs up to which each looks at all others; more are sorted."""
 WARPS = 4  # of a program of `_shrink`, each with its share of a piece
+SHARE = tl.constexpr(32)
+"""Features of a warp that are multiplied at once. A program then needs 8 KB of shared memory, so that three have room beside a product's, which leaves 27 KB."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -154,18 +156,25 @@ def pair_lists(
 
 
 @triton.jit
-def _sums(x, a, TILE: tl.constexpr):
-    """`x @ a` of a piece, [tokens, ranks]: warps divide the features between them, and the first dimension is summed up at the end."""
-    return tl.sum(tl.dot(x, a, tl.zeros([x.shape[0], TILE, TILE], tl.float32), input_precision="ieee"), 0)
+def _kept(x):
+    """`x` in registers until here. Left to itself, the compiler moves all parts of an operand to shared memory at once."""
+    if WORDS:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
+    else:
+        y = x
+    return y
 
 
 @triton.jit(do_not_specialize=["first"])
 def _shrink(
     x_TI, x_stride, norm_ptr, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr,
-    NORM: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if not KNOWN:
+    if BESIDE:  # all kernels before the product have ended, and the product is beside
+        start_next(PDL)
+    elif not KNOWN:
         wait_turn(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
@@ -177,28 +186,44 @@ def _shrink(
     )
     i = tl.arange(0, TILE)
     tokens = tl.load(tokens_WX + w * TILE + i)
-    features = piece * (S * K) + tl.arange(0, S)[:, None] * K + tl.arange(0, K)[None, :]
-    there = features < inputs
+    features = piece * (S * K) + tl.arange(0, S)[:, None] * K + tl.arange(0, min(SHARE, K))[None, :]
     a_place = pool + tl.multiple_of(place, TILE) + features[:, :, None] + i[None, None, :] * inputs
     x_place = x_TI + tokens.to(tl.int64)[None, :, None] * x_stride + features[:, None, :]
     valid = (tokens >= 0)[None, :, None]
     ROWS: tl.constexpr = TILE if NORM == NO_NORM else TILE + 1
     to = inner + ((piece * tl.num_programs(0) + w).to(tl.int64) * PARTS * BLOCKS + own) * ROWS * TILE + i
+    SHARES: tl.constexpr = (K + SHARE - 1) // SHARE
+    acc = tl.zeros([S, TILE, TILE], tl.float32)  # warps divide the features between them
     if SPREAD:
-        a = tl.load(a_place, (there & (place >= 0))[:, :, None], 0.0)
-        if NORM != NO_NORM:
-            weight = norm_weight(norm_ptr, features, there, NORM)
+        a, weight, x = (), (), ()
+        for share in tl.static_range(SHARES):
+            there = features < inputs - share * SHARE
+            a = a + (tl.load(a_place + share * SHARE, (there & (place >= 0))[:, :, None], 0.0),)
+            if NORM != NO_NORM:
+                weight = weight + (norm_weight(norm_ptr, features + share * SHARE, there, NORM),)
         # The next kernel starts when all before this one have ended: it may read what they have written before its own wait.
-        wait_turn(PDL)
-        start_next(PDL)
-        if place < 0:
-            return
-        x = tl.load(x_place, there[:, None, :] & valid, 0.0)
+        if not BESIDE:
+            wait_turn(PDL)
+            start_next(PDL)
+            if place < 0:
+                return
+        for share in tl.static_range(SHARES):
+            there = features < inputs - share * SHARE
+            x = x + (tl.load(x_place + share * SHARE, there[:, None, :] & valid, 0.0),)
+        own_x, own_a = (), ()  # all is on its way before anything is moved between threads
+        for share in tl.static_range(SHARES):
+            own_x, own_a = own_x + (_kept(x[share]),), own_a + (_kept(a[share]),)
+        square = tl.zeros([TILE], tl.float32)
+        for share in tl.static_range(SHARES):
+            part = own_x[share]
+            if NORM != NO_NORM:
+                wide = part.to(tl.float32)
+                square += tl.sum(tl.sum(wide * wide, 2), 0)
+                part = (wide * weight[share][:, None, :]).to(a[0].dtype)
+            acc = tl.dot(_kept(part), _kept(own_a[share]), acc, input_precision="ieee")
         if NORM != NO_NORM:
-            wide = x.to(tl.float32)
-            tl.store(to + TILE * TILE, tl.sum(tl.sum(wide * wide, 2), 0) / inputs)
-            x = (wide * weight[:, None, :]).to(a.dtype)
-        total = _sums(x, a, TILE)
+            tl.store(to + TILE * TILE, square / inputs)
+        total = tl.sum(acc, 0)
     else:
         wait_turn(PDL)
         start_next(PDL)
@@ -206,16 +231,23 @@ def _shrink(
             return
         total = tl.zeros([TILE, TILE], tl.float32)
         for at in range(0, pieces * (S * K), S * K):
-            inside = features < inputs - at
-            x = tl.load(x_place + at, inside[:, None, :] & valid, 0.0)
-            total += _sums(x, tl.load(a_place + at, inside[:, :, None], 0.0), TILE)
+            acc = tl.zeros([S, TILE, TILE], tl.float32)
+            for share in tl.static_range(SHARES):
+                inside = features < inputs - at - share * SHARE
+                x = tl.load(x_place + at + share * SHARE, inside[:, None, :] & valid, 0.0)
+                a = tl.load(a_place + at + share * SHARE, inside[:, :, None], 0.0)
+                acc = tl.dot(x, a, acc, input_precision="ieee")
+            total += tl.sum(acc, 0)
     tl.store(to[None, :] + i[:, None] * TILE, total)
+    if BESIDE and (w == 0) & (own == 0) & (piece == 0):  # who comes next waits for this kernel alone
+        wait_turn(PDL)
 
 
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
-) -> torch.Tensor:
-    """See ops/lora.py."""
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False,
+    beside: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """See ops/lora.py. `beside`: behind a product that lets it start when all before have ended, and for up to `SPREAD_TILES` tiles."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
     pieces = blocks_of(inputs, PIECE)
@@ -229,7 +261,7 @@ def shrink(
         sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
         _shrink[(tiles, layer.parts * per_product, shape[0])](
             x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
-            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
+            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, BESIDE=beside, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
 
@@ -358,7 +390,7 @@ def _tile_added(
 def _expand(
     y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, tiles_N5, first, products,
     PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     tile = tiles_N5 + tl.program_id(1) * 5
@@ -374,12 +406,15 @@ def _expand(
     place = tl.load(own, slot >= 0, -1)
     y = y_TO + tokens.to(tl.int64)[:, None] * y_stride + column + o[None, :]
     there = (tokens >= 0)[:, None] & (o < count)[None, :] & (place >= 0)
-    base = tl.load(y, there, 0.0)
+    if not BESIDE:
+        base = tl.load(y, there, 0.0)
     b_place = pool + i[:, None] * outputs + at + o[None, :]
     b = tl.load(b_place + tl.multiple_of(place, TILE), (o < count)[None, :] & (place >= 0), 0.0)
     wait_turn(PDL)
     if place < 0:
         return
+    if BESIDE:
+        base = tl.load(y, there, 0.0)
     step = tl.num_programs(0).to(tl.int64) * PARTS * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
     inside = (o < count)[None, :]
     acc = _tile_added(
@@ -392,7 +427,7 @@ def _expand(
 def _expand_silu(
     out_TO, y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, own_R, row_T, first, products, tiles, num_tokens, features,
     PIECES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
-    PDL: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of tiles have the tokens with an adapter, those behind them the others, by their places. EACH: token t is row t's."""
     start_next(PDL)
@@ -414,12 +449,16 @@ def _expand_silu(
     up_own = own + BLOCKS * 2
     place, up_place = tl.load(own, slot >= 0, -1), tl.load(up_own, slot >= 0, -1)
     at, there = tokens.to(tl.int64)[:, None], (tokens >= 0)[:, None] & inside
-    gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
-    up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
+    if not BESIDE:
+        gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
+        up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
     b_place = pool + i[:, None] * features + o[None, :]
     b = tl.load(b_place + tl.multiple_of(place, TILE), inside & (place >= 0), 0.0)
     up_b = tl.load(b_place + tl.multiple_of(up_place, TILE), inside & (up_place >= 0), 0.0)
     wait_turn(PDL)
+    if BESIDE:
+        gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
+        up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
     dtype: tl.constexpr = y_TO.dtype.element_ty
     step = tiles.to(tl.int64) * 2 * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
     y = gate.to(tl.float32)
@@ -443,6 +482,8 @@ def expand_(
     blocks: Blocks,
     layer: Fused,
     norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> None:
     """See ops/lora.py."""
     pieces, tiles, _, _, rows, _ = inner.shape
@@ -452,13 +493,14 @@ def expand_(
         sizes = {"PIECES": pieces, "BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": outputs}
         _expand[(tiles, len(tiles_N5))](
             y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, tiles_N5, layer.first,
-            products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, **dependent(y_TO.device), num_warps=expand_warps(outputs),
+            products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, BESIDE=beside, **dependent(y_TO.device),
+            num_warps=expand_warps(outputs),
         )  # fmt: skip
 
 
 def expand_silu(
     y_T2O: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, own_R: torch.Tensor, row_T: torch.Tensor | None,
-    norm: Norm | None = None,
+    norm: Norm | None = None, *, beside: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """See ops/lora.py."""
     pieces, tiles, _, _, rows, _ = inner.shape
@@ -470,6 +512,6 @@ def expand_silu(
         _expand_silu[(tiles + blocks_of(tokens, TILE), blocks_of(features, outputs))](
             out_TO, y_T2O, y_T2O.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, own_R,
             own_R if row_T is None else row_T, layer.first, products, tiles, tokens, features, PIECES=pieces, BLOCKS=per_product, TILE=TILE,
-            OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
+            OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, BESIDE=beside, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
         )  # fmt: skip
     return out_TO
