@@ -62,7 +62,7 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
 KINDS = ("gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "bamba", "deepseek_v3", "deepseek_v32")
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "pages"), by_days(KINDS, ["auto", "fp8"]))
 def test_prefixes_of_every_kind_of_memory_are_found_by_content(family: str, pages: str, tmp_path: Path) -> None:
     """Windows, chunks, snapshots of recurrent states, latents. Names change, and so does what one of them stands for."""

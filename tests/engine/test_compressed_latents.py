@@ -240,7 +240,7 @@ AROUND = {"at once": {}} | CONDITIONS
 
 @pytest.mark.days(2)
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("condition", [[*AROUND][number] for number in share_of_the_day(len(AROUND), 4)])
+@pytest.mark.parametrize("condition", [[*AROUND][number] for number in share_of_the_day(len(AROUND), 7)])
 def test_contexts_around_every_boundary(models: Any, recorded: bool, condition: str) -> None:
     """Slots of 4 and of 32, the window of 20, the 7 slots that are chosen at most, and pages: prompts end around each, and 6 tokens pass it."""
     path, reference = models("three kinds")

@@ -269,7 +269,6 @@ def test_layers_of_stages_that_do_not_add_up_are_refused(
         ("0", {"pipeline_parallel_size": 3}, "^tensor_parallel_size=2 times pipeline_parallel_size=3 takes 6 CUDA dev"),
         ("yes", {}, "^PAGERUNNER_RANKS_SHARE_DEVICES must be 0 or 1, got 'yes'"),
         ("1", {"disable_custom_all_reduce": True}, "NCCL, which has no ranks that share .*_RANKS_SHARE_DEVICES is 1"),
-        ("1", {"distributed_executor_backend": "ray"}, '"ray" has ranks on CPUs only so far: take device="cpu"'),
     ],
 )
 def test_devices_that_are_not_there_are_missed(

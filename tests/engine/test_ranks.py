@@ -242,7 +242,7 @@ EDGES = {"deepseek_v32": (4, 17, 64, 128), "deepseek_v4": (4, 20, 28, 32, 64, 12
 """Slots, pages, and what is chosen or in a window."""
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "pages"), by_days(EDGES, ["auto", "fp8"]))
 def test_chosen_latents_and_drafts_have_the_tokens_of_the_whole_model(family: str, pages: str, tmp_path: Path) -> None:
     """Prompts end around each edge, and each rank holds all latents. The model's own module drafts on both ranks."""

@@ -86,7 +86,7 @@ def test_prompts_that_end_around_borders(models: Any, backend: str, condition: s
     check(reference, run(llm, [prompt(i, n) for i, n in enumerate(lengths)]))
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("kv_cache_dtype", "level"), by_days(["auto", "fp8"], [1, 2]))
 def test_sleep_changes_no_bit(models: Any, kv_cache_dtype: str, level: int) -> None:
     """In graphs, before and after."""
@@ -197,7 +197,7 @@ def test_refuses_what_it_would_not_compute(tmp_path: Path, field: str, value: An
         read_model_config(path)
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("planted", ["nothing", "a choice", "a table", "places"])
 def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     models: Any, monkeypatch: pytest.MonkeyPatch, planted: str

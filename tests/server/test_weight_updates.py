@@ -274,6 +274,7 @@ def one_engine_that_fails_ends_it_on_all(
         with pytest.raises(RuntimeError, match="Engine 1 of 2: a fault of one engine alone"):
             rl_trainer.Sender(rl_trainer.Server(server.url), seconds=200).send([(NORM, weights[NORM])])
     assert [one.level for one in server.engine.replicas] == [0, 0]
+    until(lambda: server.get("/health").status_code == 503)  # engines say why with their next figures
     health = server.get("/health")
     assert (
         health.status_code == 503
