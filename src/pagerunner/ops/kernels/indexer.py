@@ -6,7 +6,7 @@ One to four kernels. None needs anything of the host but bounds, so graphs captu
    first operand, so that 128 of them meet all heads of the block's tokens at once. How many parts there are doesn't depend on lengths: each
    row's own slots are divided among them.
 2. *Best*. A program has a token's scores in registers. The order of floats is that of integers, and the integer from which on k scores count
-   is searched for by halving.
+   is searched for by thirds: a round counts two bounds in one sum.
 
 If rows may see more than CHUNK slots, two kernels between these leave about 1.4 k of a row that sees more than 2 k. One finds the largest score of
 each of up to 2 k groups of slots, and a bound that k of these reach, so at least k slots do. The other finds the slots that do, a slice a program.
@@ -62,8 +62,8 @@ ANYWHERE = ["row_ptr", "position_ptr"]
 def _of_row(row_ptr, position_ptr, tokens, there, RATIO: tl.constexpr):
     """Tokens' rows (-1: padding), and how many slots they see."""
     row = tl.load(row_ptr + tokens, mask=there, other=-1)
-    position = tl.load(position_ptr + tokens, mask=row >= 0, other=-1)
-    return row, ((position + 1) // RATIO).to(tl.int32)
+    position = tl.load(position_ptr + tokens, mask=there, other=-1)  # neither load waits for the other
+    return row, tl.where(row >= 0, (position + 1) // RATIO, 0).to(tl.int32)
 
 
 @triton.jit
@@ -202,11 +202,17 @@ def _kept(score, live, k, B: tl.constexpr):
     key = tl.where(live, key, -0x7FFFFFFF - 1)  # less than any float's
     if tl.sum(live.to(tl.int32), 0) <= k:
         high = low
+    BITS: tl.constexpr = 16 if B <= 32768 else 32
+    BOTH: tl.constexpr = (1 << BITS) + 1
     while low < high:  # at least k are as large as low, and fewer are larger than high
-        middle = low + (high - low + 1) // 2
-        count = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
-        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
-        low = tl.where(count >= k, middle, low)
+        third = (high - low + 2) // 3  # two counts are one sum, so as many rounds as thirds need
+        lower = low + third
+        upper = tl.minimum(lower + third, high)
+        reached = tl.where(key >= upper.to(tl.int32), BOTH, tl.where(key >= lower.to(tl.int32), 1, 0))
+        counts = tl.sum(reached, 0)
+        most, many = counts & ((1 << BITS) - 1), (counts >> BITS) & ((1 << BITS) - 1)
+        high = tl.where(many > k, high, tl.where(many == k, upper, tl.where(most > k, upper - 1, tl.where(most == k, lower, lower - 1))))  # fmt: skip
+        low = tl.where(many >= k, upper, tl.where(most >= k, lower, low))
     above = live & (key > low.to(tl.int32))
     equal = live & (key == low.to(tl.int32))
     if B <= 16384:  # both in one word

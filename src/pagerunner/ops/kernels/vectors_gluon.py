@@ -30,15 +30,7 @@ BN = gl.constexpr(64)
 KEYS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-OWN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]],
-        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0], [0, 256]],
-        [[0, 0]],
-        [32, 512],
-    )
-)
+OWN = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 256]], [[0, 0]], [32, 512]))  # fmt: skip
 """Half of the heads' sums, 8 of each 16, where a thread of a cluster has them anyway."""
 HELD_STATS = gl.constexpr(32 * 512 * 4)
 """Where in shared memory a cluster's programs leave the scores' statistics: behind half of the sums."""
@@ -154,10 +146,7 @@ def _part(num_parts):
 @gluon.jit
 def _meet():
     """Both programs of a cluster have come so far, and see what either has written."""
-    gl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    gl.inline_asm_elementwise("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
@@ -182,9 +171,7 @@ def _swap(rank, most, total, acc, D: gl.constexpr):
     """
     thread = gl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
     own = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
-    far = gl.inline_asm_elementwise(
-        "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [own, 1 - rank], dtype=gl.int32, is_pure=True, pack=1
-    )
+    far = gl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [own, 1 - rank], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
     d = gl.arange(0, D, gl.SliceLayout(0, OWN))[None, :]
     at = gl.full((32, D), 0, gl.int32, OWN) + (thread * 16 + d % 256 // 16 * 4096)
     few = gl.full((32,), HELD_STATS, gl.int32, gl.SliceLayout(1, OWN)) + thread * 8
@@ -250,9 +237,7 @@ def _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_
     most = gl.convert_layout(most, gl.SliceLayout(1, _laid(SUMS, gl.num_ctas())))
     if gl.num_ctas() > 1:
         angle = token * angle_stride
-        _complete(
-            out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P
-        )
+        _complete(out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P)  # fmt: skip
     elif not SPLIT:
         angle = token * angle_stride
         _finish(out + token * num_heads * D, sinks, cos + angle, sin + angle, block, num_heads, most, total, acc, D, P)
@@ -266,10 +251,8 @@ def _end(out, parts, found, sinks, cos, sin, token, part, num_parts, block, num_
 def _copy_queries(q_smem, q_at, left, q_head, D: gl.constexpr):
     """Begin to bring 64 heads' queries; those behind the last of `left` are its."""
     head = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, _laid(COPIED, gl.num_ctas()))), left - 1)
-    async_copy.async_copy_global_to_shared(
-        q_smem,
-        q_at + head[:, None] * q_head + gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))[None, :],
-    )
+    d = gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))[None, :]
+    async_copy.async_copy_global_to_shared(q_smem, q_at + head[:, None] * q_head + d)
 
 
 @gluon.jit
@@ -291,13 +274,8 @@ def _nothing(D: gl.constexpr):
 @gluon.jit
 def _score(q_smem, k_smem):
     """Begin the scores of a tile of keys."""
-    return warpgroup_mma(
-        q_smem,
-        k_smem.permute((1, 0)),
-        gl.zeros((64, BN), gl.float32, _laid(SCORES, gl.num_ctas())),
-        use_acc=False,
-        is_async=True,
-    )
+    scores = gl.zeros((64, BN), gl.float32, _laid(SCORES, gl.num_ctas()))
+    return warpgroup_mma(q_smem, k_smem.permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
