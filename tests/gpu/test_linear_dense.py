@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense, run_parts
+from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense, run_parts, whole_gates
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_wide import has_gluon
 
@@ -78,6 +78,16 @@ def test_parts_add_up_to_the_product(outputs: int, inputs: int, tokens: int) -> 
     for part in sums[1:]:
         total += part[:tokens]
     assert torch.equal(total.bfloat16(), run_dense(Product(x, weight, None, torch.empty(tokens, outputs, **made))))
+
+
+@pytest.mark.parametrize("tokens", [33, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (8448, 1000), (4288, 512)])
+def test_whole_gates_are_the_product_and_then_the_gate(outputs: int, inputs: int, tokens: int) -> None:
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight = torch.randn(tokens, inputs, **made), torch.randn(outputs, inputs, **made) * inputs**-0.5
+    assert whole_gates(tokens, outputs, inputs, 132) is not None
+    out = run_dense(Product(x, weight, None, torch.full((tokens, outputs // 2), torch.nan, **made), gated=True))
+    assert error(out, silu_and_mul(x @ weight.T).float()) < 8e-3
 
 
 def test_a_choice_is_made_for_all_tokens_of_a_tile() -> None:

@@ -119,11 +119,13 @@ def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: boo
     return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
-def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False) -> dict[str, Any]:
+def dense(
+    name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False, gated: bool = False
+) -> dict[str, Any]:
     """Products of `ops/kernels/linear_dense.py`."""
     config = config_of(tokens, groups, 8)
     types = {
-        "w_desc": f"tensordesc<{name}[64,64],{ROWS!r}>",
+        "w_desc": f"tensordesc<{name}[{32 if gated else 64},64],{ROWS!r}>",
         "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
         "bias_ptr": "*" + name,
         "y_ptr": "*" + name if done else "*fp32",
@@ -135,8 +137,9 @@ def dense(name: str, tokens: int, groups: int, done: bool, by_token: int = 0, la
         "W_STAGES": config.w_stages,
         "X_STAGES": config.x_stages,
         "DONE": done,
-        "ADD": done,
-        "BIAS": done,
+        "ADD": done and not gated,
+        "BIAS": done and not gated,
+        "GATED": gated,
         "BY_TOKEN": by_token,
         "REGS": registers,
         "LATE": late,

@@ -110,14 +110,8 @@ class PeerSums:
         return min(self.limits.most, self.limits.gathered)
 
     def add_(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        send: bool = True,
-        relay: bool = True,
-        take: bool = True,
-    ) -> None:
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, send: bool = True, relay: bool = True, take: bool = True
+    ) -> None:  # fmt: skip
         """See Comm.all_reduce_. Sums are made in the order of the ranks in float32, and are rounded once."""
         out = x if residual is None else residual
         # all ranks must go the same way, so addresses don't count
@@ -140,15 +134,8 @@ class PeerSums:
         return rest == 0 and 4 * each <= _SLOT_WORDS
 
     def add_norm_(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        norm: Norm,
-        *,
-        send: bool = True,
-        relay: bool = True,
-        take: bool = True,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, *, send: bool = True, relay: bool = True, take: bool = True
+    ) -> torch.Tensor:  # fmt: skip
         """Add the sum of all ranks' `x` [T, D] to `residual` in place, and return the norm of that. The bits are those of the one and then the other."""
         normed = torch.empty_like(residual)
         if self._by_tokens(x.shape[0], x.shape[1] * x.itemsize):
@@ -169,15 +156,9 @@ class PeerSums:
         return dtype.itemsize == 2 and self._by_tokens(tokens, features * dtype.itemsize)
 
     def add_parts_(
-        self,
-        parts: torch.Tensor,
-        residual: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        send: bool = True,
-        relay: bool = True,
+        self, parts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None, *, send: bool = True, relay: bool = True,
         take: bool = True,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | None:  # fmt: skip
         """See Comm. `residual` [T, D] in 16 bits; the norm's weight has the same dtype."""
         normed = None if norm is None else torch.empty_like(residual)
         self._run_bare(parts, residual, norm, normed, ADD=True, SEND=send, RELAY=relay, TAKE=take)

@@ -117,7 +117,8 @@ def recurrence_cases() -> list[tuple[Any, ...]]:
 def dense_cases() -> list[tuple[Any, ...]]:
     """One of all kernels of dense products, by tokens, groups, and whether there are parts."""
     sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 3), (False, True))
-    return turns([("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes], 0)
+    cases = [("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes]
+    return turns([*cases, ("dense", "bf16", 64, 1, True, 0, False, True)], 0)
 
 
 def latent_cases() -> list[tuple[Any, ...]]:

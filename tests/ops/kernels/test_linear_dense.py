@@ -30,6 +30,7 @@ from pagerunner.ops.kernels.linear_dense import (
     parts_of,
     pieces,
     sums_twin,
+    whole_gates,
 )
 from pagerunner.ops.kernels.linear_parts import Product
 
@@ -130,13 +131,20 @@ class Room(list[Any]):
     index = list.__getitem__
 
 
+class Block(torch.Tensor):
+    """A tile's block in shared memory."""
+
+    def slice(self, start: int, length: int) -> Any:
+        return self[start : start + length]
+
+
 class Program:
     """A program of the kernel, run as Python: its warps are threads, copies come late, and products are computed when they are waited for."""
 
     def __init__(self, product: Product, config: DenseConfig, sums: torch.Tensor, program: int) -> None:
         self.x, self.w, self.config, self.sums = product.x_TI, product.weight_OI, config, sums
         changed, count = threading.Condition(), config.groups
-        self.w_smem = Room(torch.full((64, 64), torch.nan) for _ in range(config.w_stages * count))
+        self.w_smem = Room(torch.full((64, 64), torch.nan).as_subclass(Block) for _ in range(config.w_stages * count))
         self.x_smem = Room(torch.full((config.tokens, 64), torch.nan) for _ in range(config.x_stages))
         self.w_full = Room(Barrier(1, changed) for _ in range(config.w_stages))
         self.x_full = Room(Barrier(1, changed) for _ in range(config.x_stages))
@@ -159,7 +167,7 @@ class Program:
         copy = SimpleNamespace(async_copy_global_to_shared=lambda *given: self.copies.submit(self.bring, *given))
         return {
             "gl": self.language, "mbarrier": barriers, "tma": copy, "wait_turn": lambda PDL: None, "warpgroup_mma": self.multiply,
-            "warpgroup_mma_wait": self.ended, "_store_sums": self.store,
+            "warpgroup_mma_wait": self.ended, "_store_sums": self.store, "_store_gated": self.store_gated,
         }  # fmt: skip
 
     def bring(self, source: torch.Tensor, at: list[int], barrier: Barrier, target: torch.Tensor) -> None:
@@ -186,8 +194,14 @@ class Program:
         assert target.isnan().all()
         target[:, :num_tokens] = acc[0][:, :num_tokens]
 
-    def run(self, by_token: int) -> None:
-        """`by_token`: so many features of a token lie one behind the other; 0: a feature's tokens do."""
+    def store_gated(
+        self, acc: list[Any], out: torch.Tensor, feature: torch.Tensor, num_tokens: int, stride: int
+    ) -> None:
+        gate, up = acc[0][:, :num_tokens].T.chunk(2, 1)
+        out[:, int(feature) : int(feature) + 32] = torch.nn.functional.silu(gate) * up
+
+    def run(self, by_token: int, out: torch.Tensor | None = None) -> None:
+        """`by_token`: so many features of a token lie one behind the other; 0: a feature's tokens do. `out`: of gates."""
         from pagerunner.ops.kernels import linear_dense_gluon as kernel
 
         config, rooms = self.config, (self.w_smem, self.x_smem, self.w_full, self.x_full, self.done)
@@ -196,15 +210,29 @@ class Program:
             known[name] = as_python(getattr(kernel, name), **known)
         copy, compute = as_python(kernel._copy, **known), as_python(kernel._compute, **known)
         sizes = config.tokens, config.groups, config.w_stages, config.x_stages
-        stride = by_token or self.sums.shape[1]
+        stride, gated = by_token or self.sums.shape[1], out is not None
+        outputs = self.w.shape[0] // (2 if gated else 1)
         with ThreadPoolExecutor(1 + config.groups) as warps, self.copies:
             waiting = [
-                warps.submit(copy, self.w, self.x, *rooms, self.first, self.count, self.total, *sizes, False, False)
+                warps.submit(
+                    copy,
+                    self.w,
+                    self.x,
+                    *rooms,
+                    self.first,
+                    self.count,
+                    self.total,
+                    outputs,
+                    *sizes,
+                    gated,
+                    False,
+                    False,
+                )
             ]
             for c in range(config.groups):
                 waiting.append(warps.submit(
-                    compute, c, *rooms, None, 0, self.first, self.count, self.x.shape[0], self.w.shape[0], stride, self.total, config.steps,
-                    *sizes, False, False, False, by_token, False,
+                    compute, c, *rooms, None, 0 if out is None else out, self.first, self.count, self.x.shape[0], outputs, stride, self.total, config.steps,
+                    *sizes, False, False, False, gated, by_token, False,
                 ))  # fmt: skip
             for one in waiting:
                 one.result()
@@ -233,6 +261,27 @@ def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages, outputs
     found = sums.transpose(1, 2) if by_token else sums
     live = ~want.isnan()
     torch.testing.assert_close(found[live], want[live], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_program_computes_whole_gates(groups):
+    """Its groups have 32 gates each, and the ups that belong to them."""
+    outputs, columns = 64 * groups * 2, 7
+    product = product_of(5, outputs, 64 * columns - 8, gated=True, add=False, bias=False)
+    config = DenseConfig(8, groups, columns, 4, 3)
+    out = torch.full((5, outputs // 2), torch.nan)
+    for program in range(2):
+        Program(product, config, torch.empty(1, 1), program).run(0, out)
+    gate, up = (product.x_TI @ product.weight_OI.T).chunk(2, 1)
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, atol=1e-3, rtol=1e-4)
+
+
+def test_gates_are_whole_where_their_tiles_have_most_multiprocessors() -> None:
+    """As in 8B on four ranks. Fewer tiles would leave memory idle, and more are divided."""
+    found = [whole_gates(64, outputs, 4096, 132) for outputs in (6144, 8448, 4288, 4224, 12_288, 6148)]
+    assert [one and one[:3] for one in found] == [(64, 1, 64)] * 3 + [None] * 3
+    assert whole_gates(33, 6144, 4096, 132) == found[0] and whole_gates(32, 6144, 4096, 132) is None
+    assert whole_gates(65, 6144, 4096, 132) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ of 4096 times 2048 as a whole.
 Example: 3072 x 4096 has 24 tiles of 128 rows, 64 steps each. 128 programs have 12 steps each. A tile then belongs to six or seven programs.
 Each of them stores a sum in float32. A second kernel adds a tile's sums in the order of programs, so results are the same in every run. Where a tile belongs to one program,
 that program stores the outputs, and there is no second kernel. With 33 to 64 tokens so it is where a tile's weights all have room: they are there before the kernel's turn.
+So it is with a gate, too, where tiles have most multiprocessors (`whole_gates`): a tile then has gates and the ups that belong to them, and the kernel stores what the gate makes of both.
 
 **Overlap.** The kernel lets its successor start first of all. Its `ROOM` of shared memory leaves some for small kernels beside it, and it asks for few
 registers. The next product's programs start as this one's end. A longer row of kernels between two products makes no difference, as each lets its successor start.
@@ -119,6 +120,13 @@ def dense_config(tokens: int, outputs: int, inputs: int, programs: int) -> Dense
             config = config_of(tokens, groups, steps)
             found.append((microseconds(config, tiles, total), config))
     return min(found)[1]
+
+
+def whole_gates(tokens: int, outputs: int, inputs: int, programs: int) -> DenseConfig | None:
+    """Whole tiles of 64 rows for 33 to 64 tokens with a gate, where these have most of so many multiprocessors. No sums are left to add, and the gate is the product's own."""
+    tiles, rest = divmod(outputs, ROWS)
+    most = rest == 0 and programs < 2 * tiles <= 2 * programs
+    return config_of(tokens, 1, blocks(inputs, STEP)) if most and 32 < tokens <= 64 else None
 
 
 def pieces(config: DenseConfig, outputs: int, inputs: int) -> Iterator[list[Piece]]:
@@ -248,10 +256,11 @@ def run_dense(
     x_TI, weight_OI, bias_O, out_TO, _, gated, add = product.after_norm()
     assert isinstance(weight_OI, torch.Tensor)
     (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
-    config = config or dense_config(tokens, outputs, inputs, multiprocessors(x_TI.device))
-    total = blocks(inputs, STEP)
-    parts = parts_of(config, total)
-    done = parts == 1 and not gated
+    programs, total = multiprocessors(x_TI.device), blocks(inputs, STEP)
+    gates = whole_gates(tokens, outputs, inputs, programs) if gated and bias_O is None else None
+    config = config or gates or dense_config(tokens, outputs, inputs, programs)
+    joint = config == gates
+    done = joint or parts_of(config, total) == 1 and not gated
     sums = out_TO if done else new_sums(tokens, outputs, inputs, config, x_TI.device)
     stride = out_TO.stride(0) if done else sums.shape[1]
     gluon = _gluon()
@@ -259,9 +268,9 @@ def run_dense(
     steps = blocks(outputs, config.rows) * total
     registers, average = config.registers
     gluon.dense_kernel[(blocks(steps, config.steps),)](
-        described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
-        out_TO if bias_O is None else bias_O, sums, tokens, outputs, stride, steps, total, config.steps, BT=config.tokens,
-        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done,
+        described(weight_OI, [ROWS // 2 if joint else ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
+        out_TO if bias_O is None else bias_O, sums, tokens, out_TO.shape[1] if joint else outputs, stride, steps, total, config.steps, BT=config.tokens,
+        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done, GATED=joint,
         BY_TOKEN=0, REGS=registers, LATE=beside is not None, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     if beside is not None:
@@ -289,7 +298,7 @@ def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | Non
     gluon.dense_kernel[(blocks(steps, config.steps),)](
         described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         sums_PTO, sums_PTO, tokens, outputs, outputs, steps, total, config.steps, BT=config.tokens,
-        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, BY_TOKEN=outputs,
+        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, GATED=False, BY_TOKEN=outputs,
         REGS=registers, LATE=False, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     return sums_PTO

@@ -20,19 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.linear_parts import silu_gate
 
 OPERANDS = gl.NVMMASharedLayout(128, 16, 2)
 """How weights and inputs lie in shared memory."""
 STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Outputs as they are stored: a thread has eight neighbouring features of a token."""
+GATES_AND_UPS = gl.constexpr(gl.BlockedLayout([8, 1, 2], [4, 8, 1], [1, 4, 1], [2, 0, 1]))
+"""The same of gates and ups."""
 
 
 @gluon.jit
-def _copy_weights(w_desc, w_smem, w_full, slot, row, column, C: gl.constexpr):
-    """Begin to bring a step's weights."""
-    mbarrier.expect(w_full.index(slot), C * 64 * 64 * 2)
+def _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C: gl.constexpr, GATED: gl.constexpr):
+    """Begin to bring a step's weights. A group's are 64 rows, or 32 gates and the ups that belong to them."""
+    full = w_full.index(slot)
+    mbarrier.expect(full, C * 64 * 64 * 2)
     for c in gl.static_range(C):
-        tma.async_copy_global_to_shared(w_desc, [row + c * 64, column], w_full.index(slot), w_smem.index(slot * C + c))
+        place = w_smem.index(slot * C + c)
+        if GATED:
+            tma.async_copy_global_to_shared(w_desc, [row + c * 32, column], full, place.slice(0, 32))
+            tma.async_copy_global_to_shared(w_desc, [row + c * 32 + ups, column], full, place.slice(32, 32))
+        else:
+            tma.async_copy_global_to_shared(w_desc, [row + c * 64, column], full, place)
 
 
 @gluon.jit
@@ -43,41 +52,42 @@ def _copy_inputs(x_desc, x_smem, x_full, slot, column, BT: gl.constexpr):
 
 
 @gluon.jit
-def _next(row, column, S, C: gl.constexpr):
-    """Where the next step begins."""
+def _next(row, column, S, HIGH: gl.constexpr):
+    """Where the next step begins, with tiles of so many rows."""
     column += 64
     if column == S * 64:
-        row += C * 64
+        row += HIGH
         column = 0
     return row, column
 
 
 @gluon.jit
-def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT: gl.constexpr, C: gl.constexpr,
-          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, ups, BT: gl.constexpr, C: gl.constexpr,
+          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies. `done` says that a step has been multiplied: its weights' and its inputs' room is free.
 
     Rows, columns and slots are counted: working each out by division took as long as the memory takes for a step of 64 rows.
     """
-    row, column = first // S * (C * 64), first % S * 64
+    HIGH: gl.constexpr = C * 32 if GATED else C * 64
+    row, column = first // S * HIGH, first % S * 64
     x_row, x_column = row, column
     for step in range(gl.minimum(count, W_STAGES)):
-        _copy_weights(w_desc, w_smem, w_full, step, row, column, C)
-        row, column = _next(row, column, S, C)
+        _copy_weights(w_desc, w_smem, w_full, step, row, column, ups, C, GATED)
+        row, column = _next(row, column, S, HIGH)
     wait_turn(PDL)
     if LATE:
         start_next(PDL)
     for step in range(gl.minimum(count, X_STAGES)):
         _copy_inputs(x_desc, x_smem, x_full, step, x_column, BT)
-        x_row, x_column = _next(x_row, x_column, S, C)
+        x_row, x_column = _next(x_row, x_column, S, HIGH)
     slot, x_slot, parity = 0, 0, 0
     for step in range(X_STAGES, count):
         mbarrier.wait(done.index(x_slot), parity)
         _copy_inputs(x_desc, x_smem, x_full, x_slot, x_column, BT)
         if step - X_STAGES + W_STAGES < count:
-            _copy_weights(w_desc, w_smem, w_full, slot, row, column, C)
-        row, column = _next(row, column, S, C)
-        x_row, x_column = _next(x_row, x_column, S, C)
+            _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C, GATED)
+        row, column = _next(row, column, S, HIGH)
+        x_row, x_column = _next(x_row, x_column, S, HIGH)
         slot += 1
         if slot == W_STAGES:
             slot = 0
@@ -104,6 +114,18 @@ def _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, AD
 
 
 @gluon.jit
+def _store_gated(acc, y_ptr, feature, num_tokens, y_stride):
+    """Store what the gate makes of 32 gates and their ups, [32, tokens]."""
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    both = gl.permute(gl.reshape(acc, (2, 32, acc.shape[1])), (1, 2, 0))
+    gate, up = gl.split(gl.convert_layout(both, GATES_AND_UPS))
+    features = feature + gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
+    tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, gate.type.layout))
+    at = y_ptr + tokens.to(gl.int64)[None, :] * y_stride + features[:, None]
+    gl.store(at, silu_gate(gate, up, dtype).to(dtype), mask=(tokens < num_tokens)[None, :])
+
+
+@gluon.jit
 def _store_sums(acc, place, num_tokens, BY_TOKEN: gl.constexpr):
     """Store sums [64, BT], one row after another: addresses are one register's and constants. Nobody reads beyond the last eight tokens' end.
 
@@ -121,7 +143,7 @@ def _store_sums(acc, place, num_tokens, BY_TOKEN: gl.constexpr):
 @gluon.jit
 def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps,
              BT: gl.constexpr, C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr,
-             BIAS: gl.constexpr, BY_TOKEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+             BIAS: gl.constexpr, GATED: gl.constexpr, BY_TOKEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's pieces of tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     wait_turn(PDL)
@@ -141,8 +163,10 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
                 mbarrier.arrive(done.index((step - 1) % X_STAGES))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(done.index((end - 1) % X_STAGES))
-        feature = (tile * C + c) * 64
-        if DONE:
+        feature = (tile * C + c) * (32 if GATED else 64)
+        if GATED:
+            _store_gated(acc, y_ptr, feature, num_tokens, y_stride)
+        elif DONE:
             _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD, BIAS)
         else:
             part = gl.program_id(0) - tile * S // steps
@@ -153,9 +177,11 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
 
 @gluon.jit(do_not_specialize=["num_tokens", "total", "S", "steps"])
 def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_stride, total, S, steps, BT: gl.constexpr, C: gl.constexpr,
-                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, BY_TOKEN: gl.constexpr, REGS: gl.constexpr,
-                 LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, BY_TOKEN: gl.constexpr,
+                 REGS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """`steps` of all `total` steps of a product, tile after tile, so that programs read equally many bytes.
+
+    GATED: as DONE, of the gate's `num_features` features and those of up. A tile has 32 C of them.
 
     DONE: a program has whole tiles, and `y` takes the outputs; otherwise it takes one sum after another, [parts, O, BT] float32 (BY_TOKEN: [parts, BT, O]), with
     `y_stride` rows each. A tile's parts are numbered from the first program on that has some of it.
@@ -183,24 +209,24 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
     if C == 1:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
         ], [1], [32])  # fmt: skip
     elif C == 2:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
             (_compute, (c2, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, BT, C, W_STAGES, X_STAGES, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

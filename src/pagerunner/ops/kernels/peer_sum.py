@@ -277,17 +277,8 @@ def _normed(words, weights, eps, features, DTYPE: tl.constexpr, OFFSET: tl.const
 
 @triton.jit
 def _given(
-    x_ptr,
-    unit,
-    first,
-    num,
-    stride,
-    PART: tl.constexpr,
-    EACH: tl.constexpr,
-    UNIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    x_ptr, unit, first, num, stride, PART: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """EACH words of a unit of UNIT words, from its word `first` on. PARTS: two numbers of 16 bits are the sums of so many float32, which are `stride` apart."""
     at = tl.arange(0, PART)
     if PARTS == 0:
