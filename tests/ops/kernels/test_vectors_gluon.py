@@ -108,6 +108,15 @@ def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, par
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize(("tokens", "fp8", "parts"), [(1, False, 10), (32, False, 4), (33, False, 2), (44, False, 2), (44, True, 3), (66, True, 2), (67, False, 1)])  # fmt: skip
+def test_many_tokens_have_two_parts_at_most_but_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, fp8: bool, parts: int
+) -> None:
+    """Of 640 keys on a device of 132 multiprocessors."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+    assert kernels._parts(tokens, 64, 640, kernels.GLUON_TILES, torch.device("cuda"), fp8) == parts
+
+
 @pytest.mark.parametrize("heads", [16, 32, 80])
 def test_a_tile_with_fewer_heads(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     """What a rank of several has, and a second block that isn't full."""

@@ -490,13 +490,14 @@ def _codes_by_gluon(pages: Latents, dtype: torch.dtype) -> bool:
     return not any(steps) and codes.data_ptr() % 16 == 0 and scales.data_ptr() % 8 == 0
 
 
-def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device) -> int:
-    """Into how many parts a token's `keys` (at most) are divided."""
+def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device, fp8: bool) -> int:
+    """Into how many parts a token's `keys` (at most) are divided. Two that merge themselves take less time than three, but not in fp8, where a tile takes longer."""
     programs = multiprocessors(device) // max(1, tokens * blocks(heads, tiles.heads))
     most = blocks(keys, tiles.keys)
     if tiles is GLUON_TILES and tokens > FEW_TOKENS:
         most //= 3  # a part of fewer tiles takes less time than merging it
-    return max(1, min(programs, most, MOST_PARTS))
+    parts = max(1, min(programs, most, MOST_PARTS))
+    return CLUSTER if tiles is GLUON_TILES and tokens > FEW_TOKENS and not fp8 and parts > CLUSTER else parts
 
 
 def _launch_gluon(
@@ -554,7 +555,7 @@ def vectors_attention(
     seen = window.size
     if ratio:
         seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
-    parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device)
+    parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device, isinstance(pages, Latents))
     left = parts > 1 and not (gluon and parts == CLUSTER)  # to be merged
     space = torch.empty(tokens * parts * heads * (size + 1) if left else 1, dtype=torch.float32, device=device)
     found, partial = space[: tokens * parts * heads], space[tokens * parts * heads if left else 0 :]

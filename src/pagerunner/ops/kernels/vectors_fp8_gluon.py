@@ -190,7 +190,9 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     )
     own = (first + start, least + seen - start)
     padded, seen, stop = _shares(own[1], seen, count)
-    begin, step = part * BN, num_parts * BN
+    per = gl.cdiv(gl.cdiv(stop, BN), num_parts) * BN
+    begin = gl.minimum(part * per, stop)
+    stop = gl.minimum(begin + per, stop)
     window_table += slot * window_table_stride
     tables = (window_table, slot_table + slot * slot_table_stride, window_width, slot_width)
     chosen_ptr += token * chosen_stride
@@ -210,8 +212,8 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     last, live = _bring(k_smem.index(0), room, last, q_at, vectors, held, slots, number, entry, key, begin, stop,
                         seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
     wait_turn(PDL)  # the window's tile is on its way
-    key = key + step
-    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+    key = key + BN
+    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     async_copy.wait_group(0)
     gl.thread_barrier()
@@ -220,13 +222,13 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     fence_async_shared()
     gl.thread_barrier()
     last, next_live = _bring(k_smem.index(1), room, last, q_at, vectors, held, slots, number, entry, key,
-                             begin + step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-    key, number = key + step, after
-    after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+                             begin + BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+    key, number = key + BN, after
+    after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     most, sums, acc = _nothing(D)
     now = 0
-    for tile in range(begin, stop, step):
+    for tile in range(begin, stop, BN):
         scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
@@ -234,17 +236,17 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
         acc = warpgroup_mma(p_smem, k_smem.index(now), acc * shrink, is_async=True)
         async_copy.wait_group(0)
         gl.thread_barrier()
-        if (tile + step >= padded) & (tile + step < stop):
+        if (tile + BN >= padded) & (tile + BN < stop):
             _make_numbers(room, last, k_smem.index(1 - now))
         fence_async_shared()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()  # both groups have used the tile, and the next one is there
         live = next_live
-        if tile + 2 * step < stop:
+        if tile + 2 * BN < stop:
             last, next_live = _bring(k_smem.index(now), room, last, q_at, vectors, held, slots, number, entry, key,
-                                     tile + 2 * step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-        key, number = key + step, after
-        after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+                                     tile + 2 * BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+        key, number = key + BN, after
+        after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
         entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
         now = 1 - now
     async_copy.wait_group(0)
