@@ -81,7 +81,7 @@ def nothing_held(llm: LLM) -> None:
     assert not any(scheduler.tiers.host.pool.used)
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(4)
 @pytest.mark.parametrize(("family", "dtype"), by_days(KINDS, ("auto", "fp8", "bfloat16")))
 def test_tokens_are_those_of_an_engine_without_host_memory(
     checkpoint: Callable[[str], str], family: str, dtype: str
