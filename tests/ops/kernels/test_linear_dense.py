@@ -90,7 +90,7 @@ def test_less_room_has_fewer_stages():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("gated", "add"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize(("tokens", "groups", "steps"), [(1, 1, 3), (5, 2, 2), (17, 3, 4), (33, 2, 5)])
+@pytest.mark.parametrize(("tokens", "groups", "steps"), [(1, 1, 3), (5, 2, 2), (17, 3, 4), (33, 2, 5), (65, 1, 2)])
 def test_sums_are_added(bias, gated, add, tokens, groups, steps):
     """What a program hasn't stored isn't read."""
     product = product_of(tokens, 200, 296, gated=gated, add=add, bias=bias)

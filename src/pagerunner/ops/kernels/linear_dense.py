@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import Product, silu_gate
 from pagerunner.ops.kernels.linear_wide import has_gluon
 
@@ -40,6 +40,8 @@ ROOM = 200 * 1024
 """Bytes of shared memory of a program. A multiprocessor has 228 KB."""
 STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
 """Microseconds of a step by groups, with few tokens."""
+SUM_REGISTERS = 96
+"""Of a thread that adds parts. By its own choice ptxas takes fewer, and lets some parts' loads wait for others', so that they come in up to six turns and not in one."""
 LEAST_TILES = 32
 """So many programs or more, each with one tile whose weights all have room, are faster than twice as many whose sums must be added, if sums are of 64 tokens."""
 
@@ -164,16 +166,28 @@ def sums_twin(x_TI: torch.Tensor, weight_OI: torch.Tensor, config: DenseConfig) 
 
 
 @triton.jit
-def _sum_of(sums_ptr, bias_ptr, features, tokens, num_tokens, live, all_features, rows, total, steps, BT: tl.constexpr, PARTS: tl.constexpr,
-            BIAS: tl.constexpr):  # fmt: skip
-    """The sums [features, tokens], each of as many parts as its tile has. Tokens are read by eights, so that a load is of 16 bytes."""
-    begin = features // rows * total
-    count = (begin + total - 1) // steps - begin // steps + 1
-    acc = tl.zeros((features.shape[0], BT), tl.float32)
+def _count(feature, rows, total, steps):
+    """How many parts a feature's tile has."""
+    begin = feature // rows * total
+    return (begin + total - 1) // steps - begin // steps + 1
+
+
+@triton.jit
+def _parts_of(sums_ptr, features, count, tokens, num_tokens, live, all_features, BT: tl.constexpr, PARTS: tl.constexpr):
+    """All parts of the sums [features, tokens], of which `count` are there. Tokens are read by eights, so that a load is of 16 bytes."""
+    at = sums_ptr + (features.to(tl.int64)[:, None] * BT + tokens[None, :])
+    known = live[:, None] & (tokens < (num_tokens + 7) // 8 * 8)[None, :]
+    parts = ()
     for part in tl.static_range(PARTS):
-        place = sums_ptr + (part * all_features + features).to(tl.int64)[:, None] * BT + tokens[None, :]
-        mask = (live & (part < count))[:, None] & (tokens < (num_tokens + 7) // 8 * 8)[None, :]
-        acc += tl.load(place, mask=mask, other=0.0)
+        parts = parts + (tl.load(at + part * all_features.to(tl.int64) * BT, mask=known & (part < count), other=0.0),)
+    return parts
+
+
+@triton.jit
+def _sum_of(parts, bias_ptr, features, live, PARTS: tl.constexpr, BIAS: tl.constexpr):
+    acc = parts[0]
+    for part in tl.static_range(1, PARTS):
+        acc += parts[part]
     if BIAS:
         acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[:, None]
     return acc
@@ -182,27 +196,38 @@ def _sum_of(sums_ptr, bias_ptr, features, tokens, num_tokens, live, all_features
 @triton.jit(do_not_specialize=["num_tokens", "all_features", "rows", "total", "steps"])
 def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_outputs, all_features, y_stride, rows, total, steps, BT: tl.constexpr,
                 PARTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BLOCK outputs of all tokens: the sums of their parts. With GATED they are gates, and further features their ups."""
-    start_next_and_wait(PDL)
-    tokens = tl.arange(0, BT)
-    features = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = features < num_outputs
+    """BLOCK outputs of all tokens: the sums of their parts. With GATED they are gates, and further features their ups.
+
+    A block's features are one tile's, and its ups one's or two neighbours'. The divisions that say how many parts these have come before the wait. The compiler leaves them there,
+    because whether to wait seems to depend on them.
+    """
+    start_next(PDL)
+    first = tl.program_id(0) * BLOCK
+    tokens, features = tl.arange(0, BT), first + tl.arange(0, BLOCK)
+    live, ups = features < num_outputs, features + num_outputs
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    y = _sum_of(
-        sums_ptr, bias_ptr, features, tokens, num_tokens, live, all_features, rows, total, steps, BT, PARTS, BIAS
-    )
+    count, most = _count(first, rows, total, steps), 1
     if GATED:
-        ups = features + num_outputs
-        up = _sum_of(
-            sums_ptr, bias_ptr, ups, tokens, num_tokens, live, all_features, rows, total, steps, BT, PARTS, BIAS
+        up_count, most = (
+            _count(first + num_outputs, rows, total, steps),
+            _count(first + num_outputs + BLOCK - 1, rows, total, steps),
         )
-        y = silu_gate(y, up, dtype)
-    place = y_ptr + tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
-    mask = (tokens < num_tokens)[:, None] & live[None, :]
-    y = tl.trans(y.to(dtype))
-    if ADD:
-        y = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
-    tl.store(place, y, mask=mask)
+        next_tile = (first + num_outputs) // rows * rows + rows
+    if (count > 0) & (most > 0):
+        wait_turn(PDL)
+        parts = _parts_of(sums_ptr, features, count, tokens, num_tokens, live, all_features, BT, PARTS)
+        if GATED:
+            counts = tl.where(ups < next_tile, up_count, most)[:, None]
+            more = _parts_of(sums_ptr, ups, counts, tokens, num_tokens, live, all_features, BT, PARTS)
+        y = _sum_of(parts, bias_ptr, features, live, PARTS, BIAS)
+        if GATED:
+            y = silu_gate(y, _sum_of(more, bias_ptr, ups, live, PARTS, BIAS), dtype)
+        place = y_ptr + tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
+        mask = (tokens < num_tokens)[:, None] & live[None, :]
+        y = tl.trans(y.to(dtype))
+        if ADD:
+            y = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        tl.store(place, y, mask=mask)
 
 
 def add_sums(sums_POT: torch.Tensor, product: Product, config: DenseConfig) -> None:
@@ -210,11 +235,13 @@ def add_sums(sums_POT: torch.Tensor, product: Product, config: DenseConfig) -> N
     parts, features, size = sums_POT.shape
     x_TI, _, bias_O, out_TO, _, gated, add = product
     tokens, outputs = out_TO.shape
-    block = 32 if size <= 16 else 16
-    _sum_kernel[(blocks(outputs, block),)](
+    block = 32 if size <= 16 else 16 if size <= 64 else 8  # at most 64 registers of 8 parts
+    programs = blocks(outputs, block)
+    few = programs <= 2 * multiprocessors(out_TO.device)  # these have room beside the product's
+    _sum_kernel[(programs,)](
         sums_POT, sums_POT if bias_O is None else bias_O, out_TO, tokens, outputs, features, out_TO.stride(0), config.rows,
         blocks(x_TI.shape[1], STEP), config.steps, BT=size, PARTS=padded(parts), BLOCK=block, GATED=gated, ADD=add, BIAS=bias_O is not None,
-        num_warps=4, **dependent(out_TO.device),
+        num_warps=4, maxnreg=SUM_REGISTERS if few else None, **dependent(out_TO.device),
     )  # fmt: skip
 
 
