@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 from helpers import launches  # noqa: E402
 from helpers.launches import noted_launches  # noqa: E402
-from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide  # noqa: E402
+from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide, vectors_attention  # noqa: E402
 
 LONGEST = 1024
+KINDS = ("SPLIT", "NEW", "CHOSEN", "RATIO", "num_ctas")
+"""What the compiled kernels of DeepSeek-V4's attention in Gluon differ by."""
 
 
 def _chosen(path: Path) -> Path:
@@ -151,6 +154,52 @@ def test_the_rows_of_steps_with_drafts_are_built_by_kernels_that_are_compiled(
             runner._run_first([StepRow(0, 40, 1 + count, [], True)])
     built = {one for one in launched if one[0] == "_build_rows"}
     assert len(built) == 4 and built <= met  # prompts, and each number of drafts
+
+
+def test_short_rows_find_their_kernels_compiled_where_no_graph_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper few keys have one program, some two, which are a cluster, and many have more."""
+    made = functools.partial(make_compressed_checkpoint, compress_rates={SPARSE: 4, HEAVY: 128}, sliding_window=128)
+    monkeypatch.setitem(CASES, "whole windows", (lambda path: made(path)[0], "auto"))
+    monkeypatch.setattr(vectors_attention, "by_gluon", lambda *_: True)
+    monkeypatch.setattr(vectors_attention, "MANY_HEADS", 1)
+    runner, _ = _runner(tmp_path, monkeypatch, "whole windows", longest=640, enforce_eager=True)
+    with noted_launches() as launched:
+
+        class Noted:
+            def __getitem__(self, grid: Any) -> Any:
+                return lambda *_, **how: launched.add(("gluon", *((name, how[name]) for name in KINDS)))
+
+        monkeypatch.setattr(vectors_attention, "_gluon", lambda _: SimpleNamespace(vectors_kernel=Noted()))
+        runner.warm_up()
+        met = {one for one in launched if one[0] == "gluon"}
+        for length in (10, 40, 63, 64, 70, 127, 130, 300, 640):
+            for size in (1, 2, min(length, 32)):
+                runner._run_first([StepRow(0, length - size, size, [0] * size if size > 1 else [], True)])
+                found = {one for one in launched if one[0] == "gluon"}
+                assert found <= met, (length, size, found - met)
+    assert {("num_ctas", 1), ("num_ctas", 2)} <= {kind for one in met for kind in one[1:]}
+
+
+def test_numbers_of_tokens_with_kernels_of_their_own_are_met_with_adapters_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that has `A x` beside it is another kernel than the product alone."""
+    options = {"enable_lora": True, "enforce_eager": True, "num_gpu_blocks_override": 100}
+    runner, _ = _runner(tmp_path, monkeypatch, "qwen3", longest=128, **options)
+    run, adapters, met = runner._run_first, runner._builder.adapters, set()
+    assert adapters is not None
+
+    def noting(rows: list[StepRow]) -> None:
+        met.add((sum(row.num_tokens for row in rows), adapters.any([row.slot for row in rows])))
+        run(rows)
+
+    monkeypatch.setattr(runner, "_run_first", noting)
+    monkeypatch.setattr(runner, "_more_counts", lambda: ([2], [], [41], []))
+    with noted_launches():
+        runner.warm_up()
+    assert {(tokens, has) for tokens in (2, 41) for has in (False, True)} <= met
 
 
 @pytest.mark.parametrize(

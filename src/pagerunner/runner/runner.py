@@ -292,6 +292,7 @@ class ModelRunner:
             self._builder.adapters.set_all(0)
             for rows in self._first_steps():
                 self._run_first(rows)
+            self._run_more_kernels(*more)  # a product with an adapter beside it is another kernel
             self._builder.adapters.set_all(-1)
         step = self._staging.stage([StepRow(0, 0, 1, [0], False)], {0: 0}, [[(0, 0, 0)]], [(0, 0, 0)])
         self._tables.write(step.table_places_N, step.table_entries_N)
@@ -368,7 +369,7 @@ class ModelRunner:
         """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
         multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
         steps may have rows of half that length, and rows that a library serves. Many tokens in rows too short for the kernel of long rows have
-        one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy.
+        one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Few keys of a token are divided among fewer programs.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -377,6 +378,8 @@ class ModelRunner:
             for tokens in (BETWEEN_TOKENS, BETWEEN_TOKENS + 3):
                 yield even_rows(rows, min(tokens, most), longest, past=True)
             yield even_rows(rows, rows, longest, past=True)
+        for tokens, length in ((1, 32), (16, 32), (1, 100), (16, 100)):
+            yield even_rows(1, min(tokens, most), min(length, longest), past=True)
         size, short = max(min(longest, most) - 1, 1), numerics.FAST.attention.wide_queries - 1
         for past in (True, False):
             yield even_rows(1, size, longest, past=past)
