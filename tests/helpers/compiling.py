@@ -18,6 +18,8 @@ STEPS = re.compile(r"fence\.acq_rel\.\w+|griddepcontrol\.\w+|bar\.sync|(?:ld|st|
 """What PTX does to memory that other kernels and ranks see, in the order in which it is written."""
 SWAPPED = re.compile(r"barrier\.cluster\.\w+|(?:st|ld)\.shared[\w.:]*|(?:ld|st)matrix|bar\.sync")
 """What PTX does with shared memory."""
+COPIED = re.compile(r"cp\.async\.wait_group|bar\.sync|wgmma\.mma_async|ld\.shared|ldmatrix")
+"""Where PTX waits for copies, for all warps, and reads shared memory."""
 PATHS = re.compile(r"fence\.acq_rel\.\w+|bar\.sync|bra(?:\.uni)?\s+\$L\w+|^\$L__BB\w+(?=:)|ret(?=;)", re.MULTILINE)
 """Where it goes on, and which barriers are on the way."""
 
@@ -66,4 +68,5 @@ def gluon(
     ptx = compiled.asm["ptx"]
     _, *more = ptx.partition("barrier.cluster")
     found["swapped"] = SWAPPED.findall("".join(more))  # from where a cluster's programs meet
+    found["copied"] = COPIED.findall(ptx)
     return found | {"steps": STEPS.findall(ptx), "paths": [" ".join(one.split()) for one in PATHS.findall(ptx)]}

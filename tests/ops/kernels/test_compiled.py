@@ -238,6 +238,14 @@ def test_nothing_else_is_in_shared_memory_while_programs_of_a_cluster_write_to_e
     assert steps[: len(met + given + met + taken)] == met + given + met + taken
 
 
+@pytest.mark.parametrize("case", [*LATENTS, *VECTORS], ids=str)
+def test_what_other_warps_have_copied_is_read_when_all_have_waited_for_it(case, compiled):
+    """A warp waits for its own copies. Latents leave the rest to the compiler."""
+    copied = compiled[case]["copied"]
+    behind = [copied[at + 1] for at, what in enumerate(copied[:-1]) if what == "cp.async.wait_group"]
+    assert behind and set(behind) == {"bar.sync"}
+
+
 @pytest.mark.parametrize("case", [*SPARSE, *LATENTS], ids=str)
 def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_is_declared(case, compiled):
     """Its kernels run in the interpreter, which has as much as is asked for."""

@@ -215,9 +215,8 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
     KEYS: gl.constexpr = 0 if H < 64 else 1
     SCORES: gl.constexpr = _scores_layout(H)
     SUMS: gl.constexpr = _sums_layout(H)
-    AT_ONCE: gl.constexpr = (
-        H < 64 or G > 0
-    )  # a tile is asked for before the scores, which 64 queries take long to compute
+    # a tile is asked for before the scores, which 64 queries take long to compute
+    AT_ONCE: gl.constexpr = H < 64 or G > 0
     wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES))
     n, few_n = gl.arange(0, N, gl.SliceLayout(1, NARROW)), gl.arange(0, N, gl.SliceLayout(1, FEW))
     entry, slot = _places(row_table, own, at + N, n, length, PAGE, CHOSEN)
@@ -235,7 +234,7 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
     key = gl.arange(0, N, gl.SliceLayout(1 - KEYS, SCORES))
     stage = 0
     for start in range(at, last, N):
-        async_copy.wait_group(0)
+        async_copy.wait_group(0)  # the compiler has all warps wait for each other behind it
         sums = warpgroup_mma_wait(0, deps=(acc,))
         fence_async_shared()
         later_stage = 1 - stage

@@ -326,7 +326,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
                    slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
                    D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
                    CHOSEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """One of a token's parts of keys, 64 heads. SPLIT: there are several. NEW: rows have several tokens, whose vectors may have no page.
+    """One of a token's parts of keys, 64 heads. SPLIT: there are several, which another launch merges. NEW: rows have several tokens, whose vectors may have no page.
 
     `early`: the kernel before has started this one when all before it was complete, and leaves nothing but chosen numbers.
     """
