@@ -95,10 +95,15 @@ def test_strides(stride: int) -> None:
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 35])
-def test_numbers_of_rows(rows: int) -> None:
-    """Programs take 1, 2 or 16 tokens; results are whole and in parts."""
-    case = Case(tuple(RowCase(7 * i % 61 + 300 * (i == 1), 1) for i in range(rows)), raw=True, pairs=rows % 2 == 0)
+@pytest.mark.parametrize(("rows", "latent"), [(1, 8), (2, 8), (3, 8), (16, 8), (35, 8), (70, 130)])
+def test_numbers_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, latent: int) -> None:
+    """Programs take 1, 2 or 16 tokens, or 64 and pieces of their latents; results are whole and in parts."""
+    if latent > 64:
+        pieces = latent_decode.ValuesConfig(128, 64, 1, 8, 64, 4)
+        assert latent_decode.values_config(1024, 16) == latent_decode.values_config(100, 128) == pieces
+        monkeypatch.setattr(latent_decode, "values_config", lambda tokens, heads: pieces)
+    lengths = (7 * i % 61 + 300 * (i == 1) for i in range(rows))
+    case = Case(tuple(RowCase(n, 1) for n in lengths), latent_dim=latent, raw=True, pairs=rows % 2 == 0)
     got, want = run(case, PagedLatentBackend())
     torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5)
 

@@ -291,32 +291,30 @@ def _place_of_part(first, piece, queries, query):
 
 
 @triton.jit
-def _merged(
-    x, parts, found, first, several, query, queries, c,
-    C: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """`x` [BT, BC] where a token has none of `several` parts, else its parts merged, BS at a time."""
-    most = tl.max(several, 0)
-    highest = tl.full((BT,), LOWEST, tl.float32)
+def _shares(found, first, several, query, queries, BT: tl.constexpr, BS: tl.constexpr):
+    """The highest of each token's `several` parts, and what parts count relative to it: then no round of the merge waits for the one before."""
+    highest, total = tl.full((BT,), LOWEST, tl.float32), tl.zeros((BT,), tl.float32)
+    for start in range(0, tl.max(several, 0), BS):
+        piece = start + tl.arange(0, BS)
+        live = piece[None, :] < several[:, None]
+        lse = tl.load(found + _place_of_part(first, piece, queries, query), mask=live, other=LOWEST)
+        larger = tl.maximum(highest, tl.max(lse, 1))
+        total = total * tl.exp2(highest - larger) + tl.sum(tl.where(live, tl.exp2(lse - larger[:, None]), 0.0), 1)
+        highest = larger
+    return highest, 1.0 / tl.where(several > 0, total, 1.0)
+
+
+@triton.jit
+def _merged(x, parts, found, first, several, query, queries, c, highest, share, C: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """`x` [BT, X] of elements `c` where a token has none of `several` parts, else its parts merged, BS at a time. Blocks of 16 tokens have `_shares`."""
     total = tl.zeros((BT,), tl.float32)
-    if BT >= 16:  # first what each part counts, so that then no round waits for the one before
-        for start in range(0, most, BS):
-            piece = start + tl.arange(0, BS)
-            live = piece[None, :] < several[:, None]
-            lse = tl.load(found + _place_of_part(first, piece, queries, query), mask=live, other=LOWEST)
-            larger = tl.maximum(highest, tl.max(lse, 1))
-            weights = tl.where(live, tl.exp2(lse - larger[:, None]), 0.0)
-            total = total * tl.exp2(highest - larger) + tl.sum(weights, 1)
-            highest = larger
-        share = 1.0 / tl.where(several > 0, total, 1.0)
-    for start in range(0, most, BS):
+    for start in range(0, tl.max(several, 0), BS):
         piece = start + tl.arange(0, BS)
         live = piece[None, :] < several[:, None]
         place = _place_of_part(first, piece, queries, query)
         lse = tl.load(found + place, mask=live, other=LOWEST)
-        some = tl.load(
-            parts + place[:, :, None] * C + c[None, None, :], mask=live[:, :, None] & (c < C)[None, None, :], other=0.0
-        )
+        at = parts + place[:, :, None] * C + c[None, None, :]
+        some = tl.load(at, mask=live[:, :, None] & (c < C)[None, None, :], other=0.0)
         if BT >= 16:
             weights = tl.where(live, tl.exp2(lse - highest[:, None]) * share[:, None], 0.0)
             x += tl.sum(some * weights[:, :, None], 1)
@@ -339,19 +337,18 @@ def _values_kernel(
     TOKENS: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BV value elements of one head of TOKENS tokens, in a block of BT: their slices' parts, merged BS at a time, times the
-    up-projection.
+    up-projection. Latents are multiplied whole, or (BC < C) BC elements at a time, so that the next ones' copies are on their way.
     """
     start_next(PDL)
-    v = tl.program_id(0) * BV + tl.arange(0, BV)
-    head = tl.program_id(1)
+    v, head = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1)
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, BT)
     there = (tokens < num_tokens) & (tl.arange(0, BT) < TOKENS)
     c = tl.arange(0, BC)
     up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
-    weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
+    if BC >= C:
+        weight = tl.load(up_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
     # the schedule is complete: the kernel before has waited for it before it let this one start
-    query = head
-    units = tokens
+    query, units = head, tokens
     if STRIDE > 1:
         units = tokens // STRIDE
         query = (tokens % STRIDE * num_heads + head)[:, None]
@@ -360,26 +357,43 @@ def _values_kernel(
     if STRIDE > 1:
         count = tl.where(tl.load(row_ptr + tokens, mask=there, other=-1) >= 0, count, 0)
     wait_turn(PDL)
-    at = whole + tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head
-    x = tl.load(at[:, None] + c[None, :], mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-    several = tl.where(count > 1, count, 0)
-    x = _merged(x, parts, found, first, several, query, num_heads * STRIDE, c, C, BT, BS)
-    x = x.to(whole.dtype.element_ty)
-    if BT < 16:
-        y = tl.sum(x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
+    at = whole + (tokens.to(tl.int64) * whole_token + head.to(tl.int64) * whole_head)[:, None] + c[None, :]
+    several, queries = tl.where(count > 1, count, 0), num_heads * STRIDE
+    highest, share = tl.full((BT,), LOWEST, tl.float32), tl.full((BT,), 1.0, tl.float32)
+    if BT >= 16:
+        highest, share = _shares(found, first, several, query, queries, BT, BS)
+    if BC < C:
+        product = tl.zeros((BV, BT), tl.float32)
+        for begin in range(0, C, BC):
+            inside = begin + c < C
+            weight = tl.load(up_at + begin, mask=(v < V)[:, None] & inside[None, :], other=0.0)
+            x = tl.load(at + begin, mask=(count == 1)[:, None] & inside[None, :], other=0.0)
+            if tl.max(several, 0) > 0:
+                x = _merged(x.to(tl.float32), parts, found, first, several, query, queries, begin + c, highest, share, C, BT, BS).to(weight.dtype)  # fmt: skip
+            product = tl.dot(
+                weight, tl.trans(x), product, input_precision=PRECISION
+            )  # a first operand in registers would be overwritten too early
+        y = tl.trans(product)
     else:
-        y = tl.dot(x, tl.trans(weight), input_precision=PRECISION)
+        x = tl.load(at, mask=(count == 1)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        x = _merged(x, parts, found, first, several, query, queries, c, highest, share, C, BT, BS).to(whole.dtype.element_ty)  # fmt: skip
+        if BT < 16:
+            y = tl.sum(x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
+        else:
+            y = tl.dot(x, tl.trans(weight), input_precision=PRECISION)
     target = out + tokens.to(tl.int64)[:, None] * out_token + head.to(tl.int64) * out_head + v[None, :]
     tl.store(target, y.to(out.dtype.element_ty), mask=there[:, None] & (v < V)[None, :])
 
 
 class ValuesConfig(NamedTuple):
-    """Value elements and tokens of a program, parts that it merges at a time, and its warps."""
+    """Value elements and tokens of a program, parts that it merges at a time, its warps, elements of latents at a time (0: all), and stages."""
 
     values: int
     tokens: int
     parts: int
     warps: int
+    latents: int = 0
+    stages: int = 3
 
 
 def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
@@ -405,6 +419,8 @@ def values_config(tokens: int, heads: int) -> ValuesConfig:
     if tokens <= 32:
         divided = (each for each in (4, 8) if 2 * heads * blocks(tokens, each) <= 132)
         return ValuesConfig(64, next(divided, 16), 2, 8)
+    if heads * tokens >= 8192 and (heads >= 128 or tokens >= 1024):
+        return ValuesConfig(128, 32, 1, 4, 64, 4) if tokens <= 96 else ValuesConfig(128, 64, 1, 8, 64, 4)
     return ValuesConfig(128, 16 if tokens <= 96 else 32, 1, 8)
 
 
@@ -474,10 +490,10 @@ def run_values(
     _values_kernel[(blocks(value_dim, config.values), heads, blocks(tokens, config.tokens))](
         *partial, schedule.part, rows.row_T, up_HVC, out_THV, tokens, heads, *partial.whole_THC.stride()[:2],
         up_HVC.stride(0), *out_THV.stride()[:2],
-        C=latent, V=value_dim, BC=max(16, padded(latent)), BV=config.values,
+        C=latent, V=value_dim, BC=config.latents or max(16, padded(latent)), BV=config.values,
         BT=config.tokens if config.tokens <= 2 else max(16, config.tokens), BS=config.parts, TOKENS=config.tokens, STRIDE=1 if one_by_one else max(rows.stride, 1),
         PRECISION="tf32x3" if out_THV.dtype == torch.float32 else "tf32", num_warps=config.warps,
-        **dependent(out_THV.device),
+        num_stages=config.stages, **dependent(out_THV.device),
     )  # fmt: skip
     return out_THV
 

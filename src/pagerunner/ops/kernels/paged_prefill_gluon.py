@@ -128,25 +128,16 @@ def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, to
         entries = _entries(row_table, start, past, PAGE)
     mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
     mbarrier.expect(full.index(slot), N * N * 2)
-    if PAGED:
-        if new:
-            for half in gl.static_range(2):
-                column = head * N + half * 64
-                tma.async_copy_global_to_shared(
-                    new_desc, [token + start, column], full.index(slot), smem.index(slot * 2 + half)
-                )
-        else:
-            for page in gl.static_range(N // PAGE):
-                entry = entries[page] * page_rows
-                for half in gl.static_range(2):
-                    own = smem.index(slot * 2 + half).slice(page * PAGE, PAGE)
-                    tma.async_copy_global_to_shared(page_desc, [entry, head * N + half * 64], full.index(slot), own)
-    else:
+    if not PAGED or new:
         for half in gl.static_range(2):
-            column = head * N + half * 64
-            tma.async_copy_global_to_shared(
-                new_desc, [token + start, column], full.index(slot), smem.index(slot * 2 + half)
-            )
+            panel = smem.index(slot * 2 + half)
+            tma.async_copy_global_to_shared(new_desc, [token + start, head * N + half * 64], full.index(slot), panel)
+    else:
+        for page in gl.static_range(N // PAGE):
+            entry = entries[page] * page_rows
+            for half in gl.static_range(2):
+                own = smem.index(slot * 2 + half).slice(page * PAGE, PAGE)
+                tma.async_copy_global_to_shared(page_desc, [entry, head * N + half * 64], full.index(slot), own)
 
 
 @gluon.jit
