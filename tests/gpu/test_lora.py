@@ -188,11 +188,11 @@ def test_several_rows_have_their_adapters_in_their_own_product(
     assert torch.equal(first[own < 0], base[own < 0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made()
+        again = made()
     for _ in range(20):
-        out.zero_()
+        again.zero_()
         graph.replay()
-        assert torch.equal(out, first)
+        assert torch.equal(again, first)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])

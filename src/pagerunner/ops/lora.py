@@ -399,7 +399,7 @@ class Adapters:
         self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *,
         gated: bool = False, add: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer's own product and what adapters add, into `out` or added to it; see `with_shrink_`."""
+        """The layer's own product and what adapters add, into `out` or added to it; `gated`, a new tensor. See `with_shrink_`."""
         own, self.known = (self.work, self.blocks, layer), True
         if gated:
             y_T2O = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])

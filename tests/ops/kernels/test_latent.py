@@ -100,7 +100,7 @@ def test_numbers_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, latent: int
     """Programs take 1, 2 or 16 tokens, or 64 and pieces of their latents; results are whole and in parts."""
     if latent > 64:
         pieces = latent_decode.ValuesConfig(128, 64, 1, 8, 64, 4)
-        assert latent_decode.values_config(1024, 16) == latent_decode.values_config(100, 128) == pieces
+        assert latent_decode.values_config(100, 128) == pieces
         monkeypatch.setattr(latent_decode, "values_config", lambda tokens, heads: pieces)
     lengths = (7 * i % 61 + 300 * (i == 1) for i in range(rows))
     case = Case(tuple(RowCase(n, 1) for n in lengths), latent_dim=latent, raw=True, pairs=rows % 2 == 0)

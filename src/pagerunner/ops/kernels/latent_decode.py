@@ -419,7 +419,7 @@ def values_config(tokens: int, heads: int) -> ValuesConfig:
     if tokens <= 32:
         divided = (each for each in (4, 8) if 2 * heads * blocks(tokens, each) <= 132)
         return ValuesConfig(64, next(divided, 16), 2, 8)
-    if heads * tokens >= 8192 and (heads >= 128 or tokens >= 1024):
+    if heads >= 128 and tokens >= 64:
         return ValuesConfig(128, 32, 1, 4, 64, 4) if tokens <= 96 else ValuesConfig(128, 64, 1, 8, 64, 4)
     return ValuesConfig(128, 16 if tokens <= 96 else 32, 1, 8)
 
