@@ -57,7 +57,7 @@ def given(case: Case) -> tuple[Any, ...]:
     return q, window._replace(pages=held), *others
 
 
-@pytest.mark.days(4)
+@pytest.mark.days(6)
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
@@ -68,7 +68,7 @@ def test_the_twins_results(monkeypatch: pytest.MonkeyPatch, name: str, parts: in
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.days(8)
+@pytest.mark.days(12)
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_pages_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) -> None:
