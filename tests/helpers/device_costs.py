@@ -1,4 +1,4 @@
-"""A device that exists in numbers only: how long steps take, about as an 8B in bf16 does on an H200 (docs/performance.md)."""
+"""A device that exists in numbers only: how long steps take, about as an 8B in bf16 does on an H200 (docs/performance/engine.md)."""
 
 from __future__ import annotations
 

@@ -349,10 +349,9 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Backticked or linked paths in a document that name no file of the project."""
-    named = set(re.findall(r"`([\w./{},*-]+)`", text)) | set(re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text))
+    """Backticked paths in a document that name no file of the project."""
     missing = []
-    for name in sorted(named):
+    for name in sorted(set(re.findall(r"`([\w./{},*-]+)`", text))):
         looks_like_path = re.search(r"\.(py|md|svg|toml|txt)$", name) or (name.endswith("/") and len(name) > 1)
         if looks_like_path and not any(_exists(base, name) for base in (ROOT, PACKAGE, ROOT / "docs")):
             missing.append(name)
@@ -364,6 +363,35 @@ def _exists(base: Path, name: str) -> bool:
     if braces:
         return all(_exists(base, braces[1] + middle + braces[3]) for middle in braces[2].split(","))
     return any(base.glob(name)) if "*" in name else (base / name).exists()
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind "#" in a document: its headings as GitHub writes them, and its `<a id="...">`."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    slugs = [re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", head).lower()).replace(" ", "-") for head in headings]
+    return {*slugs, *re.findall(r'<a id="([^"]+)">', text)}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links of the document at `path` to files that aren't there, or to headings that their file doesn't have."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if ":" in name:  # an address
+            continue
+        if name and not target.exists():
+            broken.append(link)
+        elif anchor and anchor not in anchors(text if not name else target.read_text(encoding="utf-8")):
+            broken.append(link)
+    return broken
+
+
+def table_numbers(text: str) -> set[str]:
+    """Numbers of three characters or more in the tables of a document."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return {number for row in rows for number in re.findall(r"\d[\d.,]*\d", row) if len(number) > 2}
 
 
 def text_literals(source: str) -> Iterator[str]:

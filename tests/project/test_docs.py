@@ -21,20 +21,44 @@ def script(name):
 
 def documents():
     tops = [checks.ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return [*tops, *sorted((checks.ROOT / "docs").glob("*.md"))]
+    return [*tops, *sorted((checks.ROOT / "docs").rglob("*.md"))]
 
 
 def test_path_rule_catches():
-    assert checks.missing_paths("see `memory/nowhere.py` and [this](docs/nothing.md)") == [
-        "docs/nothing.md",
-        "memory/nowhere.py",
-    ]
+    assert checks.missing_paths("see `memory/nowhere.py`") == ["memory/nowhere.py"]
     assert not checks.missing_paths("see `memory/planner.py`, `max_model_len` and `pyproject.toml`")
 
 
 def test_documents_name_existing_files():
     missing = {path.name: checks.missing_paths(path.read_text(encoding="utf-8")) for path in documents()}
     assert not any(missing.values()), missing
+
+
+def test_link_rule_catches():
+    path = checks.ROOT / "docs" / "page.md"
+    text = "# One `x`, two\n[a](#one-x-two) [b](#three) [c](cli.md) [d](nothing.md) [e](cli.md#nothing) [f](https://a.b/c#d)"
+    assert checks.broken_links(path, text) == ["#three", "nothing.md", "cli.md#nothing"]
+    assert not checks.broken_links(path, '<a id="three"></a>[b](#three) [c](../README.md#try-it)')
+
+
+def test_links_of_documents_lead_to_headings_that_exist():
+    broken = {path.name: checks.broken_links(path, path.read_text(encoding="utf-8")) for path in documents()}
+    assert not any(broken.values()), broken
+
+
+def test_figures_of_the_performance_page_stand_on_the_pages_of_their_subjects():
+    page = checks.ROOT / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 300, "older figures go to docs/performance/"
+    named = set()
+    for section in text.split("\n## ")[1:]:
+        links = set(re.findall(r"\]\((performance/[\w-]+\.md)", section))
+        behind = "".join((page.parent / link).read_text(encoding="utf-8") for link in sorted(links))
+        missing = sorted(number for number in checks.table_numbers(section) if number not in behind)
+        assert not missing, (section.splitlines()[0], missing)
+        named |= links
+    pages = {f"performance/{one.name}" for one in (page.parent / "performance").glob("*.md")}
+    assert named == pages, "a subject's page that no section names"
 
 
 def test_the_readme_fits_two_screens_and_says_what_its_figures_are_of():

@@ -46,7 +46,7 @@ KIND_BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = {
     "latent": (PagedLatentBackend, PagedSparseBackend, PagedVectorsBackend, LatentBackend, CompressedBackend),
 }
 FLASHINFER_KINDS: dict[str, tuple[Callable[[], Backend], ...]] = {"latent": (FlashInferLatentBackend,)}
-# Why "auto" doesn't take one of these that is installed and could serve. It takes what is measured to be the fastest (docs/performance.md).
+# Why "auto" doesn't take one of these that is installed and could serve. It takes what is measured to be the fastest (docs/performance/paged-attention.md).
 LEFT_OUT = {
     "flashinfer_mla": "it plans on the host before each step, builds its kernels for half a minute, and is faster with 128 heads only: 140 us where ours "
     "take 191, but 82 and 81 with 16 (64 rows of 4,096 on an H200; attention_backend=flashinfer takes it)"

@@ -2,7 +2,7 @@
 
 Two kernels of one operation make their sums in different orders, so a choice by what a step holds changes a result's last bits.
 
-- `FAST` goes by the step: each number below is a border at which another kernel becomes faster. Docs/performance.md has the measurements.
+- `FAST` goes by the step: each number below is a border at which another kernel becomes faster. The pages of docs/performance/ have the measurements.
 - `FIXED` (`batch_invariant`) goes by the model's shapes alone. Products are one library's without work space, attention is one kernel with pieces at
   absolute positions, and experts' products are kernels that take all inputs of an output in ascending order.
 

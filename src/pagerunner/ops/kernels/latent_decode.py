@@ -397,7 +397,7 @@ class ValuesConfig(NamedTuple):
 
 
 def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Tiles:
-    """By measurement (docs/performance.md), for units of so many queries. Parts of one or two tokens are merged faster than a second tile is computed.
+    """By measurement (docs/performance/latents.md), for units of so many queries. Parts of one or two tokens are merged faster than a second tile is computed.
 
     `fp8` pages take two stages more, as a key's scale is found by its page's entry. They convert a tile of few rows in more warps.
     """
@@ -413,7 +413,7 @@ def decode_tiles(heads: int, tokens: int, exact: bool, fp8: bool = False) -> Til
 
 
 def values_config(tokens: int, heads: int) -> ValuesConfig:
-    """By measurement (docs/performance.md). Few tokens are divided so that there is about one program a multiprocessor."""
+    """By measurement (docs/performance/latents.md). Few tokens are divided so that there is about one program a multiprocessor."""
     if tokens <= 8:
         return ValuesConfig(16, 1, 16 if tokens <= 2 else 8, 4)
     if tokens <= 32:

@@ -274,7 +274,7 @@ class AbsorbConfig(NamedTuple):
 
 
 def absorb_config(tokens: int) -> AbsorbConfig:
-    """By measurement (docs/performance.md). Matrix units want at least 16 tokens; of many, more share the weights that a program reads."""
+    """By measurement (docs/performance/latents.md). Matrix units want at least 16 tokens; of many, more share the weights that a program reads."""
     if tokens > 64:
         return AbsorbConfig(64, 128, 8)
     return AbsorbConfig(tokens if tokens <= 2 else 16, 64, 4)

@@ -255,7 +255,7 @@ _ROWS_OF_HALVES = {
 
 @functools.cache
 def rows_config(inputs: int, outputs: int, gated: bool) -> RowsConfig:
-    """The block for `_rows_kernel`, by measurement (docs/performance.md): 64 weights for each thread, in long rows.
+    """The block for `_rows_kernel`, by measurement (docs/performance/dense-kernels.md): 64 weights for each thread, in long rows.
 
     The threads of a block have something to do in at least four of five steps. Example: 6,144 inputs are three blocks of 2,048, as of two blocks of
     4,096 a quarter would be empty. 3,072 are three of 1,024. Few gates have a warp each, or their blocks would be too few.
@@ -276,7 +276,7 @@ def rows_config(inputs: int, outputs: int, gated: bool) -> RowsConfig:
 
 @functools.cache
 def few_config(inputs: int, behind_norm: bool) -> FewConfig:
-    """The block for `_few_kernel`, by measurement (docs/performance.md)."""
+    """The block for `_few_kernel`, by measurement (docs/performance/dense-kernels.md)."""
     return FewConfig(16, min(128 if behind_norm else 256, max(16, padded(inputs) // 4)), 4, 3)
 
 

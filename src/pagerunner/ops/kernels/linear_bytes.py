@@ -2,7 +2,7 @@
 
 As `kernels/linear_packed.py` does it for 4 bits: a lane takes 16 neighbouring bytes of a row, and of each token the inputs of these columns.
 A segment is 64 columns. A row is cut into 8 pieces, so that a token's pieces fill the 8 columns of a product. With 16 tokens, each in one
-piece, the kernel took longer than `kernels/linear_stored.py`'s (docs/performance.md).
+piece, the kernel took longer than `kernels/linear_stored.py`'s (docs/performance/stored-weights.md).
 
 A code's bits in place are 2 ** -120 of its number. Inputs are multiplied by 2 ** 60, and sums by 2 ** 60. Both are exact for inputs
 below 2 ** 67. The norm before a product may be part of it: its weights multiply inputs, which are rounded once, and its scale multiplies sums.
@@ -177,7 +177,7 @@ def takes_norm(inputs: int, features: int) -> bool:
 
 @functools.cache
 def bytes_config(inputs: int, gated: bool) -> PackedConfig:
-    """The block for `_bytes_kernel`, by measurement (docs/performance.md)."""
+    """The block for `_bytes_kernel`, by measurement (docs/performance/stored-weights.md)."""
     if inputs > 8192:
         return PackedConfig(32, 4, 4)
     return PackedConfig(32, 4, 2) if gated else PackedConfig(64, 2, 2)

@@ -310,7 +310,7 @@ def reads(stored: Stored4, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def packed_config(inputs: int, features: int, tokens: int, gated: bool, e2m1: bool) -> PackedConfig:
-    """The block for `_packed_kernel`, by measurement (docs/performance.md). `tokens` is a power of two."""
+    """The block for `_packed_kernel`, by measurement (docs/performance/stored-weights.md). `tokens` is a power of two."""
     long = inputs > 8192
     if tokens == 1 and e2m1:
         return PackedConfig(64, 2, 3) if long else PackedConfig(32, 1, 4)

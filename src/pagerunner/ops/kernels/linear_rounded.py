@@ -164,7 +164,7 @@ def product(
 
 
 def _cublas_serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, grouped: bool) -> bool:
-    """Whether cuBLAS has such a product, and is faster than `_rounded_kernel` (docs/performance.md)."""
+    """Whether cuBLAS has such a product, and is faster than `_rounded_kernel` (docs/performance/stored-weights.md)."""
     features, inputs = weight_OI.shape
     if weight_OI.codes.dtype != torch.float8_e4m3fn or features % 16 or dtype != torch.bfloat16:
         return False
@@ -225,7 +225,7 @@ MOST_WIDE = 25_344
 
 
 def rounded_config(tokens: int, features: int, inputs: int, device: torch.device, *, grouped: bool) -> RoundedConfig:
-    """The tile, by measurement (docs/performance.md)."""
+    """The tile, by measurement (docs/performance/stored-weights.md)."""
     places = multiprocessors(device)
     if tokens > MOST_ALONE or grouped:
         if blocks(tokens, 128) * blocks(features, 128) > 264:

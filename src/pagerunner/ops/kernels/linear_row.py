@@ -123,7 +123,7 @@ class RowConfig(NamedTuple):
 
 @functools.cache
 def row_config(inputs: int, gated: bool) -> RowConfig:
-    """The block for `_row_kernel`, by measurement (docs/performance.md)."""
+    """The block for `_row_kernel`, by measurement (docs/performance/stored-weights.md)."""
     block = min(4096, max(16, padded(inputs)))
     features = 2 if gated or inputs > block else max(4, 4096 // block)
     warps = 4
@@ -147,7 +147,7 @@ def fits(x_TI: torch.Tensor, stored: Stored, features: int) -> bool:
 def joins(x_TI: torch.Tensor, stored: Stored) -> bool:
     """Whether the norm before a product of one token, and the gate behind it, are best inside its kernel.
 
-    Not with more work for each input (scales of blocks) or for each code (int8): kernels of their own took less (docs/performance.md).
+    Not with more work for each input (scales of blocks) or for each code (int8): kernels of their own took less (docs/performance/stored-weights.md).
     """
     return x_TI.shape[0] == 1 and isinstance(stored, Stored8) and form_of(stored) == E4M3.value and stored.block[0] == 1
 

@@ -6,7 +6,7 @@ A zero point z of a group takes z - 8 times the sum of the segment's inputs off 
 
 In bfloat16, `kernels/linear_packed.py` serves most forms of 4 bits, and `kernels/linear_bytes.py` one token of e4m3 with scales of rows. One token of
 other 8 bits is `kernels/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear.py`. The norm before a product
-is a kernel of its own: inside, every program would repeat it, and that took longer (docs/performance.md).
+is a kernel of its own: inside, every program would repeat it, and that took longer (docs/performance/stored-weights.md).
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def pieces_of(inputs: int, found: Layout, tokens: int) -> int:
 
 @functools.cache
 def few_config(inputs: int, features: int, tokens: int, pieces: int, stored_8: bool, gated: bool) -> FewConfig:
-    """The block for `_few_kernel`, by measurement (docs/performance.md). `tokens` is a power of two, `pieces` as of `pieces_of`."""
+    """The block for `_few_kernel`, by measurement (docs/performance/stored-weights.md). `tokens` is a power of two, `pieces` as of `pieces_of`."""
     if tokens == 1:  # a step takes 512 features of each piece; more than three in flight are more than the registers
         return FewConfig(32 if gated or inputs > 4096 else 64, 512, 4, 0 if blocks(inputs // pieces, 512) <= 3 else 3)
     if features >= 12288:

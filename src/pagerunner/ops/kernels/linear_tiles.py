@@ -332,7 +332,7 @@ class TilesConfig(NamedTuple):
 
 
 def tiles_config(tokens: int, weight_OI: Stored, device: torch.device) -> TilesConfig:
-    """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs."""
+    """The tile, by measurement (docs/performance/stored-weights.md), and as many parts as fill the multiprocessors with programs."""
     features, inputs = weight_OI.shape
     wide = features >= 16384
     each = 2  # programs that a multiprocessor holds

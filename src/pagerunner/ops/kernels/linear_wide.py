@@ -2,7 +2,7 @@
 
 `kernels/linear_tiles.py` computes the same with plain Triton, on any device and of any form. This kernel, `kernels/linear_gluon.py`, is written in Gluon,
 Triton's language with layouts that the program chooses: copies and computations have warps of their own, and conversions run beside products. A layer's
-four products were 1.1 to 1.35 times as fast (docs/performance.md).
+four products were 1.1 to 1.35 times as fast (docs/performance/stored-weights.md).
 
 **Conversion.** A nibble n in the lowest bits of a bfloat16 is the number n * 2 ** -133. One operation makes two weights:
 n * 2 ** -133 times s * 2 ** 70, less 8 s * 2 ** -63. That is (n - 8) s * 2 ** -63, rounded once, as 8 s is a bfloat16. Sums are multiplied by 2 ** 63.
@@ -121,7 +121,7 @@ def serves(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.dev
 
 
 def wide_config(tokens: int, weight_OI: Stored, device: torch.device) -> WideConfig:
-    """The tile, by measurement (docs/performance.md), and as many parts as fill the multiprocessors with programs.
+    """The tile, by measurement (docs/performance/stored-weights.md), and as many parts as fill the multiprocessors with programs.
 
     A part's scales lie in shared memory. There are more parts where two steps would have no room beside them: int4 with zero points of 28,672
     columns, as 192 tokens of Mistral-Large meet them.

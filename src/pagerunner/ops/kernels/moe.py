@@ -79,7 +79,7 @@ def _streams(x: torch.Tensor, weights: torch.Tensor | Stored) -> TypeGuard[Store
 
 
 def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored4]:
-    """Whether `codes_products` serves such weights, and is the fastest (docs/performance.md)."""
+    """Whether `codes_products` serves such weights, and is the fastest (docs/performance/experts.md)."""
     if not isinstance(weights, Stored4) or not reads_codes(x, weights):
         return False
     each = routes.expected / weights.shape[0]

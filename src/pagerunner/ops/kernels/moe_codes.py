@@ -206,7 +206,7 @@ class CodesConfig(NamedTuple):
     """A tile: pairs, rows of weights, its warps, how many blocks of 128 columns are in flight, and whether a block is one product or two.
 
     One product for the high and one for the low nibbles let the second half's numbers be made beside the first half's product. One product for
-    both is waited for once. It is faster where tiles are full (docs/performance.md).
+    both is waited for once. It is faster where tiles are full (docs/performance/experts.md).
     """
 
     pairs: int
@@ -217,7 +217,7 @@ class CodesConfig(NamedTuple):
 
 
 def codes_config(pairs: int, experts: int, form: int) -> CodesConfig:
-    """The tile for so many pairs and codes of this format, by measurement (docs/performance.md)."""
+    """The tile for so many pairs and codes of this format, by measurement (docs/performance/experts.md)."""
     each = pairs / experts
     if each <= 10:
         return CodesConfig(16, 128, 8, 4)

@@ -177,7 +177,7 @@ def _joint_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, w_expert, s_expert, bias_pt
 
 
 def most_pairs(pairs: int, experts: int) -> int:
-    """Pairs of a tile, by measurement (docs/performance.md)."""
+    """Pairs of a tile, by measurement (docs/performance/experts.md)."""
     each = pairs / experts
     return TILE_PAIRS if each <= numerics.FAST.experts.few else 64 if each <= 128 else 128
 
@@ -235,7 +235,7 @@ MOST_ROWS = 16
 
 
 def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
-    """The tiles, by measurement (docs/performance.md). `plain`: the weights are no codes."""
+    """The tiles, by measurement (docs/performance/experts.md). `plain`: the weights are no codes."""
     if not plain:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
     if pairs > numerics.FAST.experts.few * experts:

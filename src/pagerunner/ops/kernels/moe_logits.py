@@ -113,7 +113,7 @@ class LogitsConfig(NamedTuple):
 
 
 def logits_config(tokens: int, features: int, experts: int, dtype: torch.dtype) -> LogitsConfig | None:
-    """The program of the logits' kernel, by measurement (docs/performance.md). None: a norm and cuBLAS are faster."""
+    """The program of the logits' kernel, by measurement (docs/performance/experts.md). None: a norm and cuBLAS are faster."""
     borders = numerics.FAST.router
     if tokens and borders.are_few(tokens, experts):
         return LogitsConfig(1, 2 if tokens == 1 else 4, 4)

@@ -170,7 +170,7 @@ class ManyConfig(NamedTuple):
 
 
 def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool) -> ManyConfig:
-    """The tile by measurement (docs/performance.md)."""
+    """The tile by measurement (docs/performance/experts.md)."""
     if pairs <= numerics.FAST.experts.many * experts:
         if rounded:
             return ManyConfig(64, 128, 128, 4, 3, 1)
@@ -258,7 +258,7 @@ def _matrix(
 ) -> TensorDescriptor:
     """Bulk copies of so many features and inputs of an expert: of gates and ups in turns, or of one kind of features."""
     alternating, row = activation is not None and activation.alternating, weights_EOI.shape[2]
-    if not in_turns:  # copies in two dimensions are faster than others (docs/performance.md)
+    if not in_turns:  # copies in two dimensions are faster than others (docs/performance/experts.md)
         return TensorDescriptor.from_tensor(weights_EOI.view(-1, 2 * row if alternating else row), [features, inputs])
     weights = weights_EOI.unflatten(1, (-1, 2)) if alternating else weights_EOI.unflatten(1, (2, -1)).transpose(1, 2)
     return TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [1, features, 2, inputs])

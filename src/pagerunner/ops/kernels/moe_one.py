@@ -221,7 +221,7 @@ class OneConfig(NamedTuple):
 
 @functools.cache
 def up_config(inputs: int, form: int) -> OneConfig:
-    """The block for `_up_kernel`, by measurement (docs/performance.md)."""
+    """The block for `_up_kernel`, by measurement (docs/performance/experts.md)."""
     if form in (2, 3):
         return OneConfig(4, min(1024, max(32, padded(inputs))), 4)
     return OneConfig(4 if padded(inputs) == inputs else 2, min(2048, max(32, padded(inputs))), 4)
@@ -229,7 +229,7 @@ def up_config(inputs: int, form: int) -> OneConfig:
 
 @functools.cache
 def down_config(inputs: int, form: int, shared: bool) -> OneConfig:
-    """The block for `_down_kernel`, by measurement (docs/performance.md)."""
+    """The block for `_down_kernel`, by measurement (docs/performance/experts.md)."""
     if form in (2, 3):
         return OneConfig(2, min(512, max(32, padded(inputs))), 4)
     return OneConfig(4, min(256, max(32, padded(inputs))), 8 if shared and form == DENSE.value else 4)

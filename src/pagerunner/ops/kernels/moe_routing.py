@@ -308,7 +308,7 @@ class RouteConfig(NamedTuple):
 
 @functools.cache
 def route_config(tokens: int, experts: int) -> RouteConfig:
-    """The launch of `_route_kernel`, by measurement (docs/performance.md)."""
+    """The launch of `_route_kernel`, by measurement (docs/performance/experts.md)."""
     wide = padded(experts)
     at_once = tokens * wide <= _MOST_AT_ONCE
     few = tokens <= _FEW_BLOCKS

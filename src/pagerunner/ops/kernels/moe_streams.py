@@ -23,7 +23,7 @@ from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored4
 
 NARROW_PAIRS = 96
-"""Pairs of an expert, on average, up to which tiles are narrow, by measurement (docs/performance.md)."""
+"""Pairs of an expert, on average, up to which tiles are narrow, by measurement (docs/performance/experts.md)."""
 
 PART_ROWS = 192
 """Rows of an expert's codes in a part: 64 for each of the three groups of warps that multiply."""
@@ -38,7 +38,7 @@ class StreamsConfig(NamedTuple):
 
 
 def streams_config(pairs: int, experts: int) -> StreamsConfig | None:
-    """The tile for so many pairs, by measurement (docs/performance.md); None where other kernels are faster."""
+    """The tile for so many pairs, by measurement (docs/performance/experts.md); None where other kernels are faster."""
     each = pairs / experts
     if not numerics.FAST.experts.lanes < each <= numerics.FAST.experts.streams:
         return None

@@ -72,7 +72,7 @@ def draft_tiles(row_bytes: int, group: int, stride: int, fp8: bool, rows: int) -
 
     Queries are rows of tiles as large as those of rows of one token, so that results are the same. With fp8 they are the products'
     columns, and any number is one tile. Registers hold 64 queries of 256 bytes, fewer of larger ones; more are several blocks of tokens.
-    With few rows 16 queries are a block: the device is idle, and merging parts takes time for each query. Programs have as many registers as their results need (compiled for sm_90: docs/performance.md).
+    With few rows 16 queries are a block: the device is idle, and merging parts takes time for each query. Programs have as many registers as their results need (compiled for sm_90: docs/performance/paged-attention.md).
     """
     few = rows <= _borders().small_rows
     most = 16 if rows < _borders().few_rows else min(64, max(16384 // row_bytes, 16))

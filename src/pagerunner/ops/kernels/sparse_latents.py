@@ -200,7 +200,7 @@ class Tiles(NamedTuple):
 def chosen_tiles(heads: int, item: int, fp8: bool) -> Tiles:
     """`item`: bytes of a query's element. Latents of 512 elements are what these are made for.
 
-    `fp8` slots take tiles of 32. With 64, ptxas 12.8 loses the place of an operand (docs/performance.md), and registers are kept in memory.
+    `fp8` slots take tiles of 32. With 64, ptxas 12.8 loses the place of an operand (docs/performance/compiler-faults.md), and registers are kept in memory.
     """
     if item == 4:
         return Tiles(16, 16, 8, 1, 1)

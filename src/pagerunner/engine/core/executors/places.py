@@ -1,7 +1,7 @@
 """Ranks' processes on this machine.
 
 A rank imports torch and the models before it reads the line that says which rank it is. So does its core before it can write that line. Both
-at the same time take about 2 s less of a start than one after the other (docs/performance.md). So this module needs no torch.
+at the same time take about 2 s less of a start than one after the other (docs/performance/start.md). So this module needs no torch.
 """
 
 from __future__ import annotations
