@@ -55,13 +55,13 @@ def test_products(inputs, features, tokens, dtype):
 @pytest.mark.parametrize(("tokens", "features"), [(1, 1024), (64, 4096), (700, 1000)])
 def test_norms(tokens, features, dtype):
     x, gate, weight = random(tokens, features).to(dtype), random(tokens, features).to(dtype), random(features).to(dtype)
-    for op in (norm.rms_norm, norm.offset_rms_norm):
-        close(op(x, weight, 1e-6), op.twin(x, weight, 1e-6))
+    for offset in (False, True):
+        close(norm.rms_norm(x, weight, 1e-6, offset), norm.rms_norm.twin(x, weight, 1e-6, offset))
     for op in (norm.rms_norm_then_gate, norm.gate_then_rms_norm):
         close(op(x, gate, weight, 1e-6), op.twin(x, gate, weight, 1e-6))
-    for op in (norm.add_rms_norm_, norm.add_offset_rms_norm_):
-        residuals = gate.clone(), gate.clone()
-        close(op(x, residuals[0], weight, 1e-6), op.twin(x, residuals[1], weight, 1e-6))
+    for offset in (False, True):
+        residuals, op = (gate.clone(), gate.clone()), norm.add_rms_norm_
+        close(op(x, residuals[0], weight, 1e-6, offset), op.twin(x, residuals[1], weight, 1e-6, offset))
         assert torch.equal(*residuals)
 
 

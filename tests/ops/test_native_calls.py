@@ -25,7 +25,7 @@ from pagerunner.ops.embedding import embedding, scaled
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.native import batch, calls, latent, mixture, paged, recurrent, small
 from pagerunner.ops.native.calls import CannotRecordError, Commands, record
-from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_rms_norm_, rms_norm
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 from pagerunner.ops.panels import Layout, panel_width, product, put_rows
 from pagerunner.ops.rope import RopeAngles, rope_, rope_angles, rope_pairs_, temper
@@ -48,26 +48,29 @@ def panels(outputs: int, inputs: int) -> tuple[torch.Tensor, Layout]:
 
 
 @pytest.mark.parametrize(("tokens", "features"), [(0, 8), (1, 5), (3, 64), (40, 300)])
-@pytest.mark.parametrize("op", [rms_norm, offset_rms_norm])
-def test_norms_equal_their_twins(op, tokens: int, features: int) -> None:
+@pytest.mark.parametrize("offset", [False, True])
+def test_norms_equal_their_twins(offset, tokens: int, features: int) -> None:
     x_TD, weight_D = torch.randn(tokens, features + 2)[:, 1:-1], torch.rand(features)
-    torch.testing.assert_close(op(x_TD, weight_D, 1e-6), op.twin(x_TD, weight_D, 1e-6))
+    torch.testing.assert_close(rms_norm(x_TD, weight_D, 1e-6, offset), rms_norm.twin(x_TD, weight_D, 1e-6, offset))
 
 
 @pytest.mark.parametrize(("tokens", "features"), [(0, 8), (1, 5), (3, 64), (40, 300)])
-@pytest.mark.parametrize("op", [add_rms_norm_, add_offset_rms_norm_])
-def test_norms_of_sums_equal_their_twins(op, tokens: int, features: int) -> None:
+@pytest.mark.parametrize("offset", [False, True])
+def test_norms_of_sums_equal_their_twins(offset, tokens: int, features: int) -> None:
     x_TD, residual_TD, weight_D = torch.randn(tokens, features), torch.randn(tokens, features + 3), torch.rand(features)
     sums = [residual_TD.clone()[:, 1:-2] for _ in range(2)]
-    torch.testing.assert_close(op(x_TD, sums[0], weight_D, 1e-6), op.twin(x_TD, sums[1], weight_D, 1e-6))
+    found = [
+        op(x_TD, own, weight_D, 1e-6, offset) for op, own in zip((add_rms_norm_, add_rms_norm_.twin), sums, strict=True)
+    ]
+    torch.testing.assert_close(*found)
     assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 2, 8), (1, 3, 6), (7, 4, 64), (40, 1, 34)])
-@pytest.mark.parametrize("op", [rms_norm, offset_rms_norm])
-def test_norms_of_heads_equal_their_twins(op, tokens: int, heads: int, size: int) -> None:
+@pytest.mark.parametrize("offset", [False, True])
+def test_norms_of_heads_equal_their_twins(offset, tokens: int, heads: int, size: int) -> None:
     x_TND, weight_D = torch.randn(tokens, heads + 2, size)[:, 1:-1], torch.rand(size)
-    torch.testing.assert_close(op(x_TND, weight_D, 1e-6), op.twin(x_TND, weight_D, 1e-6))
+    torch.testing.assert_close(rms_norm(x_TND, weight_D, 1e-6, offset), rms_norm.twin(x_TND, weight_D, 1e-6, offset))
 
 
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(0, 2, 8), (1, 3, 6), (7, 4, 64), (40, 1, 34)])

@@ -11,7 +11,7 @@ from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 from pagerunner.ops.indexer_heads import MeanNorm
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, gate_then_rms_norm, offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_rms_norm_, gate_then_rms_norm, rms_norm
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 
 
@@ -37,11 +37,11 @@ class RMSNorm(Module):
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
-        return rms_norm(x_TD, self.weights["weight"], self.eps)
+        return rms_norm(x_TD, self.weights["weight"], self.eps, self.offset)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)
+        return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps, self.offset)
 
     def add_sums(self, sums: PairSums | RankSums, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add the sums to `residual` in place and return the norm of that."""
@@ -87,11 +87,3 @@ class OffsetRMSNorm(RMSNorm):
     """A root-mean-square norm whose weights count from 1."""
 
     offset = True
-
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The norm of `x`."""
-        return offset_rms_norm(x_TD, self.weights["weight"], self.eps)
-
-    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """Add `x` to `residual` in place and return the norm of the sum."""
-        return add_offset_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps)

@@ -18,25 +18,11 @@ def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_up_T2I[..., :inner]).mul_(gate_up_T2I[..., inner:])
 
 
-@silu_and_mul.on_cpu
-def _silu_and_mul_on_cpu(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not small.serves(gate_up_T2I):
-        return NotImplemented
-    return small.silu_and_mul(gate_up_T2I)
-
-
 @gpu_kernel("activation")
 def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` with gelu's tanh form, laid out as in `silu_and_mul`."""
     inner = gate_up_T2I.shape[-1] // 2
     return F.gelu(gate_up_T2I[..., :inner], approximate="tanh").mul_(gate_up_T2I[..., inner:])
-
-
-@gelu_tanh_and_mul.on_cpu
-def _gelu_tanh_and_mul_on_cpu(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not small.serves(gate_up_T2I):
-        return NotImplemented
-    return small.gelu_tanh_and_mul(gate_up_T2I)
 
 
 @gpu_kernel("activation")
@@ -63,17 +49,14 @@ def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     return x.div_(cap).tanh_().mul_(cap)
 
 
-@softcap_.on_cpu
-def _softcap_on_cpu(x: torch.Tensor, cap: float) -> torch.Tensor:
-    if x.dim() != 2 or not x.is_contiguous() or not small.serves(x):
-        return NotImplemented
-    small.softcap_(x, cap)
-    return x
+silu_and_mul.on_cpu(small.silu_and_mul)
+gelu_tanh_and_mul.on_cpu(small.gelu_tanh_and_mul)
+softcap_.on_cpu(small.softcap_)
 
 
 def sigmoid_gated(x_THD: torch.Tensor, gate_THD: torch.Tensor) -> torch.Tensor:
     """`x * sigmoid(gate)`, [T, H, D]."""
-    if recurrent.serves(x_THD, gate_THD):
+    if small.serves(x_THD, gate_THD):
         return recurrent.sigmoid_gated(x_THD, gate_THD)
     return x_THD * gate_THD.sigmoid()
 
@@ -81,7 +64,7 @@ def sigmoid_gated(x_THD: torch.Tensor, gate_THD: torch.Tensor) -> torch.Tensor:
 @gpu_kernel("activation")
 def add_sigmoid_gated_(x_TD: torch.Tensor, gate_T1: torch.Tensor, residual_TD: torch.Tensor) -> None:
     """Add `x * sigmoid(gate)` to `residual` in place. `x` is undefined afterwards."""
-    if recurrent.serves(x_TD, gate_T1, residual_TD):
+    if small.serves(x_TD, gate_T1, residual_TD):
         recurrent.add_sigmoid_gated_(x_TD, gate_T1, residual_TD)
     else:
         residual_TD.add_(x_TD.mul_(gate_T1.sigmoid()))

@@ -13,7 +13,6 @@ import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.native import batch as native
-from pagerunner.ops.native.library import library
 
 TABLE, WIDTH, PAGE_TOKENS = 0, 1, 2  # columns of `TableSet.shapes`
 
@@ -239,13 +238,7 @@ def _build_strided(
         put(out.write_offset_GT[group], positions % page_tokens, 0)
 
 
-@build_rows.on_cpu
-def _build_rows_on_cpu(
-    packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors
-) -> None:
-    if packed.device.type != "cpu" or library() is None or where.stride:
-        return NotImplemented
-    return native.build_rows(packed, where, tables, state, out)
+build_rows.on_cpu(native.build_rows)
 
 
 @gpu_kernel("batch")

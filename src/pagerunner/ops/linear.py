@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.norm import add_offset_rms_norm_, add_rms_norm_, offset_rms_norm, rms_norm
+from pagerunner.ops.norm import add_rms_norm_, rms_norm
 from pagerunner.ops.stored import Stored, dense
 
 
@@ -31,13 +31,11 @@ class Norm(NamedTuple):
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """The norm of `x`."""
-        apply = offset_rms_norm if self.offset else rms_norm
-        return apply(x_TI, self.weight_I, self.eps)
+        return rms_norm(x_TI, *self)
 
     def add_(self, x_TI: torch.Tensor, residual_TI: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
-        apply = add_offset_rms_norm_ if self.offset else add_rms_norm_
-        return apply(x_TI, residual_TI, self.weight_I, self.eps)
+        return add_rms_norm_(x_TI, residual_TI, *self)
 
 
 def joins_few(tokens: int, dtype: torch.dtype, weights: int) -> bool:

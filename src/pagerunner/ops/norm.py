@@ -27,53 +27,29 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @gpu_kernel("norm")
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, as a new tensor of x's dtype."""
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, as a new tensor of x's dtype.
+
+    With an `offset` it is `1 + weight`, and all is float32 up to the result.
+    """
     scaled = x_TD * _inverse_rms(x_TD, eps)
+    if offset:
+        return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
     if scaled.dtype != x_TD.dtype:
         scaled = scaled.to(x_TD.dtype)
     return scaled.mul_(weight_D)
 
 
 @gpu_kernel("norm")
-def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm_(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False
+) -> torch.Tensor:
     """Add `x` to `residual` in place and return the norm of the sum."""
-    return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
+    return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps, offset)
 
 
-@gpu_kernel("norm")
-def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `rms_norm`, with `1 + weight`; in float32 up to the result, which is of x's dtype."""
-    scaled = x_TD * _inverse_rms(x_TD, eps)
-    return torch.addcmul(scaled, scaled, weight_D.to(scaled.dtype)).to(x_TD.dtype)
-
-
-@gpu_kernel("norm")
-def add_offset_rms_norm_(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add `x` to `residual` in place and return the `offset_rms_norm` of the sum."""
-    return offset_rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps)
-
-
-def _norm_on_cpu(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool) -> torch.Tensor:
-    if x_TD.dim() not in (2, 3) or not small.serves(x_TD, weight_D):
-        return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=offset)
-
-
-def _add_norm_on_cpu(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool
-) -> torch.Tensor:
-    if x_TD.dim() != 2 or not small.serves(x_TD, residual_TD, weight_D):
-        return NotImplemented
-    return small.rms_norm(x_TD, weight_D, eps, offset=offset, residual_TD=residual_TD)
-
-
-rms_norm.on_cpu(functools.partial(_norm_on_cpu, offset=False))
-offset_rms_norm.on_cpu(functools.partial(_norm_on_cpu, offset=True))
-add_rms_norm_.on_cpu(functools.partial(_add_norm_on_cpu, offset=False))
-add_offset_rms_norm_.on_cpu(functools.partial(_add_norm_on_cpu, offset=True))
+rms_norm.on_cpu(small.rms_norm)
+add_rms_norm_.on_cpu(small.add_rms_norm_)
 
 
 @gpu_kernel("norm")
@@ -95,15 +71,6 @@ def rms_norm_then_gate(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torc
     return rms_norm.twin(x_TD, weight_D, eps).float().mul_(F.silu(gate_TD.float())).to(x_TD.dtype)
 
 
-@rms_norm_then_gate.on_cpu
-def _rms_norm_then_gate_on_cpu(
-    x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> torch.Tensor:
-    if x_TD.dim() not in (2, 3) or not recurrent.serves(x_TD, gate_TD, weight_D):
-        return NotImplemented
-    return recurrent.norm_then_gate(x_TD, gate_TD, weight_D, eps)
-
-
 @gpu_kernel("norm")
 def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm(x * silu(gate))`, all but the weight in float32."""
@@ -111,10 +78,5 @@ def gate_then_rms_norm(x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torc
     return gated.mul_(_inverse_rms(gated, eps)).to(x_TD.dtype).mul_(weight_D)
 
 
-@gate_then_rms_norm.on_cpu
-def _gate_then_rms_norm_on_cpu(
-    x_TD: torch.Tensor, gate_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> torch.Tensor:
-    if x_TD.dim() not in (2, 3) or not recurrent.serves(x_TD, gate_TD, weight_D):
-        return NotImplemented
-    return recurrent.gate_then_norm(x_TD, gate_TD, weight_D, eps)
+rms_norm_then_gate.on_cpu(recurrent.norm_then_gate)
+gate_then_rms_norm.on_cpu(recurrent.gate_then_norm)

@@ -53,19 +53,6 @@ def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     x_TND.mul_(angles.cos_T1D).addcmul_(swapped, angles.sin_T1D)
 
 
-@rope_.on_cpu
-def _rope_on_cpu(x_TND: torch.Tensor, angles: RopeAngles) -> None:
-    return _rotate_on_cpu(x_TND, angles, adjacent=False)
-
-
-def _rotate_on_cpu(x_TND: torch.Tensor, angles: RopeAngles, *, adjacent: bool) -> None:
-    dense = angles.cos_T1D.is_contiguous() and angles.sin_T1D.is_contiguous()
-    if x_TND.dim() != 3 or x_TND.shape[2] % 2 or not dense or not small.serves(x_TND, *angles):
-        return NotImplemented  # type: ignore[return-value]
-    small.rope_(x_TND, *angles, adjacent=adjacent)
-    return None
-
-
 @gpu_kernel("rope")
 def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """Rotate every head of `x` in place where its pairs are adjacent elements instead of halves (DeepSeek, GPT-J)."""
@@ -77,9 +64,8 @@ def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     even.copy_(turned)
 
 
-@rope_pairs_.on_cpu
-def _rope_pairs_on_cpu(x_TND: torch.Tensor, angles: RopeAngles) -> None:
-    return _rotate_on_cpu(x_TND, angles, adjacent=True)
+rope_.on_cpu(small.rope_)
+rope_pairs_.on_cpu(small.rope_pairs_)
 
 
 def temper(q_THD: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> torch.Tensor:

@@ -119,14 +119,7 @@ def expert_logits(
     return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
 
 
-@expert_logits.on_cpu
-def _expert_logits_on_cpu(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None, *, fixed: bool = False
-) -> torch.Tensor:
-    floats = (x_TD, weight_ED) if bias_E is None else (x_TD, weight_ED, bias_E)
-    if x_TD.dim() != 2 or x_TD.shape[0] > mixture.FEW_TOKENS or not small.serves(*floats):
-        return NotImplemented
-    return mixture.expert_logits(x_TD, weight_ED, bias_E)
+expert_logits.on_cpu(mixture.expert_logits)
 
 
 def few_tokens(tokens: int) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from pagerunner.ops.dispatch import gpu_kernel
-from pagerunner.ops.native import recurrent
+from pagerunner.ops.native import recurrent, small
 
 
 def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Parts [T, G, n], each of a size of its own, one behind another: [T, sum of G * n]."""
-    if recurrent.serves(*parts):
+    if small.serves(*parts):
         return recurrent.side_by_side(parts)
     flat = [part.flatten(1) for part in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)

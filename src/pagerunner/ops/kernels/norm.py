@@ -116,26 +116,16 @@ def _in_place(x: torch.Tensor, what: str) -> torch.Tensor:
     return x
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
     """See `ops/norm.py`."""
-    return _run(x_TD, None, weight_D, eps)
+    return _run(x_TD, None, weight_D, eps, offset=offset)
 
 
-def add_rms_norm_(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops/norm.py`."""
-    return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True)
-
-
-def offset_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops/norm.py`."""
-    return _run(x_TD, None, weight_D, eps, offset=True)
-
-
-def add_offset_rms_norm_(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+def add_rms_norm_(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False
 ) -> torch.Tensor:
     """See `ops/norm.py`."""
-    return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True, offset=True)
+    return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True, offset=offset)
 
 
 def qk_norm_(

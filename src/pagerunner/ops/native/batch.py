@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagerunner.ops.native.calls import STEP, call, operand
+from pagerunner.ops.native.library import library
 
 if TYPE_CHECKING:
     from pagerunner.ops.batch import PackedRows, SlotState, StepTensors, TableSet
@@ -17,7 +18,11 @@ _I32, _I64 = torch.int32, torch.int64
 
 
 def build_rows(packed: torch.Tensor, where: PackedRows, tables: TableSet, state: SlotState, out: StepTensors) -> None:
-    """See `ops.batch.build_rows`. Raises IndexError for a slot or a page table entry that isn't there; nothing is written then."""
+    """See `ops.batch.build_rows`, of rows without a stride. Raises IndexError for a slot or a page table entry that isn't there; nothing is
+    written then.
+    """
+    if packed.device.type != "cpu" or library() is None or where.stride:
+        return NotImplemented
     groups, (num_slots, num_drafts) = tables.shapes.shape[0], state.drafts.shape
     operands = (
         operand("a packed step", packed, dtype=_I64),

@@ -46,8 +46,13 @@ def serves(x_TD: torch.Tensor, routes: Routes, residual_TD: torch.Tensor | None)
     return few and dense and routes.experts_TA.dtype == _I64 and small.serves(*floats)
 
 
-def expert_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
+def expert_logits(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None, *, fixed: bool = False
+) -> torch.Tensor:
     """See `ops.routing.expert_logits`."""
+    floats = (x_TD, weight_ED) if bias_E is None else (x_TD, weight_ED, bias_E)
+    if x_TD.dim() != 2 or x_TD.shape[0] > FEW_TOKENS or not small.serves(*floats):
+        return NotImplemented
     (tokens, features), experts = x_TD.shape, weight_ED.shape[0]
     logits_TE = empty(tokens, experts)
     operands = (

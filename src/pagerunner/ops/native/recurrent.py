@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import StepRows
-from pagerunner.ops.native import small
 from pagerunner.ops.native.calls import CONVOLUTION, COPY, DELTA, GATE, MAMBA, Operand, call, empty, made, operand
+from pagerunner.ops.native.small import serves
 
 _STATES = "4P2q"  # States in native/recurrent.h
 _CONVOLUTION = struct.Struct(f"{_STATES}4P4q")  # Convolution
@@ -120,13 +120,19 @@ def mamba2(
 
 
 def norm_then_gate(x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """`ops.norm.rms_norm_then_gate` of [T, D] or [T, H, D]."""
-    return _gated(_NORM_THEN_SILU, x, gate, empty(*x.shape), weight_D, eps)
+    """See `ops.norm.rms_norm_then_gate`, of [T, D] or [T, H, D]."""
+    return _normed(_NORM_THEN_SILU, x, gate, weight_D, eps)
 
 
 def gate_then_norm(x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """`ops.norm.gate_then_rms_norm` of [T, D] or [T, H, D]."""
-    return _gated(_SILU_THEN_NORM, x, gate, empty(*x.shape), weight_D, eps)
+    """See `ops.norm.gate_then_rms_norm`, of [T, D] or [T, H, D]."""
+    return _normed(_SILU_THEN_NORM, x, gate, weight_D, eps)
+
+
+def _normed(kind: int, x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dim() not in (2, 3) or not serves(x, gate, weight_D):
+        return NotImplemented
+    return _gated(kind, x, gate, empty(*x.shape), weight_D, eps)
 
 
 def sigmoid_gated(x_THD: torch.Tensor, gate_THD: torch.Tensor) -> torch.Tensor:
@@ -148,11 +154,6 @@ def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         call(COPY, _COPY, (operand("a part", part), Operand(to.data_ptr(), out)), tokens, *part.shape[1:], *strides)
         first += size
     return out
-
-
-def serves(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels can be had, and take these tensors."""
-    return small.serves(*tensors)
 
 
 def _gated(

@@ -1,16 +1,21 @@
 """What stands around products and attention, by the CPU kernels: rows of a table, rotary angles, norms.
 
-They serve float32 on machines that have the kernels, see `serves`.
+They serve float32 on machines that have the kernels, see `serves`. What is declared as an operation's version for CPUs (`Op.on_cpu`) looks at that
+itself, and returns NotImplemented for other tensors.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
 import torch
 
 from pagerunner.ops.native.calls import ANGLES, GREEDY, MAP, NORM, ROTATE, ROWS, TEMPER, call, empty, made, operand
 from pagerunner.ops.native.library import library
+
+if TYPE_CHECKING:
+    from pagerunner.ops.rope import RopeAngles
 
 _ROWS = struct.Struct("3P4qi4x")  # Rows in native/small.h
 _ANGLES = struct.Struct("4P2qf4x")  # Angles
@@ -62,13 +67,25 @@ def rope_angles(
     return cos_T1D, sin_T1D
 
 
-def rms_norm(
-    x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: bool, residual_TD: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x / rms(x) * weight` of x [T, D] or of heads [T, N, D], or `* (1 + weight)` with an offset.
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+    """See `ops.norm.rms_norm`, of x [T, D] or of heads [T, N, D]."""
+    if x.dim() not in (2, 3) or not serves(x, weight_D):
+        return NotImplemented
+    return _norm(x, None, weight_D, eps, offset)
 
-    With `residual`, x [T, D] is added there, and it is the sum's norm.
-    """
+
+def add_rms_norm_(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool = False
+) -> torch.Tensor:
+    """See `ops.norm.add_rms_norm_`."""
+    if x_TD.dim() != 2 or not serves(x_TD, residual_TD, weight_D):
+        return NotImplemented
+    return _norm(x_TD, residual_TD, weight_D, eps, offset)
+
+
+def _norm(
+    x: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float, offset: bool
+) -> torch.Tensor:
     (tokens, *heads, features) = x.shape
     out = empty(*x.shape)
     operands = (
@@ -82,8 +99,21 @@ def rms_norm(
     return out
 
 
-def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, *, adjacent: bool = False) -> None:
-    """See `ops.rope.rope_`; with `adjacent` see `ops.rope.rope_pairs_`."""
+def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    """See `ops.rope.rope_`."""
+    return _rotate(x_TND, angles, adjacent=False)
+
+
+def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
+    """See `ops.rope.rope_pairs_`."""
+    return _rotate(x_TND, angles, adjacent=True)
+
+
+def _rotate(x_TND: torch.Tensor, angles: RopeAngles, *, adjacent: bool) -> None:
+    cos_T1D, sin_T1D = angles
+    dense = cos_T1D.is_contiguous() and sin_T1D.is_contiguous()
+    if x_TND.dim() != 3 or x_TND.shape[2] % 2 or not dense or not serves(x_TND, cos_T1D, sin_T1D):
+        return NotImplemented  # type: ignore[return-value]
     tokens, heads, features = x_TND.shape
     operands = (
         operand("x", x_TND),
@@ -91,6 +121,7 @@ def rope_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, *, 
         operand("sines", sin_T1D, tokens, 1, features, dense=3),
     )
     call(ROTATE, _ROTATE, operands, tokens, heads, features, x_TND.stride(0), x_TND.stride(1), adjacent)
+    return None
 
 
 def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> None:
@@ -102,12 +133,18 @@ def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale:
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """See `ops.activation.silu_and_mul`."""
-    return _map(_SILU, gate_up_T2I, gate_up_T2I.shape[1] // 2)
+    return _gated(_SILU, gate_up_T2I)
 
 
 def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """See `ops.activation.gelu_tanh_and_mul`."""
-    return _map(_GELU_TANH, gate_up_T2I, gate_up_T2I.shape[1] // 2)
+    return _gated(_GELU_TANH, gate_up_T2I)
+
+
+def _gated(kind: int, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not serves(gate_up_T2I):
+        return NotImplemented
+    return _map(kind, gate_up_T2I, gate_up_T2I.shape[1] // 2)
 
 
 def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
@@ -115,9 +152,11 @@ def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     return _map(_SCALE, x_TD, x_TD.shape[1], factor)
 
 
-def softcap_(x_TD: torch.Tensor, cap: float) -> None:
-    """`cap * tanh(x / cap)` in place, of x [T, D] without gaps."""
-    _map(_CAP, x_TD, x_TD.shape[1], cap, x_TD)
+def softcap_(x_TD: torch.Tensor, cap: float) -> torch.Tensor:
+    """See `ops.activation.softcap_`, of x [T, D] without gaps."""
+    if x_TD.dim() != 2 or not x_TD.is_contiguous() or not serves(x_TD):
+        return NotImplemented
+    return _map(_CAP, x_TD, x_TD.shape[1], cap, x_TD)
 
 
 def _map(
