@@ -185,6 +185,11 @@ class ForwardBatch:
     adapters: Any = None
 
     @property
+    def wanted_S(self) -> torch.Tensor | None:
+        """The tokens whose hidden states are needed, by their places in T; None: those of all."""
+        return self.logits_index if self.last_alone else None
+
+    @property
     def positions(self) -> torch.Tensor:
         """[T] int64: each token's place in its sequence."""
         return self.rows.positions_T

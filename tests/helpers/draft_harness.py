@@ -72,14 +72,12 @@ class DraftHarness:
             self.tables.append(torch.tensor([place // group.unit for place in places[:pages]]).view(rows, -1))
         self.memories = range(len(config.layer_specs("float32")), len(specs))
 
-    def batch(self, spans: list[tuple[int, range]]) -> ForwardBatch:
+    def batch(self, spans: list[tuple[int, range]], ids_T: torch.Tensor) -> ForwardBatch:
         """A step of rows and the positions that each has in it."""
         slots, lens = [row for row, _ in spans], [len(span) for _, span in spans]
         rows = StepRows.of(lens, [span.stop for _, span in spans], slots)
         groups = tuple(self._group(index, rows, spans) for index in range(len(self.groups)))
-        return ForwardBatch(
-            torch.zeros(sum(lens), dtype=torch.int64), rows, torch.tensor(lens).cumsum(0) - 1, groups, self.layers
-        )
+        return ForwardBatch(ids_T, rows, torch.tensor(lens).cumsum(0) - 1, groups, self.layers)
 
     def _group(self, index: int, rows: StepRows, spans: list[tuple[int, range]]) -> Any:
         group, backend, table = self.groups[index], self.backends[index], self.tables[index]
@@ -107,10 +105,9 @@ class DraftHarness:
         inputs: list[list[torch.Tensor]] = [[] for _ in range(self.rows)]
         hidden: list[list[torch.Tensor]] = [[] for _ in range(self.rows)]
         for spans in steps:
-            batch = self.batch(spans)
             taken_TX = torch.cat([taken[row][span.start : span.stop] for row, span in spans])
             ids_T = torch.tensor([ids[row][place] for row, span in spans for place in span])
-            self._keep(self.drafter.first(taken_TX, ids_T, batch), spans, inputs, hidden)
+            self._keep(self.drafter.first(taken_TX, self.batch(spans, ids_T)), spans, inputs, hidden)
         logit_input, left = (torch.stack([rows[-1][-1] for rows in kept]) for kept in (inputs, hidden))
         found: list[list[int]] = [[] for _ in range(self.rows)]
         for number in range(count):
@@ -119,7 +116,7 @@ class DraftHarness:
                 found[row].append(token)
             if number < count - 1:
                 spans = [(row, range(len(ids[row]) + number, len(ids[row]) + number + 1)) for row in range(self.rows)]
-                logit_input, left = self.drafter.step(left.clone(), best, self.batch(spans))
+                logit_input, left = self.drafter.step(left.clone(), self.batch(spans, best))
         return found, [torch.cat(kept) for kept in inputs], [torch.cat(kept) for kept in hidden]
 
     @staticmethod

@@ -166,13 +166,13 @@ def test_mtp_of_deepseek_v4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check(model, config, reference, 3 * 48)
     # a graph's padding goes to no expert
     monkeypatch.setattr(small, "serves", lambda *tensors: False)  # CPU kernels, which know no padding
-    batch, routed = DraftHarness(model, config, 1).batch([(0, range(4))]), []
+    batch, routed = DraftHarness(model, config, 1).batch([(0, range(4))], torch.arange(4)), []
     batch.rows.row_T[2:] = -1
     experts = model.drafter.layer.ffn.experts.method
     own = experts.apply
     monkeypatch.setattr(experts, "apply", lambda x, routes, *more: routed.append(routes) or own(x, routes, *more))
     with torch.inference_mode():
-        model.drafter.first(torch.randn(4, 3 * 48), torch.arange(4), batch)
+        model.drafter.first(torch.randn(4, 3 * 48), batch)
     assert [(row < 0).all().item() for row in routed[0].experts_TA] == [False, False, True, True]
 
 
@@ -184,7 +184,7 @@ def _taken(
     found = []
     with torch.inference_mode():
         for span in (range(21), range(21, len(ids))):
-            batch = replace(harness.batch([(0, span)]), token_ids=ids[span.start : span.stop], last_alone=alone)
+            batch = replace(harness.batch([(0, span)], ids[span.start : span.stop]), last_alone=alone)
             found.append([part.clone() for part in model.run(batch)])
     hidden, taken = (torch.cat(parts) for parts in zip(*found, strict=True))
     return hidden, taken

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def _wanted(model: Any, config: ModelConfig, reference: Reference, tokens: list[
     count = len(tokens) - 1
     harness = DraftHarness(model, config, 1, whole=True)
     with torch.inference_mode():
-        batch = replace(harness.batch([(0, range(count))]), token_ids=torch.tensor(tokens[:-1]))
+        batch = harness.batch([(0, range(count))], torch.tensor(tokens[:-1]))
         taken = model.run(batch)[1].clone()
     return reference.draft(taken, tokens[1:], DRAFTS)[0]
 

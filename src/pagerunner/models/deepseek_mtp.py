@@ -38,16 +38,10 @@ class DeepseekMTP(DraftModel):
         self.norm = RMSNorm(hidden, eps, dtype)
         self.rotary = Rotary(config.rope, config.rope_dim, dtype, device)
 
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
         """See DraftModel."""
-        both = torch.cat((self.enorm(self.embedded(token_ids_T, batch)), self.hnorm(hidden_TX)), 1)
+        both = torch.cat((self.enorm(self.embedded(batch)), self.hnorm(hidden_TX)), 1)
         stream = ResidualStream(self.eh_proj(both), batch.rows.row_T)
-        self.layer(stream, StepContext(self.rotary(batch.positions), batch, wanted_S))
+        self.layer(stream, StepContext(self.rotary(batch.positions), batch, batch.wanted_S))
         normed_SD = stream.normed(self.norm)
         return Drafted(normed_SD, normed_SD)

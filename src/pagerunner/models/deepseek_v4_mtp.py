@@ -40,18 +40,12 @@ class DeepseekV4MTP(DraftModel):
         self.norm = RMSNorm(hidden, eps, dtype)
         self.rotary = Rotary(config.window_rope, config.rope_dim, dtype, device)
 
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
         """See DraftModel."""
-        embedded_TD = self.e_proj(self.enorm(self.embedded(token_ids_T, batch)))
+        embedded_TD = self.e_proj(self.enorm(self.embedded(batch)))
         streams = self.h_proj(self.hnorm(hidden_TX.reshape(-1, embedded_TD.shape[1]))).unflatten(0, (-1, self.streams))
         stream = Streams(streams + embedded_TD.unsqueeze(1), batch.rows.row_T)
-        self.layer(stream, StepContext(Angles(self.rotary, self.rotary, batch), batch, wanted_S))
+        self.layer(stream, StepContext(Angles(self.rotary, self.rotary, batch), batch, batch.wanted_S))
         if not stream.x_TD.shape[0]:
             return Drafted(stream.x_TD[:, 0], stream.x_TD.flatten(1))
         hidden_SD = self.hc_head(stream, self.norm)

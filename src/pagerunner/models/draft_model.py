@@ -5,8 +5,6 @@ Shape letters: T tokens of the step, S wanted tokens, D hidden features.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from pagerunner.batch import ForwardBatch
@@ -26,18 +24,9 @@ class SmallerModel(DraftModel):
         self.model, self.taken_size = model, 0
         self.unused_tensors, self.asked_by = model.unused_tensors, model.asked_by
 
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
         """See DraftModel."""
-        own = replace(batch, token_ids=token_ids_T)
-        if wanted_S is not None:
-            own = replace(own, logits_index=wanted_S, last_alone=True)
-        hidden_SD = self.model(own)
+        hidden_SD = self.model(batch)
         return Drafted(hidden_SD, hidden_SD[:, :0])
 
     def compute_logits(self, logit_input_SD: torch.Tensor) -> torch.Tensor:

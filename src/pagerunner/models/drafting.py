@@ -68,36 +68,21 @@ class DraftModel(Module, ABC):
         super().__init__()
         self.shared, self.taken_dtype = shared, shared.embed_tokens.dtype
 
-    def first(
-        self,
-        taken_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
-        """The pass over tokens of the target: what it left of each, and the token behind each. `wanted`: see `step`."""
-        return self.step(self.combined(taken_TX), token_ids_T, batch, wanted_S)
+    def first(self, taken_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
+        """The pass over tokens of the target: what it left of each, and a batch with the token behind each."""
+        return self.step(self.combined(taken_TX), batch)
 
     def combined(self, taken_TX: torch.Tensor) -> torch.Tensor:
         """What was taken of the target, as `step` gets it."""
         return taken_TX
 
     @abstractmethod
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
-        """A pass. The batch says where tokens are, and not which ones. Keys and values of all tokens are stored.
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
+        """A pass. Keys and values of all the batch's tokens are stored. If it is `last_alone`, there are results of `logits_index`' tokens alone."""
 
-        Of `wanted` tokens alone, by their places in T, there are results; None: of all.
-        """
-
-    def embedded(self, token_ids_T: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The target's embeddings of tokens, [T, D], but zeros at position 0, as DeepSeek's modules were trained with."""
-        return self.shared.embed_tokens(token_ids_T).masked_fill_((batch.positions == 0).unsqueeze(1), 0)
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """The target's embeddings of the tokens, [T, D], but zeros at position 0, as DeepSeek's modules were trained with."""
+        return self.shared.embed_tokens(batch.token_ids).masked_fill_((batch.positions == 0).unsqueeze(1), 0)
 
     def compute_logits(self, logit_input_SD: torch.Tensor) -> torch.Tensor:
         """Scores of every entry of the drafter's vocabulary, [S, V]."""

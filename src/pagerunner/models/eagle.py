@@ -88,19 +88,13 @@ class EagleDrafter(DraftModel):
         self.own_embedding, self.own_head = config.own_embedding, config.own_head
         self.divided = not config.own_head
 
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
         """See DraftModel."""
         embedding = self.embed_tokens if self.own_embedding else self.shared.embed_tokens
         context = StepContext(self.rotary(batch.positions), batch)
         first, *others = self.layers
-        ends = context._replace(wanted_S=wanted_S)
-        stream = self.enter(first, embedding(token_ids_T), hidden_TX, context if others else ends)
+        ends = context._replace(wanted_S=batch.wanted_S)
+        stream = self.enter(first, embedding(batch.token_ids), hidden_TX, context if others else ends)
         for layer in others:
             layer(stream, ends if layer is others[-1] else context)
         return self.leave(stream)

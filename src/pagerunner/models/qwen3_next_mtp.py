@@ -36,17 +36,11 @@ class Qwen3NextMTP(DraftModel):
         self.norm = OffsetRMSNorm(hidden, eps, dtype)
         self.rotary = Rotary(config.rope, config.rotary_dim, dtype, device)
 
-    def step(
-        self,
-        hidden_TX: torch.Tensor,
-        token_ids_T: torch.Tensor,
-        batch: ForwardBatch,
-        wanted_S: torch.Tensor | None = None,
-    ) -> Drafted:
+    def step(self, hidden_TX: torch.Tensor, batch: ForwardBatch) -> Drafted:
         """See DraftModel."""
-        embedded_TD = self.pre_fc_norm_embedding(self.shared.embed_tokens(token_ids_T))
+        embedded_TD = self.pre_fc_norm_embedding(self.shared.embed_tokens(batch.token_ids))
         both = torch.cat((embedded_TD, self.pre_fc_norm_hidden(hidden_TX)), 1)
         stream = ResidualStream(self.fc(both), batch.rows.row_T)
-        self.layers[0](stream, StepContext(self.rotary(batch.positions), batch, wanted_S))
+        self.layers[0](stream, StepContext(self.rotary(batch.positions), batch, batch.wanted_S))
         normed_SD = stream.normed(self.norm)
         return Drafted(normed_SD, normed_SD)

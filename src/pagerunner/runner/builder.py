@@ -183,16 +183,17 @@ class BatchBuilder:
     def of_pass(
         self,
         made: PassTensors,
-        count: int,
+        token_ids_S: torch.Tensor,
         batch: ForwardBatch,
         more: int,
         first_layer: int,
         states: Sequence[Any] | None = None,
     ) -> ForwardBatch:
-        """The batch of a drafter's pass, whose first `count` rows are in `made`: one of up to `more` passes behind the step of `batch`.
+        """The batch of a drafter's pass over these tokens, whose rows are the first ones of `made`: one of up to `more` passes behind the step of `batch`.
 
         It is for layers from `first_layer` on; groups without such layers have the step's own batch. `states` are the backends' in a graph.
         """
+        count = len(token_ids_S)
         rows = StepRows(
             slots_R=made.slots_S[:count],
             query_start_R1=made.query_start_S1[: count + 1],
@@ -220,7 +221,7 @@ class BatchBuilder:
                 backend=backend,
                 plan=backend.plan(inputs, (states or self._states)[index]),
             )
-        return replace(batch, rows=rows, groups=tuple(groups), last_alone=False, adapters=None)
+        return replace(batch, token_ids=token_ids_S, rows=rows, groups=tuple(groups), last_alone=False, adapters=None)
 
     def captured(
         self, shape: GraphShape, *, one_token: bool, states: Sequence[Any], most_tokens: int = 0, stride: int = 0

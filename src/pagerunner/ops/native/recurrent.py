@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.native import small
 from pagerunner.ops.native.calls import CONVOLUTION, COPY, DELTA, GATE, MAMBA, Operand, call, empty, made, operand
-from pagerunner.ops.native.small import serves
 
 _STATES = "4P2q"  # States in native/recurrent.h
 _CONVOLUTION = struct.Struct(f"{_STATES}4P4q")  # Convolution
@@ -130,7 +130,7 @@ def gate_then_norm(x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, 
 
 
 def _normed(kind: int, x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.dim() not in (2, 3) or not serves(x, gate, weight_D):
+    if x.dim() not in (2, 3) or not small.serves(x, gate, weight_D):
         return NotImplemented
     return _gated(kind, x, gate, empty(*x.shape), weight_D, eps)
 

@@ -13,6 +13,7 @@ Shape letters: T tokens of the step, S rows that get drafts, X features that a p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -81,26 +82,27 @@ class HiddenDrafter:
         ids_T = batch.token_ids
         if model.shifted:
             ids_T = next_tokens(ids_T, rows.row_T, rows.positions_T, rows.slots_R, state)
-        if not count or not model.shifted:
-            drafted = model.first(taken_TX, ids_T, batch, self._none)
-        else:
-            accepted_S = state.accepted.index_select(0, slots_S.clamp(min=0)).mul_(slots_S >= 0)
-            drafted = model.first(taken_TX, ids_T, batch, places_S + accepted_S)
+        wanted_S = self._none
+        if count and model.shifted:
+            wanted_S = places_S + state.accepted.index_select(0, slots_S.clamp(min=0)).mul_(slots_S >= 0)
+        drafted = model.first(taken_TX, replace(batch, token_ids=ids_T, logits_index=wanted_S, last_alone=True))
         if count and not model.shifted:
             last_S = state.tokens.index_select(0, slots_S.clamp(min=0))
-            drafted = model.step(drafted.hidden, last_S, self._pass_behind(computed, slots_S, 1, count))
+            drafted = model.step(drafted.hidden, self._pass_behind(computed, last_S, slots_S, 1, count))
         for number in range(count):
             best_S = self._best(drafted)
             store_drafts(slots_S, best_S, number, state)
             if number + 1 < count:
-                own = self._pass_behind(computed, slots_S, number + (1 if model.shifted else 2), count)
-                drafted = model.step(drafted.hidden, best_S, own)
+                ahead = number + (1 if model.shifted else 2)
+                drafted = model.step(drafted.hidden, self._pass_behind(computed, best_S, slots_S, ahead, count))
 
-    def _pass_behind(self, computed: Computed, slots_S: torch.Tensor, ahead: int, count: int) -> ForwardBatch:
+    def _pass_behind(
+        self, computed: Computed, token_ids_S: torch.Tensor, slots_S: torch.Tensor, ahead: int, count: int
+    ) -> ForwardBatch:
         """The batch of a pass over one token a row, `ahead` places behind the slot's last computed one."""
         build_pass(slots_S, ahead, self._last_position, self._builder.tables, self._groups, self._state, self._pass)
         return self._builder.of_pass(
-            self._pass, len(slots_S), computed.batch, count + 1, self._first_layer, computed.states
+            self._pass, token_ids_S, computed.batch, count + 1, self._first_layer, computed.states
         )
 
     def _tell(self, rows: Sequence[StepRow]) -> None:
