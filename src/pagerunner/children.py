@@ -248,28 +248,22 @@ class Process(Protocol):
     @property
     def pid(self) -> int:
         """Its number on its machine."""
-        ...
 
     @property
     def stdin(self) -> IO[bytes] | None:
         """Its leash, if this process holds it."""
-        ...
 
     def poll(self) -> int | None:
         """The exit status, or None."""
-        ...
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired."""
-        ...
 
     def send_signal(self, sig: int, /) -> None:
         """Send it a signal."""
-        ...
 
     def kill(self) -> None:
         """End it."""
-        ...
 
 
 def end(processes: Mapping[str, Process]) -> str:

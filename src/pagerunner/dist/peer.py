@@ -24,36 +24,28 @@ class Sums(Protocol):
     @property
     def most_bytes(self) -> int:
         """The largest sum that it makes."""
-        ...
 
     @property
     def most_gathered(self) -> int:
         """The largest part of a rank that it gathers."""
-        ...
 
     def add_(self, x: torch.Tensor, residual: torch.Tensor | None, /) -> None:
         """See Comm.all_reduce_."""
-        ...
 
     def takes_norm(self, x: torch.Tensor) -> bool:
         """See Comm."""
-        ...
 
     def add_norm_(self, x: torch.Tensor, residual: torch.Tensor, norm: Any, /) -> torch.Tensor:
         """See Comm. Of the norm it needs what `Norm` says."""
-        ...
 
     def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
         """See Comm."""
-        ...
 
     def add_parts_(self, parts: torch.Tensor, residual: torch.Tensor, norm: Any, /) -> torch.Tensor | None:
         """See Comm."""
-        ...
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See Comm.all_gather."""
-        ...
 
 
 class Large(Comm, Protocol):
@@ -67,19 +59,15 @@ class SharedMemory(Protocol):
 
     def share(self, size: int) -> tuple[int, bytes]:
         """Take `size` bytes of zeros: their address, and the handle that opens them elsewhere."""
-        ...
 
     def open_shared(self, handle: bytes) -> int:
         """The address of another process's memory here. Raises RuntimeError if this device can't reach it."""
-        ...
 
     def close_shared(self, address: int) -> None:
         """Take another process's memory away from here."""
-        ...
 
     def unshare(self, address: int) -> None:
         """Give up what was shared. Nobody has it open any more."""
-        ...
 
 
 class NoRoomsError(PagerunnerError):

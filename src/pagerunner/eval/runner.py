@@ -18,11 +18,9 @@ class Generator(Protocol):
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Run the prompts to their end and return their outputs in order."""
-        ...
 
     def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """The same for conversations, through the model's chat template."""
-        ...
 
 
 class TaskScore(msgspec.Struct, frozen=True, kw_only=True):

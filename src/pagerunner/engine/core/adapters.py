@@ -21,23 +21,18 @@ class Loader(Protocol):
 
     def read(self, number: int, path: str) -> None:
         """Read a directory, and keep what it holds in host memory."""
-        ...
 
     def fill(self, fill: AdapterFill) -> None:
         """Copy an adapter, which is kept in host memory, to pages and a slot that no step uses which is launched from now on."""
-        ...
 
     def forget(self, digest: str) -> None:
         """Give up the copy in host memory."""
-        ...
 
     def drain(self) -> None:
         """Have all steps that are launched from now on wait for the fills that were asked for before."""
-        ...
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
         """What has ended since the last call. With nothing, wait for up to so many seconds."""
-        ...
 
 
 class AdapterWork:

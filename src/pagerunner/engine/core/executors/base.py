@@ -23,7 +23,6 @@ class Pending(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step and read its tokens."""
-        ...
 
 
 class Executor(Protocol):
@@ -31,81 +30,64 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> Pending:
         """Launch a step without waiting for it. Raises EngineDeadError if another rank has failed."""
-        ...
 
     def ended_transfers(self, seconds: float) -> list[TransferEnd]:
         """Transfers of pages that have ended on all ranks since the last call. With none, wait for one for up to so many seconds."""
-        ...
 
     def drain_transfers(self) -> None:
         """Wait until no transfer that a plan has begun is under way, and forget what has ended."""
-        ...
 
     @property
     def host_ready(self) -> int:
         """How many bytes of host memory all ranks can use for pages by now."""
-        ...
 
     @property
     def host_views(self) -> Sequence[memoryview]:
         """The host memory for pages of each rank: what is in this process, or shared with it."""
-        ...
 
     def weights_digest(self) -> str:
         """What tells the weights of all ranks from all others; see `models/checkpoint/digest.py`. It is kept until they may have changed."""
-        ...
 
     @property
     def page_stores(self) -> Sequence[RanksStore]:
         """The stores of pages that several ranks have, by team. None if there is one rank: its store is the core's."""
-        ...
 
     @property
     def adapters(self) -> Loader | None:
         """What loads adapters, if requests may have some."""
-        ...
 
     @property
     def busy_seconds(self) -> float:
         """How long the device has worked on steps that are done."""
-        ...
 
     def prepare_sleep(self, level: int) -> None:
         """Do the part of `sleep` that may be refused. Raises CapacityError, and then nothing has changed."""
-        ...
 
     def sleep(self, level: int) -> None:
         """Free memory; see runner/sleep.py."""
-        ...
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory back; see runner/sleep.py."""
-        ...
 
     def change_weights(self, change: RankChange) -> None:
         """Do a part of an update of the weights; see `types/weights.py`. Only ReceiveWeights changes them. Raises what is wrong.
 
         UpdateWeights is looked at, and memory for it taken. AbortUpdate never waits for another process.
         """
-        ...
 
     @property
     def sleep_level(self) -> int | None:
         """The level the device sleeps at, None while it can run steps."""
-        ...
 
     @property
     def failure_fd(self) -> int | None:
         """A file descriptor that can be read once another process of the engine has failed; None if there is none."""
-        ...
 
     def check_alive(self) -> None:
         """Raise EngineDeadError with the reason if another process of the engine has failed."""
-        ...
 
     def close(self) -> None:
         """End the other processes of the engine. Nothing can be run afterwards."""
-        ...
 
 
 class Started(NamedTuple):
@@ -121,12 +103,9 @@ class LoadedRanks(Protocol):
     @property
     def facts(self) -> Sequence[MemoryFacts]:
         """What was measured on each rank's device. Empty on CPUs, whose plan is made before the start."""
-        ...
 
     def take_pages(self, num_bytes: int) -> Started:
         """Map the pages of the plan, equally many bytes on each rank. Raises CapacityError."""
-        ...
 
     def close(self) -> None:
         """End the ranks' processes, as the engine can't be built."""
-        ...
