@@ -42,7 +42,7 @@ DIFFERS = {
     "--pipeline-parallel-size": "of GPUs those of one machine; `PAGERUNNER_PP_LAYER_PARTITION=9,10,9` for vLLM's `VLLM_PP_LAYER_PARTITION`",
     "--distributed-executor-backend": "`mp`, `ray` for several ranks on machines of a Ray cluster, or `uni` for one; see [Ray](ray.md)",
     "--enable-expert-parallel": "divides experts among the ranks of `--tensor-parallel-size`; with one rank it changes nothing and a line of the log says so. With `--data-parallel-size` among the ranks of all "
-    "[teams](architecture.md#teams), not with stages; a model without experts is refused",
+    "[teams](architecture/ranks.md#teams), not with stages; a model without experts is refused",
     "--api-server-count": "1 by default, and not as many as there are engines; one that crashes is started again. See "
     "[Several API processes](server.md#several-api-processes)",
     "--data-parallel-size": "independent engines behind one port, of mixtures too but for `--enable-expert-parallel`; a prompt rather goes to the engine that has computed its "

@@ -30,8 +30,8 @@ def test_path_rule_catches():
 
 
 def test_documents_name_existing_files():
-    missing = {path.name: checks.missing_paths(path.read_text(encoding="utf-8")) for path in documents()}
-    assert not any(missing.values()), missing
+    missing = {str(path): checks.missing_paths(path.read_text(encoding="utf-8")) for path in documents()}
+    assert {path: names for path, names in missing.items() if names} == {}
 
 
 def test_link_rule_catches():
@@ -42,8 +42,15 @@ def test_link_rule_catches():
 
 
 def test_links_of_documents_lead_to_headings_that_exist():
-    broken = {path.name: checks.broken_links(path, path.read_text(encoding="utf-8")) for path in documents()}
-    assert not any(broken.values()), broken
+    broken = {str(path): checks.broken_links(path, path.read_text(encoding="utf-8")) for path in documents()}
+    assert {path: links for path, links in broken.items() if links} == {}
+
+
+def test_the_first_page_of_the_architecture_stays_short_and_names_every_room():
+    text = (checks.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 500, "what one reads first; depth goes to docs/architecture/"
+    rooms = {f"(architecture/{path.name}" for path in (checks.ROOT / "docs" / "architecture").glob("*.md")}
+    assert len(rooms) > 5 and all(room in text for room in rooms)
 
 
 def test_figures_of_the_performance_page_stand_on_the_pages_of_their_subjects():
