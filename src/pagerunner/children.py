@@ -167,9 +167,8 @@ def _remove_left_ones() -> None:
 def exit_reason(who: str, status: int) -> str:
     """A sentence for the end of a process with this status, a negative one for a signal."""
     if status < 0:
-        known = -status in {
-            one.value for one in signal.Signals
-        }  # not the real-time signals between the first and the last
+        # not the real-time signals between the first and the last
+        known = -status in {one.value for one in signal.Signals}
         name = signal.Signals(-status).name if known else f"signal {-status}"
         hint = ", which is what the kernel does when memory runs out" if -status == signal.SIGKILL else ""
         return f"{who} was ended by {name}{hint}."

@@ -207,9 +207,8 @@ def _find_model(namespace: argparse.Namespace, base: str, headers: dict[str, str
         response.raise_for_status()
         cards = response.json()["data"]
         root = next((card.get("root") for card in cards if not card.get("parent")), None)
-        names = {
-            card["id"]: root if card.get("parent") else card.get("root") for card in cards
-        }  # an adapter's is its base's
+        # an adapter's is its base's
+        names = {card["id"]: root if card.get("parent") else card.get("root") for card in cards}
         first = cards[0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"No model server answers at {base}/v1/models: {error}") from error

@@ -92,10 +92,8 @@ def run(namespace: argparse.Namespace) -> int:
     del namespace.served_model_name
     args, _ = resolve_model(namespace)
     set_up_logging(namespace.log_level or ("warning" if namespace.quiet else "info"))
-    for name in (
-        "PROMETHEUS_MULTIPROC_DIR",
-        "prometheus_multiproc_dir",
-    ):  # prometheus_client reads it when it is imported
+    # prometheus_client reads it when it is imported
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         if os.environ.pop(name, None) is not None:
             logger.warning("%s is passed over: the server's processes count in a directory of their own.", name)
     from pagerunner.server.chat.options import ChatOptions

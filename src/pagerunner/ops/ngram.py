@@ -44,9 +44,8 @@ def draft_ngrams(
         if not count or not end:
             continue
         text = texts_NL[slot, : end + 1]
-        matched = torch.zeros(
-            end, dtype=torch.int64, device=text.device
-        )  # by the position where an earlier end would be
+        # by the position where an earlier end would be
+        matched = torch.zeros(end, dtype=torch.int64, device=text.device)
         alike = torch.ones(end, dtype=torch.bool, device=text.device)
         for back in range(min(most, end)):
             alike[:back] = False

@@ -75,9 +75,8 @@ def _kind(value: Any, alignment: int, memory: Sequence[LayerMemory], before: Cou
         return type(value), _kind(fields, alignment, memory, before)
     if isinstance(value, dict):
         return tuple((key, _kind(item, alignment, memory, before)) for key, item in value.items())
-    if not hasattr(value, "__dict__") or isinstance(
-        value, Comm
-    ):  # layers share their Comm, which may refer to anything
+    # layers share their Comm, which may refer to anything
+    if not hasattr(value, "__dict__") or isinstance(value, Comm):
         return id(value)
     own = dict(vars(value))
     index = own.pop("layer_index", None)

@@ -101,9 +101,8 @@ def _append(
     grant = sequence.grant
     if grant is not None and grant.asks_again:
         grant.passed = max(grant.passed, known)  # where the state was after the step's first token
-    if (
-        grant is not None and sequence.scheduled >= grant.next_publish
-    ):  # the next row in flight begins with the last token
+    # the next row in flight begins with the last token
+    if grant is not None and sequence.scheduled >= grant.next_publish:
         state.manager.publish(grant, tokens, len(tokens) - (not sequence.pending))
     if reason is not None:
         return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs, drafted=drafted)

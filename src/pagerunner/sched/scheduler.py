@@ -313,9 +313,8 @@ class Scheduler:
         Statistics don't count this as preemptions: those are signs of too little memory. Transfers must have ended: the pages
         that they read and write go too.
         """
-        assert not self.manager.num_transfers, (
-            "transfers are under way"
-        )  # fills of adapters are waited for, before their pages go
+        # fills of adapters are waited for, before their pages go
+        assert not self.manager.num_transfers, "transfers are under way"
         while self._state.running:
             self._state.send_back(self._state.running.pop())
         if self.tiers is not None:

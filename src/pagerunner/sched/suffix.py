@@ -55,9 +55,8 @@ class SuffixIndex:
         self._text = array("i", [_BREAK]) * size
         self._hashes = tuple(array("I", [0]) * size for _ in LENGTHS)  # of the tokens before a position
         self._latest = tuple(array("i", [0]) * size for _ in LENGTHS)  # by hash, the last position behind such tokens
-        self._before = tuple(
-            array("i", [0]) * size for _ in LENGTHS
-        )  # by position, the one before it in the same chain
+        # by position, the one before it in the same chain
+        self._before = tuple(array("i", [0]) * size for _ in LENGTHS)
 
     @property
     def is_full(self) -> bool:
@@ -177,9 +176,8 @@ class SuffixIndex:
             if len(positions) == 1:
                 token, votes = (nexts or [_BREAK])[0], 1
             elif nexts:
-                [(token, votes)] = Counter(nexts).most_common(
-                    1
-                )  # of equals the first, which is of the longest and latest match
+                # of equals the first, which is of the longest and latest match
+                [(token, votes)] = Counter(nexts).most_common(1)
             else:
                 break
             chance *= votes / len(positions)

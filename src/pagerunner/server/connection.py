@@ -227,9 +227,8 @@ class Connection(H11Protocol):
         if self.conn.our_state is not h11.IDLE:
             return self.transport.close()
         error = HttpError(400, f"{msg.rstrip('.')}.")
-        if (
-            getattr(sys.exc_info()[1], "error_status_hint", 400) == 431
-        ):  # uvicorn calls this where it has met h11's error
+        # uvicorn calls this where it has met h11's error
+        if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
             knob = limits.knob("MAX_HEADER_BYTES")
             error = HttpError(431, f"The request's headers are larger than {limits.MAX_HEADER_BYTES} bytes {knob}.")
         self._refuse(error)
@@ -250,9 +249,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        idle = (
-            self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
-        )  # which has a timer of its own
+        # which has a timer of its own
+        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
         due = self.conn.their_state is h11.IDLE and not idle or self._more_comes()
         waiting = due and not self.transport.is_closing()
         if waiting and self._deadline is None:

@@ -67,9 +67,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 def _bind_one(family: int, kind: int, protocol: int, address: tuple[Any, ...], shared: bool) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections of an earlier server may still be in TIME_WAIT
+        # connections of an earlier server may still be in TIME_WAIT
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)

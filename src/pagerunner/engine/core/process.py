@@ -245,9 +245,8 @@ class CoreLoop:
                     raise EngineSleepingError(
                         "The engine finishes what it runs and then sleeps; call wake_up afterwards."
                     )
-                self._after_work.append(
-                    (self._client, message)
-                )  # it is to wait for the end of the pause that is about to begin
+                # it is to wait for the end of the pause that is about to begin
+                self._after_work.append((self._client, message))
                 return
             requests = self._requests.decode(message.requests)
             if message.siblings:
@@ -400,10 +399,9 @@ def _serve(launch: wire.Launch, sockets: Sequence[zmq.Socket[bytes]], kept: list
         with set_apart():
             CoreLoop(core, sockets, launch.stall_seconds).run()
     except Exception as error:  # the parent tells every client
+        # a rank has said it, or its watch
         known = isinstance(error, EngineDeadError) and isinstance(error.__cause__, EngineDeadError | None)
-        logger.error(
-            "The engine core has failed.", exc_info=None if known else error
-        )  # a rank has said it, or its watch
+        logger.error("The engine core has failed.", exc_info=None if known else error)
         for socket in sockets:
             socket.send(encode(wire.Dead(wire.WireError.of(error))))
         return 1

@@ -131,9 +131,8 @@ class EngineAdapters:
         key = (request.lora_name, request.lora_path)
         if key not in self._next:
             self._next[key] = asyncio.ensure_future(self._load_later(request, key))
-            self._next[key].add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # its callers may be gone
+            # its callers may be gone
+            self._next[key].add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._next[key])
 
     async def _load_later(self, request: LoRARequest, key: tuple[str, str]) -> None:

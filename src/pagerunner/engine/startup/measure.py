@@ -80,9 +80,8 @@ class StartMeter:
         if self._driver is None:
             return f"{where}; lower max_num_batched_tokens or max_num_seqs."
         free, total = self._driver.memory()
-        taken = {
-            name: size for name, size in self._taken.items() if size > 0
-        }  # other processes may have given back more
+        # other processes may have given back more
+        taken = {name: size for name, size in self._taken.items() if size > 0}
         used = ", ".join(f"{name} {human_bytes(size)}" for name, size in taken.items()) or "nothing"
         return (
             f"{where}: {human_bytes(free)} of the device's {human_bytes(total)} are free, and this engine has taken "

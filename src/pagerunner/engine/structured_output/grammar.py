@@ -305,9 +305,8 @@ class GrammarGuide:
                 self.masks, self.finished = [place.mask()], place.is_complete
                 if drafts and not self.finished:
                     ahead = place.copy()  # now, as the next tokens may come once the mask is known
-            except (
-                BaseException
-            ) as error:  # also a library's panic: whatever it is must end this sequence only, and at once
+            # also a library's panic: whatever it is must end this sequence only, and at once
+            except BaseException as error:
                 self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
             known.set()
             if ahead is None:

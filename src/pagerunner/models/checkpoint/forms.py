@@ -140,9 +140,8 @@ class Forms:
         experts = name.removesuffix(f".{first}")
         if not (self.held.plain or self.checkpoint.tells_apart(experts)):
             numbers = {part.partition(".")[0] for part in modules}
-            alike = {
-                min(own) for _, own in itertools.groupby(sorted(numbers, key=len), key=len)
-            }  # by digits, as patterns may count them
+            # by digits, as patterns may count them
+            alike = {min(own) for _, own in itertools.groupby(sorted(numbers, key=len), key=len)}
             modules = {part: name for part, name in modules.items() if part.partition(".")[0] in alike}
         floats = self.held.plain if self.checkpoint.writer != "online" else frozenset()
         left_alone = {

@@ -33,10 +33,8 @@ _NAMES = tuple(
         (r"k_proj\.output_scale", (0,)),
         (r"v_proj\.output_scale", (1,)),
         (r"kv_scale", (0, 1)),
-        (
-            r"(?:q_proj\.|qkv_proj\.|attn\.)?(?:q|prob)_scale",
-            (),
-        ),  # of queries and of softmax, which nothing here rounds
+        # of queries and of softmax, which nothing here rounds
+        (r"(?:q_proj\.|qkv_proj\.|attn\.)?(?:q|prob)_scale", ()),
     )
 )
 _KINDS = ("key", "value")

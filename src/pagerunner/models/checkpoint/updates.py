@@ -82,9 +82,8 @@ class Update:
         with Copies(copy_now, stream_of(self._model), lambda done: None) as copies:
             for (given, like, name, sink), part in zip(tensors, parts, strict=True):
                 if sink is not None:
-                    held = (
-                        part.clone() if part.storage_offset() % 16 else part
-                    )  # a number begins at a multiple of its size
+                    # a number begins at a multiple of its size
+                    held = part.clone() if part.storage_offset() % 16 else part
                     held = held.view(like.dtype).view(like.shape)
                     held = held.cpu() if self._quantised else held  # scales are looked at there
                     copies.add(sink, held, Place(_WHERE, given, name, held))

@@ -247,9 +247,8 @@ def record(memory: torch.Tensor, work: Callable[[], Result]) -> tuple[Recording,
             with _ViewsAlone():
                 return work()
         finally:
-            while isinstance(
-                _get_current_dispatch_mode(), _ViewsAlone
-            ):  # an interrupt came while torch entered or left it
+            # an interrupt came while torch entered or left it
+            while isinstance(_get_current_dispatch_mode(), _ViewsAlone):
                 _pop_mode()
 
     return made, contextvars.copy_context().run(run)

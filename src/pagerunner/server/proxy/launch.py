@@ -72,9 +72,8 @@ async def serve_proxy(
                 "" if stop.insisted.is_set() else f" within {options.shutdown_timeout:g} seconds (--shutdown-timeout)"
             )
             proxy.stop(f"The proxy is shutting down, and the request has not ended{knob}.")
-            await stop.wait(
-                stop.forced, serving, timeout=listening.LAST_WORDS_SECONDS
-            )  # clients still read their answers
+            # clients still read their answers
+            await stop.wait(stop.forced, serving, timeout=listening.LAST_WORDS_SECONDS)
             server.force_exit = True
         await serving
         for task in watching:

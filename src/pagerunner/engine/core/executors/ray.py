@@ -52,9 +52,8 @@ class RayRank:
         return status
 
     def _look(self, seconds: float | None) -> int | None:
-        if (
-            self._status is None and not self._ray.is_initialized()
-        ):  # Ray has ended its actors, and would start a cluster if asked
+        # Ray has ended its actors, and would start a cluster if asked
+        if self._status is None and not self._ray.is_initialized():
             self._status = LOST
         if self._status is None:
             try:
