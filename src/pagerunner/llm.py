@@ -302,11 +302,7 @@ class LLM:
         return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        lora_request: LoRARequest | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield its state whenever it has new tokens; closing the iterator early aborts it.
 

@@ -58,12 +58,7 @@ def store_pages(
 
 
 def _store_scaled(
-    pages: torch.Tensor,
-    scales: torch.Tensor,
-    which: int,
-    values_TKD: torch.Tensor,
-    group: GroupBatch,
-    writer: Writer,
+    pages: torch.Tensor, scales: torch.Tensor, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer
 ) -> torch.Tensor:
     scale_TK1 = grow_scales(pages, scales, which, values_TKD, group.write_entry).unsqueeze(-1)
     quantised_TKD = to_fp8(values_TKD, scale_TK1, pages.dtype)

@@ -16,13 +16,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, Projection
 from pagerunner.attention.capability import FLOATS, HEADS, Capabilities
 from pagerunner.ops import numerics
-from pagerunner.ops.paged_attention import (
-    PagedPlan,
-    paged_attention,
-    prepare_heads_,
-    projected_attention,
-    store_kv_,
-)
+from pagerunner.ops.paged_attention import PagedPlan, paged_attention, prepare_heads_, projected_attention, store_kv_
 
 
 class PagedOps(NamedTuple):

@@ -127,11 +127,7 @@ def _left_out(group: GroupPlan, device: torch.device, dtype: torch.dtype, scores
 
 
 def _first_that_serves(
-    group: GroupPlan,
-    candidates: Sequence[Backend],
-    device: torch.device,
-    dtype: torch.dtype,
-    scores: Collection[str],
+    group: GroupPlan, candidates: Sequence[Backend], device: torch.device, dtype: torch.dtype, scores: Collection[str]
 ) -> tuple[Backend, list[str]]:
     """The first backend that serves every layer.
 

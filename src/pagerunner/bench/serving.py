@@ -176,11 +176,7 @@ async def send(client: HttpClient, request: Planned, begin: float) -> Sample:
 
 
 def arrivals(
-    count: int,
-    rate: float,
-    burstiness: float,
-    seed: int,
-    ramp: tuple[str, float, float] | None = None,
+    count: int, rate: float, burstiness: float, seed: int, ramp: tuple[str, float, float] | None = None
 ) -> list[float]:
     """When to send each request, in seconds from the start.
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pagerunner.cli.options import (
-    ADAPTERS,
-    Parser,
-    add_common_options,
-    add_engine_options,
-    positive,
-)
+from pagerunner.cli.options import ADAPTERS, Parser, add_common_options, add_engine_options, positive
 from pagerunner.cli.session import open_llm, resolve_model, show_progress
 from pagerunner.eval.runner import evaluate
 from pagerunner.eval.tasks import TASKS

@@ -111,13 +111,7 @@ TEXT_EXCLUDED = _SERVER_ONLY | ADAPTERS | {"enable_sleep_mode", "weight_transfer
 BENCH_EXCLUDED = (
     _SERVER_ONLY
     | ADAPTERS
-    | {
-        "weight_transfer_config",
-        "tokenizer",
-        "tokenizer_revision",
-        "generation_config",
-        "chat_template",
-    }
+    | {"weight_transfer_config", "tokenizer", "tokenizer_revision", "generation_config", "chat_template"}
 )
 PLAN_FIELDS = frozenset(
     """dtype max_model_len gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype block_size

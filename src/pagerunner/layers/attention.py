@@ -73,11 +73,7 @@ class PagedAttention:
         return self._run(Projection(qkv_TND, prep) if takes_it else prepared(qkv_TND, prep), batch, sinks_H, wanted)
 
     def _run(
-        self,
-        inputs: Heads | Projection,
-        batch: ForwardBatch,
-        sinks_H: torch.Tensor | None,
-        wanted: torch.Tensor | None,
+        self, inputs: Heads | Projection, batch: ForwardBatch, sinks_H: torch.Tensor | None, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         pages = batch.kv[self.layer_index]
         assert isinstance(pages, KVPages), "the layer's memory is not keys and values"

@@ -263,10 +263,7 @@ class Experts(Module):
         gate, up = slice(0, inner), slice(inner, 2 * inner)
         if self.interleaved:
             gate, up = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
-        return {
-            "gate_up": {names.gate: gate, names.up: up},
-            "down": {names.down: slice(0, features)},
-        }
+        return {"gate_up": {names.gate: gate, names.up: up}, "down": {names.down: slice(0, features)}}
 
     def _separate(
         self, prefix: str, cut: Cut | None, parts: dict[str, slice], weights: dict[str, torch.Tensor]

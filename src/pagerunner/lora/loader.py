@@ -30,12 +30,7 @@ MOST_SAID = 2_000
 class AdapterLoader:
     """The adapters of one worker. What was read is kept in host memory until it is to be forgotten. Results go to `tell`, and come by `ended` else."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        table: AdapterTable,
-        make_buffer: MakeBuffer = plain_buffer,
-    ) -> None:
+    def __init__(self, targets: Targets, table: AdapterTable, make_buffer: MakeBuffer = plain_buffer) -> None:
         self._targets, self.table = targets, table
         self._make_buffer = make_buffer
         self._kept: dict[str, Packed] = {}

@@ -194,12 +194,7 @@ def _fill(owner: str, hues: Mapping[str, int]) -> str:
 
 
 def _legend_svg(
-    plan: MemoryPlan,
-    state: ArenaState,
-    owners: Sequence[str],
-    num_owners: int,
-    hues: Mapping[str, int],
-    top: int,
+    plan: MemoryPlan, state: ArenaState, owners: Sequence[str], num_owners: int, hues: Mapping[str, int], top: int
 ) -> Iterable[str]:
     counts = Counter(state.slab_group)
     names = [(group.name, _COLORS[at % len(_COLORS)], counts[at]) for at, group in enumerate(plan.groups)]

@@ -34,11 +34,7 @@ def causal_conv(
 
 @gpu_kernel("causal_conv")
 def causal_conv_rows(
-    x_TC: torch.Tensor,
-    state_EWC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    rows: StateRows,
+    x_TC: torch.Tensor, state_EWC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
 ) -> torch.Tensor:
     """`causal_conv` of every row of a step, from and into its state in pages; [T, C]. Padding gets finite numbers."""
     out_TC = torch.zeros_like(x_TC)

@@ -89,11 +89,7 @@ class HeadPrep(NamedTuple):
 
 @gpu_kernel("paged_store")
 def store_kv_(
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
     """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages hold.
 
@@ -140,11 +136,7 @@ def _store_scaled(
 
 @gpu_kernel("paged_store")
 def prepare_heads_(
-    qkv_TND: torch.Tensor,
-    prep: HeadPrep,
-    pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
     """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
     qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
@@ -224,11 +216,7 @@ def _read(pages: KVPages, which: int, positions_L: torch.Tensor, slot: int, tabl
 
 
 def _attend(
-    q_QHD: torch.Tensor,
-    k_LKD: torch.Tensor,
-    v_LKV: torch.Tensor,
-    seen_QL: torch.Tensor,
-    scores: Scores,
+    q_QHD: torch.Tensor, k_LKD: torch.Tensor, v_LKV: torch.Tensor, seen_QL: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     scale, softcap, sinks_H = scores
     group = q_QHD.shape[1] // k_LKD.shape[1]

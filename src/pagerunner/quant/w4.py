@@ -293,12 +293,7 @@ def _compressed(packing: Packing, target: Target, check: ScaleCheck) -> dict[str
             (outputs, words_for(inputs, bits)), torch.int32, put_words, device, ("outputs", packing.inputs(32 // bits))
         ),
         "weight_scale": PackSink(
-            (outputs, groups),
-            packing.scale_dtypes,
-            target.scales.copy_,
-            device,
-            ("outputs", packing.by_group),
-            check,
+            (outputs, groups), packing.scale_dtypes, target.scales.copy_, device, ("outputs", packing.by_group), check
         ),
         "weight_shape": EqualSink(torch.tensor([outputs, inputs]), INDICES, said),
     }
@@ -337,12 +332,7 @@ def _transposed_scales(packing: Packing, target: Target, check: ScaleCheck) -> S
     outputs, groups = target.scales.shape
     axes: Axes = (packing.by_group, "outputs")
     return PackSink(
-        (groups, outputs),
-        packing.scale_dtypes,
-        lambda x: target.scales.copy_(x.T),
-        target.scales.device,
-        axes,
-        check,
+        (groups, outputs), packing.scale_dtypes, lambda x: target.scales.copy_(x.T), target.scales.device, axes, check
     )
 
 

@@ -142,11 +142,7 @@ class ScaleSink(Sink):
     """
 
     def __init__(
-        self,
-        target: torch.Tensor,
-        rows: tuple[int, int],
-        axes: tuple[Along, Along | None],
-        check: ScaleCheck,
+        self, target: torch.Tensor, rows: tuple[int, int], axes: tuple[Along, Along | None], check: ScaleCheck
     ) -> None:
         super().__init__((rows[0], target.shape[1]), _SCALE_DTYPES, axes)
         self.target, self.times, self.check = target, rows[1], check

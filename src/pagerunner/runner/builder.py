@@ -140,12 +140,7 @@ class BatchBuilder:
         build_rows(step.packed, where, self._tables.all, self._state, self.tensors)
 
     def eager(
-        self,
-        step: StagedStep,
-        state_saves: Sequence[StateSave] = (),
-        *,
-        last_alone: bool = False,
-        most_tokens: int = 0,
+        self, step: StagedStep, state_saves: Sequence[StateSave] = (), *, last_alone: bool = False, most_tokens: int = 0
     ) -> ForwardBatch:
         """The batch of a step outside graphs. The keywords are those of `ForwardBatch`. It has adapters if any of the rows has one."""
         self.fill(step, step.where.rows, step.where.tokens)

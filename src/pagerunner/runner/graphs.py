@@ -398,11 +398,7 @@ class StepGraphs:
         states = self._builder.new_states(shape)
         most_tokens = key.tokens if self._settings.teams else 0
         batch = self._builder.captured(
-            shape,
-            one_token=key.decode and not key.drafts,
-            states=states,
-            most_tokens=most_tokens,
-            stride=key.stride,
+            shape, one_token=key.decode and not key.drafts, states=states, most_tokens=most_tokens, stride=key.stride
         )
         return batch, states
 

@@ -78,11 +78,7 @@ class HostCopy:
     """
 
     def __init__(
-        self,
-        source: torch.Tensor,
-        memory: HostMemory,
-        available: Callable[[], int],
-        piece_bytes: int = PIECE_BYTES,
+        self, source: torch.Tensor, memory: HostMemory, available: Callable[[], int], piece_bytes: int = PIECE_BYTES
     ) -> None:
         """`available` says how many bytes of host memory may still be taken."""
         self._memory = memory

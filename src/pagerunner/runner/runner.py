@@ -46,13 +46,7 @@ from pagerunner.runner.step_costs import measure_steps, steps_to_time
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
-from pagerunner.types import (
-    Guess,
-    SamplingParams,
-    SlotInit,
-    StepPlan,
-    StepRow,
-)
+from pagerunner.types import Guess, SamplingParams, SlotInit, StepPlan, StepRow
 from pagerunner.types.steps import MeasuredSteps
 
 BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16

@@ -6,15 +6,7 @@ from collections.abc import Sequence as Ids
 
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
-from pagerunner.types import (
-    NO_TOKEN_ALLOWED,
-    FinishReason,
-    RequestUpdate,
-    StepPlan,
-    StepResult,
-    StepRow,
-    TokenLogprobs,
-)
+from pagerunner.types import NO_TOKEN_ALLOWED, FinishReason, RequestUpdate, StepPlan, StepResult, StepRow, TokenLogprobs
 
 
 def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:

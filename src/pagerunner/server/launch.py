@@ -183,10 +183,7 @@ async def serve(
     given = served_model_name or args.served_model_name or args.model
     names = [given] if isinstance(given, str) else list(given)
     keys = Keys(
-        api=tuple(api_keys),
-        admin=tuple(admin_keys),
-        origins=tuple(allowed_origins),
-        loopback=is_loopback(listener),
+        api=tuple(api_keys), admin=tuple(admin_keys), origins=tuple(allowed_origins), loopback=is_loopback(listener)
     )
     with sent_spans(otlp_traces_endpoint) as spans, StopSignals().installed() as stop:
         directory = None if cores is None else os.environ[SHARED_DIRECTORY]

@@ -186,10 +186,7 @@ class LiveFeed:
         last, self._state = self._state, state
         taps = self._latencies
         if last is None or self._number % _RANKED_FRAMES == 0:
-            self._summary = {
-                "first_token": percentiles(taps.first_token),
-                "inter_token": percentiles(taps.inter_token),
-            }
+            self._summary = {"first_token": percentiles(taps.first_token), "inter_token": percentiles(taps.inter_token)}
         self._steps.extend(state.steps)
         self._number += 1
         self._whole = b""

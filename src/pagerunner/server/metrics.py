@@ -329,12 +329,7 @@ class Metrics(EngineObserver):
     """
 
     def __init__(
-        self,
-        model_name: str,
-        spans: EngineObserver | None = None,
-        *,
-        engine: int = 0,
-        shared: Registered | None = None,
+        self, model_name: str, spans: EngineObserver | None = None, *, engine: int = 0, shared: Registered | None = None
     ) -> None:
         self.engine = engine
         self.last = SchedulerStats()

@@ -195,10 +195,7 @@ def _environment() -> jinja2.Environment:
             return caller()
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
-        optimized=False,
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols], optimized=False
     )
     environment.code_generator_class = _without_folding(CodeGenerator)
 

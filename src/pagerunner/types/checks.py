@@ -131,9 +131,7 @@ def as_logit_bias(value: object) -> dict[int, float]:
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
         require(is_int(token) and token >= 0, name, f"must have token ids as keys, got {show(key)}.")
         require(
-            is_finite(bias) and -100 <= bias <= 100,
-            name,
-            f"of token {token} must be in [-100, 100], got {show(bias)}.",
+            is_finite(bias) and -100 <= bias <= 100, name, f"of token {token} must be in [-100, 100], got {show(bias)}."
         )
         require(token not in checked, name, f"names token {token} twice.")
         checked[token] = float(bias)

@@ -188,11 +188,7 @@ class CoreClient:
     """
 
     def __init__(
-        self,
-        core: LoadedCore,
-        *,
-        receive: Callable[[wire.FromCore], None],
-        died: Callable[[EngineDeadError], None],
+        self, core: LoadedCore, *, receive: Callable[[wire.FromCore], None], died: Callable[[EngineDeadError], None]
     ) -> None:
         """`receive` gets every message but replies to calls; `died` is called once, when the core ends."""
         self._core = core

@@ -145,11 +145,7 @@ def _fetch_weights(model: str, download_dir: str | None, directory: Path, show_p
 
 
 def _fetch(
-    model: str,
-    revision: str | None,
-    download_dir: str | None,
-    patterns: tuple[str, ...],
-    show_progress: bool = False,
+    model: str, revision: str | None, download_dir: str | None, patterns: tuple[str, ...], show_progress: bool = False
 ) -> Path:
     """The snapshot's directory, with the files that match."""
     from huggingface_hub import snapshot_download

@@ -61,10 +61,7 @@ def cuda_facts() -> CudaFacts:
     except ModuleNotFoundError:  # there is no package cuda at all
         bindings = False
     return CudaFacts(
-        torch.cuda.get_device_name(),
-        torch.cuda.get_device_capability(),
-        triton=has_triton(),
-        bindings=bindings,
+        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), triton=has_triton(), bindings=bindings
     )
 
 

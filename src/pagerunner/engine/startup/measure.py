@@ -120,12 +120,7 @@ DRIVER_BYTES = 32 * 2**20
 
 
 def final_plan(
-    plan: MemoryPlan,
-    ranks: Sequence[MemoryFacts],
-    utilization: float,
-    *,
-    fixed: bool,
-    auto: bool,
+    plan: MemoryPlan, ranks: Sequence[MemoryFacts], utilization: float, *, fixed: bool, auto: bool
 ) -> MemoryPlan:
     """The plan for what is really left on the fullest device, once everything but the pages has been allocated.
 

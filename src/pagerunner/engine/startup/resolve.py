@@ -28,13 +28,7 @@ from pagerunner.config import (
 from pagerunner.engine.startup.cluster import cluster_device
 from pagerunner.engine.startup.cpu_memory import step_memory
 from pagerunner.engine.startup.kv_transfer import KVTransfer, check_host_memory, read_kv_transfer
-from pagerunner.engine.startup.machine import (
-    DeviceMemory,
-    check_devices,
-    device_memory,
-    ranks_here,
-    resolve_device,
-)
+from pagerunner.engine.startup.machine import DeviceMemory, check_devices, device_memory, ranks_here, resolve_device
 from pagerunner.engine.startup.shares import available_memory
 from pagerunner.engine.startup.speculation import resolve_speculation
 from pagerunner.engine.startup.weights import (

@@ -67,12 +67,7 @@ class GrammarDoor:
     """
 
     def __init__(
-        self,
-        tokenizer_json: str,
-        size: int,
-        eos_token_ids: Iterable[int],
-        *,
-        disable_any_whitespace: bool = False,
+        self, tokenizer_json: str, size: int, eos_token_ids: Iterable[int], *, disable_any_whitespace: bool = False
     ) -> None:
         self._compact = disable_any_whitespace
         self._setup = msgspec.json.encode(Setup(tokenizer_json, size, list(eos_token_ids)))

@@ -183,13 +183,7 @@ def make_runner(
         tables=tables,
         state=state,
         builder=builder,
-        sampler=Sampler(
-            config.max_num_seqs,
-            resolved.model.vocab_size,
-            device,
-            vocabulary,
-            num_drafts,
-        ),
+        sampler=Sampler(config.max_num_seqs, resolved.model.vocab_size, device, vocabulary, num_drafts),
         staging=Staging(device, config.max_in_flight + 1),
         graphs=GraphSettings(
             engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,

@@ -208,11 +208,7 @@ def _read_experts(fields: Fields, count: int, normalise: bool, default_per_token
     if per_token > count:
         raise fields.error("num_experts_per_tok", f"is {per_token}, more than num_experts={count}.")
     return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        intermediate_size=inner,
-        shared_intermediate_size=shared,
-        normalise=normalise,
+        count=count, per_token=per_token, intermediate_size=inner, shared_intermediate_size=shared, normalise=normalise
     )
 
 

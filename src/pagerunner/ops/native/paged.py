@@ -93,11 +93,7 @@ def _dense(x_TND: torch.Tensor) -> torch.Tensor:
 
 
 def store_kv_(
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
     """See `ops.paged_attention.store_kv_`."""
     heads = k_TKD[:, :0], _dense(k_TKD), _dense(v_TKV)
@@ -105,11 +101,7 @@ def store_kv_(
 
 
 def prepare_heads_(
-    qkv_TND: torch.Tensor,
-    prep: HeadPrep,
-    pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
     """See `ops.paged_attention.prepare_heads_`."""
     _Inputs(prep.split(qkv_TND), pages, (write_entry_T, write_offset_T), prep).run(PREPARE)

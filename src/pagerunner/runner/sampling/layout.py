@@ -179,11 +179,7 @@ def _bad_word_rows(
 
 
 def _penalty_rows(
-    slots: Sequence[int],
-    places: Sequence[int],
-    params: Sequence[SlotParams],
-    vocab_size: int,
-    device: torch.device,
+    slots: Sequence[int], places: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device
 ) -> PenaltyRows | None:
     found = [(row, p.penalties) for row, p in enumerate(params) if p.penalties is not None]
     if not found:

@@ -287,11 +287,7 @@ class Sampler:
         return found if rows.width == 1 else [place for row in found for place in rows.places(row)]
 
     def _draw_together(
-        self,
-        logits_SV: torch.Tensor,
-        rows: SampledRows,
-        odd: Sequence[int],
-        found: tuple[torch.Tensor, torch.Tensor],
+        self, logits_SV: torch.Tensor, rows: SampledRows, odd: Sequence[int], found: tuple[torch.Tensor, torch.Tensor]
     ) -> bool:
         """Draw for the rows that ranks draw together, and write their tokens into `found`. Whether there are any."""
         if self._vocabulary is None:

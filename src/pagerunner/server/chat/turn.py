@@ -147,9 +147,7 @@ def _as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _shortened(
-    messages: list[dict[str, Any]],
-    room: int,
-    render: Callable[[list[dict[str, Any]]], Awaitable[list[int]]],
+    messages: list[dict[str, Any]], room: int, render: Callable[[list[dict[str, Any]]], Awaitable[list[int]]]
 ) -> list[int]:
     """The prompt, without the oldest messages if it would not fit otherwise.
 

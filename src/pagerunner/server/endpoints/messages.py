@@ -18,12 +18,7 @@ from pagerunner.server.errors import anthropic_body
 from pagerunner.server.http import read_as
 from pagerunner.server.params import same_named
 from pagerunner.server.protocol.fields import check_supported
-from pagerunner.server.protocol.messages import (
-    CountTokensRequest,
-    MessagesAnswer,
-    MessagesRequest,
-    MessagesUsage,
-)
+from pagerunner.server.protocol.messages import CountTokensRequest, MessagesAnswer, MessagesRequest, MessagesUsage
 from pagerunner.server.service import Call, Endpoint, collected, json_response, streamed
 from pagerunner.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 

@@ -65,12 +65,7 @@ class RankWatch:
     """Knows how the ranks are. Its methods are for the thread that runs the engine."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        directory: Path,
-        ranks: int,
-        seconds: float,
-        doors: Doors,
+        self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, ranks: int, seconds: float, doors: Doors
     ) -> None:
         """`seconds` is how long a rank may be silent, and how long a step may be without a move. Binds the socket for reports by `doors`."""
         self.team_ranks = ranks
