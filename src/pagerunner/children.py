@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import fcntl
 import os
 import select
@@ -322,6 +323,16 @@ def read_lines(module: str) -> Iterator[bytes]:
             yield line
     if not found:
         raise SystemExit(1 if held else f"{module} is started by the engine, not by hand.")
+
+
+def heed_parent_alone() -> int:
+    """In a child that works for a server: leave its end to the parent, whose process id is returned. SIGUSR1 prints the stacks of its threads."""
+    # Ctrl-C and a service manager's TERM reach the whole process group. The frontend drains first, then tells us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    return os.getppid()
 
 
 def wait_for_parents_end(parent: int) -> None:

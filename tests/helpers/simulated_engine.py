@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from helpers.device_costs import KEY_BYTES, Device
+from helpers.traffic import FixedLength
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.types import EngineRequest, SamplingParams, StepResult, StepRow
 from pagerunner.types.steps import StepShape

@@ -23,7 +23,7 @@ from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.rules import ForgettingRule
 from pagerunner.sched.adapters import Adapters
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import FixedLength
+from pagerunner.sched.draft_length import LengthByRows
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.suffix import SuffixDrafter
 from pagerunner.tiers.policy import Tiering
@@ -137,6 +137,13 @@ WORDS = SpeculativeConfig(
     suffix_decoding_max_spec_factor=3.0,
     suffix_decoding_min_token_prob=0.0,
 )
+
+
+class FixedLength(LengthByRows):
+    """The same number of drafts for every plan."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__([(0, most)])
 
 
 class AnyLength(FixedLength):

@@ -12,9 +12,10 @@ import pytest
 from helpers.device_costs import KEY_BYTES, Device
 from helpers.effort import effort
 from helpers.simulated_engine import Arrival, simulate
+from helpers.traffic import FixedLength
 from pagerunner.config import SpeculativeConfig
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength
 from pagerunner.types import StepPlan, StepResult, StepRow
 from pagerunner.types.steps import StepShape
 

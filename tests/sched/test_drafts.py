@@ -8,6 +8,7 @@ import pytest
 
 from helpers.device_costs import KEY_BYTES, Device
 from helpers.plans import one_group
+from helpers.traffic import FixedLength
 from pagerunner.config import SpeculativeConfig
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
@@ -15,7 +16,7 @@ from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, WindowKV
 from pagerunner.sched import step_planner
 from pagerunner.sched.costs import CostModel
-from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, FixedLength, LengthByRows
+from pagerunner.sched.draft_length import AdaptiveLength, DraftLength, LengthByRows
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.suffix import SuffixDrafter, SuffixIndex
 from pagerunner.types import EngineRequest, RequestUpdate, SamplingParams, StateSave, StepPlan, StepResult

@@ -11,10 +11,10 @@ import pytest
 
 from helpers.page_checker import PageChecker
 from helpers.plans import one_group
+from helpers.traffic import FixedLength
 from pagerunner.config import SpeculativeConfig
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.manager import KVManager
-from pagerunner.sched.draft_length import FixedLength
 from pagerunner.sched.guided import GRACE_SECONDS
 from pagerunner.sched.live import MAX_WAITING
 from pagerunner.sched.scheduler import Scheduler

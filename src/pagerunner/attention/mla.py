@@ -28,8 +28,8 @@ from pagerunner.attention.calls import LatentCall, Result, UpProjection
 from pagerunner.attention.capability import Capabilities
 from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
-from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, Tokens, make_plan
-from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend
+from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, make_plan
+from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend, take
 from pagerunner.ops.pages import slot_layout
 
 MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory of expanded keys and values
@@ -68,7 +68,7 @@ class LatentBackend:
             out, lse = one.run(part)
             targets = part.targets if isinstance(part, PaddedPart) else part.tokens
             if isinstance(part, SharedPart):
-                out, lse = merge((_take(out_THV, targets), _take(lse_TH, targets)), (out, lse))
+                out, lse = merge((take(out_THV, targets), take(lse_TH, targets)), (out, lse))
             out_THV[targets] = out
             lse_TH[targets] = lse
         return out_THV
@@ -78,10 +78,6 @@ def merge(first: Result, second: Result) -> Result:
     """Attention over two sets of slots as if they were one; results [T, H, V] with log-sum-exps [T, H]."""
     weight = torch.sigmoid(second[1] - first[1]).unsqueeze(-1).to(first[0].dtype)
     return torch.lerp(first[0], second[0], weight), torch.logaddexp(first[1], second[1])
-
-
-def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,7 @@ class _Call:
     def _padded(self, part: PaddedPart) -> Result:
         heads = self.up.num_heads
         k_B1SL = self._gather(part.slots, 0, None).view(part.rows, 1, -1, self.vectors_TL.shape[-1])
-        q_THL = self.up.absorb(_take(self.q_THD, part.tokens))
+        q_THL = self.up.absorb(take(self.q_THD, part.tokens))
         q_BHQL = q_THL.view(part.rows, part.queries, heads, -1).transpose(1, 2)
         q_B1qL = q_BHQL.reshape(part.rows, 1, heads * part.queries, -1)
         out, lse = attend(q_B1qL, k_B1SL, k_B1SL, self.scale, mask=part.mask(heads, q_THL.dtype))
@@ -118,7 +114,7 @@ class _Call:
         return self.up.values(out[..., : self.up.latent_dim]), lse
 
     def _shared(self, part: SharedPart) -> Result:
-        q_THD = _take(self.q_THD, part.tokens)
+        q_THD = take(self.q_THD, part.tokens)
         if self.up.absorbs(q_THD.shape[0]):
             k_11SL = self._gather(part.slots, 0, None)[None, None]
             q_11qL = self.up.absorb(q_THD).flatten(0, 1)[None, None]

@@ -156,7 +156,8 @@ def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:
     return out_THD * torch.sigmoid(lse_TH - sinks_H).unsqueeze(-1).to(out_THD.dtype)
 
 
-def _take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+def take(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """What `x` [T, ..] has of these tokens."""
     return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
 
 
@@ -177,9 +178,9 @@ def _store(
     keep_lse = keep_lse or part.more
     targets = part.targets if isinstance(part, PaddedPart) else part.tokens
     if isinstance(part, SharedPart):
-        old_lse = _take(lse_TH, targets)
+        old_lse = take(lse_TH, targets)
         weight = torch.sigmoid(lse - old_lse).unsqueeze(-1).to(out.dtype)
-        out = torch.lerp(_take(out_THD, targets), out, weight)
+        out = torch.lerp(take(out_THD, targets), out, weight)
         lse = torch.logaddexp(old_lse, lse) if keep_lse else lse
     _put(out_THD, targets, out)
     if keep_lse:
@@ -202,7 +203,7 @@ class _Call:
         if isinstance(part, PaddedPart):
             return self._padded(part)
         if isinstance(part, SharedPart):
-            q_TKGD = self._heads(_take(self.q_THD, part.tokens))
+            q_TKGD = self._heads(take(self.q_THD, part.tokens))
             return self._grouped(q_TKGD, self._keys(part.slots), self._values(part.slots))
         if isinstance(part, BandPart):
             return self._band(part)
@@ -262,7 +263,7 @@ class _Call:
         group, rows, queries = num_heads // num_kv_heads, part.rows, part.queries
         k_BKLD = self._keys(part.slots).view(rows, -1, num_kv_heads, head_dim).transpose(1, 2)
         v_BKLD = self._values(part.slots).view(rows, -1, num_kv_heads, self.v_TKD.shape[2]).transpose(1, 2)
-        q_BQKGD = _take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
+        q_BQKGD = take(q_THD, part.tokens).view(rows, queries, num_kv_heads, group, head_dim)
         q_BKgD = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
         mask = part.mask(group, q_THD.dtype)
         out, lse = attend(q_BKgD, k_BKLD, v_BKLD, self.scale, mask=mask, softcap=self.softcap)

@@ -203,6 +203,14 @@ def positive(text: str, least: int = 1) -> int:
 not_negative = functools.partial(positive, least=0)
 
 
+def port_number(text: str) -> int:
+    """A TCP port, or 0 for any that is free. Raises UnreadableError for anything else."""
+    value = parse_number(text)
+    if not 0 <= value <= 65535:
+        raise UnreadableError(f"must be in [0, 65535], got {value}")
+    return value
+
+
 def _joined(words: Sequence[str], known: Collection[str]) -> list[str]:
     """vLLM's dotted flags as the JSON that they are parts of: `--flag.key.inner value`. With `key+` a value is one more of a list, or several with
     commas between. A value that isn't JSON is text.

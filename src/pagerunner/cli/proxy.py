@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pagerunner.cli.options import Parser, UnreadableError, not_negative, parse_number, positive
+from pagerunner.cli.options import Parser, not_negative, port_number, positive
 from pagerunner.logs import LOG_LEVELS, set_up_logging
 
 
@@ -14,7 +14,7 @@ def build_parser() -> Parser:
     parser = Parser("pagerunner proxy", "Share requests out among servers with OpenAI's endpoints.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=30_000, metavar="N", help="0 takes a free one (default: %(default)s)")
+    add("--port", type=port_number, default=30_000, metavar="N", help="0 takes a free one (default: %(default)s)")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "URL", "default": []}
     add("--worker-urls", **several, help="equal servers, such as http://127.0.0.1:8000")
     add("--prefill", **several, help="servers that compute prompts, for those of --decode")
@@ -53,10 +53,3 @@ def run(namespace: argparse.Namespace) -> int:
     options = ProxyOptions(**{name: given[name] for name in ProxyOptions.__struct_fields__})
     access = not namespace.disable_uvicorn_access_log
     return run_proxy(options, host=namespace.host, port=namespace.port, logs=HttpLogs(access=access))
-
-
-def _port(text: str) -> int:
-    value = parse_number(text)
-    if not 0 <= value <= 65535:
-        raise UnreadableError(f"must be in [0, 65535], got {value}")
-    return value

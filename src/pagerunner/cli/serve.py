@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 
-from pagerunner.cli.options import UnreadableError, add_engine_options, add_lora_modules, named_group, parse_number
+from pagerunner.cli.options import add_engine_options, add_lora_modules, named_group, parse_number, port_number
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
@@ -29,7 +29,7 @@ def build_parser() -> ConfiguredParser:
     common = named_group(parser, "common options")
     common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     common.add_argument(
-        "--port", type=_port, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
+        "--port", type=port_number, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
     key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
     common.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
@@ -139,11 +139,4 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text}")
-    return value
-
-
-def _port(text: str) -> int:
-    value = parse_number(text)
-    if not 0 <= value <= 65535:
-        raise UnreadableError(f"must be in [0, 65535], got {value}")
     return value

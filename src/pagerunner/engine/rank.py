@@ -7,13 +7,11 @@ standard input closes, because then the core is gone. It always leaves by `os._e
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import importlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -29,7 +27,7 @@ import torch
 import zmq
 from torch.distributed import Store
 
-from pagerunner.children import host_ip, read_first_line, wait_for_parents_end
+from pagerunner.children import heed_parent_alone, host_ip, read_first_line, wait_for_parents_end
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, CommError, Stage
 from pagerunner.dist.gloo import FOR_EVER_SECONDS, GlooComm, GlooStage, joined, listen
@@ -321,11 +319,7 @@ def _exit_with_parent(parent: int, directory: str) -> None:
 
 def main() -> None:
     """Entry point of a rank's process. It doesn't return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    parent = os.getppid()
+    parent = heed_parent_alone()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.rank"), type=orders.RankLaunch)
     level = launch.log_level if launch.rank == 0 else max(launch.log_level, logging.WARNING)
     set_up_logging(level, launch.log_name)

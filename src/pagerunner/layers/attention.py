@@ -12,9 +12,7 @@ from pagerunner.attention.capability import SINKS
 from pagerunner.batch import ForwardBatch, GroupBatch, KVPages
 from pagerunner.layers.cuts import Features, by_outputs
 from pagerunner.layers.linear import FusedLinear
-from pagerunner.ops.norm import qk_norm_
 from pagerunner.ops.paged_attention import HeadPrep, Scores
-from pagerunner.ops.rope import rope_
 
 
 def head_projection(
@@ -70,7 +68,9 @@ class PagedAttention:
         """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`."""
         group = batch.groups[batch.kv[self.layer_index].group]
         takes_it = group.backend.capabilities.projection
-        return self._run(Projection(qkv_TND, prep) if takes_it else prepared(qkv_TND, prep), batch, sinks_H, wanted)
+        return self._run(
+            Projection(qkv_TND, prep) if takes_it else Heads(*prep.apply_(qkv_TND)), batch, sinks_H, wanted
+        )
 
     def _run(
         self, inputs: Heads | Projection, batch: ForwardBatch, sinks_H: torch.Tensor | None, wanted: torch.Tensor | None
@@ -94,12 +94,3 @@ class PagedAttention:
                 "model's config must name them."
             )
         return self.scores._replace(sinks_H=sinks_H)
-
-
-def prepared(qkv_TND: torch.Tensor, prep: HeadPrep) -> Heads:
-    """The heads of a projection's output, normed and rotated in place."""
-    qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
-    if prep.q_norm_D is not None and prep.k_norm_D is not None:
-        qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
-    rope_(qk_TND, prep.angles)
-    return Heads(*prep.split(qkv_TND))

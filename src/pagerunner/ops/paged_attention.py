@@ -86,6 +86,14 @@ class HeadPrep(NamedTuple):
         v_first = self.num_heads + self.num_kv_heads
         return qkv_TND[:, : self.num_heads], qkv_TND[:, self.num_heads : v_first], qkv_TND[:, v_first:]
 
+    def apply_(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm and rotate the heads in place, and return their views."""
+        qk_TND = qkv_TND[:, : self.num_heads + self.num_kv_heads]
+        if self.q_norm_D is not None and self.k_norm_D is not None:
+            qk_norm_(qk_TND, self.q_norm_D, self.k_norm_D, self.num_heads, self.eps)
+        rope_(qk_TND, self.angles)
+        return self.split(qkv_TND)
+
 
 @gpu_kernel("paged_store")
 def store_kv_(
@@ -139,11 +147,7 @@ def prepare_heads_(
     qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
 ) -> None:
     """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
-    qk_TND = qkv_TND[:, : prep.num_heads + prep.num_kv_heads]
-    if prep.q_norm_D is not None and prep.k_norm_D is not None:
-        qk_norm_(qk_TND, prep.q_norm_D, prep.k_norm_D, prep.num_heads, prep.eps)
-    rope_(qk_TND, prep.angles)
-    store_kv_.twin(*prep.split(qkv_TND)[1:], pages, write_entry_T, write_offset_T)
+    store_kv_.twin(*prep.apply_(qkv_TND)[1:], pages, write_entry_T, write_offset_T)
 
 
 @gpu_kernel("paged_attention")

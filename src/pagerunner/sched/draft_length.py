@@ -41,29 +41,7 @@ class DraftLength(Protocol):
         """What became of a step's drafts."""
 
 
-class _Unlearning:
-    """What is chosen doesn't depend on what becomes of it."""
-
-    def counted(self, drafts: int) -> int:
-        """See DraftLength."""
-        return drafts
-
-    def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """See DraftLength."""
-
-
-class FixedLength(_Unlearning):
-    """The same number for every plan; 0 is an engine without drafts."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
-        """See DraftLength."""
-        return int(min(self.most, room))
-
-
-class LengthByRows(_Unlearning):
+class LengthByRows:
     """A number for each range of rows: vLLM's num_speculative_tokens_per_batch_size."""
 
     def __init__(self, numbers: Sequence[tuple[int, int]]) -> None:
@@ -75,6 +53,13 @@ class LengthByRows(_Unlearning):
     def choose(self, rows: int, keys: int, room: float = math.inf) -> int:
         """See DraftLength."""
         return int(min(self._drafts[max(bisect_right(self._firsts, rows) - 1, 0)], room))
+
+    def counted(self, drafts: int) -> int:
+        """See DraftLength."""
+        return drafts
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """See DraftLength. What becomes of drafts changes nothing."""
 
 
 class AdaptiveLength:

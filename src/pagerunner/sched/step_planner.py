@@ -7,7 +7,7 @@ import time
 from itertools import islice
 
 from pagerunner.memory.grant import Grant
-from pagerunner.sched.draft_length import DraftLength, FixedLength
+from pagerunner.sched.draft_length import DraftLength, LengthByRows
 from pagerunner.sched.pace import NoPace
 from pagerunner.sched.request import Sequence
 from pagerunner.sched.state import SchedulerState
@@ -46,7 +46,7 @@ class StepPlanner:
         """`looks_ahead`: who drafts keeps pages, too, and all but the first of a row's drafts take a place behind the row's tokens."""
         self._looks_ahead = looks_ahead
         self._state, self._pace = state, pace or NoPace()
-        self._draft_length = draft_length or FixedLength(0)
+        self._draft_length = draft_length or LengthByRows([(0, 0)])
         self._drafts = 0  # most drafts of a row of the plan in the making
         self._made = 0  # those of a row that the device makes after it
         self._guesses: list[Guess] = []

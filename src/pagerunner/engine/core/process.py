@@ -8,11 +8,9 @@ process also ends when its standard input closes, because then its parent is gon
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import importlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from pagerunner.children import kill_started, read_first_line, wait_for_parents_end
+from pagerunner.children import heed_parent_alone, kill_started, read_first_line, wait_for_parents_end
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core import messages as wire
 from pagerunner.engine.core.garbage import set_apart
@@ -413,12 +411,7 @@ def main() -> NoReturn:
 
     It leaves by `os._exit`, with the core as it is. To free tensors aborts where the device has failed, and to free a group waits for its other processes.
     """
-    # Ctrl-C and a service manager's TERM reach the whole process group. The frontend drains first, then tells us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    parent = os.getppid()
+    parent = heed_parent_alone()
     launch = msgspec.json.decode(read_first_line("pagerunner.engine.core.process"), type=wire.Launch)
     set_up_logging(launch.log_level, launch.log_name)
     watcher = threading.Thread(target=_exit_with_parent, args=(parent, launch.addresses), daemon=True)
