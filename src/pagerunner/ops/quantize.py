@@ -63,13 +63,6 @@ def silu_quantize(gate_up_T2I: torch.Tensor, dtype: torch.dtype, *, grouped: boo
     return _quantized(silu_and_mul(gate_up_T2I), dtype, grouped)
 
 
-def dequantized(x: Quantized) -> torch.Tensor:
-    """What the numbers stand for, float32."""
-    tokens, inputs = x.codes.shape
-    wide = inputs if x.scales.shape[1] == 1 else GROUP
-    return x.codes.float() * x.scales.repeat_interleave(wide, 1)[:tokens, :inputs]
-
-
 def _quantized(x_TI: torch.Tensor, dtype: torch.dtype, grouped: bool) -> Quantized:
     tokens, inputs = x_TI.shape
     wide = GROUP if grouped else max(inputs, 1)

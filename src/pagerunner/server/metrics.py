@@ -266,17 +266,17 @@ class CoreHistograms(Collector):
 
 
 _GROUP_GAUGES = {
-    "usage": ("usage_ratio", "Share of the page memory's bytes that requests hold in this group."),
-    "pages_in_use": ("pages_in_use", "Pages of the group that requests hold."),
-    "pages_cached": ("pages_cached", "Pages of the group that only the prefix index knows."),
-    "pages_free": ("pages_free", "Free pages in slabs that the group occupies."),
-    "fragmentation": ("fragmentation_ratio", "Share of all slabs that packing the group would free."),
-    "waste": ("waste_ratio", "Share of a slab of the group in which no state fits."),
+    "usage": ("pagerunner:group_usage_ratio", "Share of the page memory's bytes that requests hold in this group."),
+    "pages_in_use": ("pagerunner:group_pages_in_use", "Pages of the group that requests hold."),
+    "pages_cached": ("pagerunner:group_pages_cached", "Pages of the group that only the prefix index knows."),
+    "pages_free": ("pagerunner:group_pages_free", "Free pages in slabs that the group occupies."),
+    "fragmentation": ("pagerunner:group_fragmentation_ratio", "Share of all slabs that packing the group would free."),
+    "waste": ("pagerunner:group_waste_ratio", "Share of a slab of the group in which no state fits."),
 }
 _GROUP_TOTALS = {
-    "evictions": ("evictions", "Cached pages of the group that were evicted."),
-    "queries_total": ("prefix_queries", "Prompt tokens that the group was looked up for."),
-    "hits_total": ("prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
+    "evictions": ("pagerunner:group_evictions", "Cached pages of the group that were evicted."),
+    "queries_total": ("pagerunner:group_prefix_queries", "Prompt tokens that the group was looked up for."),
+    "hits_total": ("pagerunner:group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
 }
 
 
@@ -428,20 +428,13 @@ class Metrics(EngineObserver):
         if before is not None and before != labels:
             figures.forget(name, before)
         self._shown_adapters = labels
-        for field, (name, text) in _LORA_MOMENTS.items():
-            figures.set(name, text, self._values, getattr(lora, field))
-        for field, (name, text) in _LORA_TOTALS.items():
-            figures.raise_to(name, text, self._values, getattr(lora, field))
+        self._show_figures(lora, _LORA_MOMENTS, _LORA_TOTALS)
 
     def _of_teams(self) -> list[Metrics]:
         return [self.of_engine(self.engine + team) for team in range(max(len(self.last.teams), 1))]
 
     def _show(self, stats: SchedulerStats) -> None:
-        figures = self._shared.figures
-        for field, (name, text) in _MOMENTS.items():
-            figures.set(name, text, self._values, getattr(stats, field))
-        for field, (name, text) in _TOTALS.items():
-            figures.raise_to(name, text, self._values, getattr(stats, field))
+        self._show_figures(stats, _MOMENTS, _TOTALS)
         name = "num_requests_waiting_by_reason"
         text = "Requests that wait: for capacity, or for something that passes by itself."
         for reason, waiting in (("capacity", stats.waiting), ("deferred", 0)):
@@ -450,16 +443,11 @@ class Metrics(EngineObserver):
         for reason in WAIT_REASONS:
             self._set(f"pagerunner:{name}", text, stats.waiting if reason == stats.waiting_for else 0, reason=reason)
         for group in stats.groups:
-            labels = {**self._values, "group": group.name}
-            for field, (name, text) in _GROUP_GAUGES.items():
-                figures.set(f"pagerunner:group_{name}", text, labels, getattr(group, field))
-            for field, (name, text) in _GROUP_TOTALS.items():
-                figures.raise_to(f"pagerunner:group_{name}", text, labels, getattr(group, field))
+            self._show_figures(group, _GROUP_GAUGES, _GROUP_TOTALS, group=group.name)
         if stats.residency is not None:
             self._set_residency(stats.residency)
         if stats.costs is not None:
-            for field, (name, text) in _COSTS.items():
-                figures.raise_to(name, text, self._values, getattr(stats.costs, field))
+            self._show_figures(stats.costs, {}, _COSTS)
         if stats.lora is not None:
             self._show_adapters(stats.lora)
         if stats.tier is not None:
@@ -473,10 +461,8 @@ class Metrics(EngineObserver):
 
     def _show_drafts(self, spec: SpecCounts) -> None:
         self._show_figures(spec, {}, _SPEC_TOTALS)
-        name, text = (
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place in the draft.",
-        )
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        text = "Drafted tokens that were accepted, by their place in the draft."
         for place, count in enumerate(spec.accepted_per_pos):
             self._shared.figures.raise_to(name, text, {**self._values, "position": str(place)}, count)
 
@@ -489,13 +475,13 @@ class Metrics(EngineObserver):
             self._set("pagerunner:kv_offload_transfers", text, count, kind=kind)
 
     def _show_figures(
-        self, stats: object, moments: dict[str, tuple[str, str]], totals: dict[str, tuple[str, str]]
+        self, stats: object, moments: dict[str, tuple[str, str]], totals: dict[str, tuple[str, str]], **labels: str
     ) -> None:
-        figures = self._shared.figures
+        figures, values = self._shared.figures, {**self._values, **labels}
         for field, (name, text) in moments.items():
-            figures.set(name, text, self._values, getattr(stats, field))
+            figures.set(name, text, values, getattr(stats, field))
         for field, (name, text) in totals.items():
-            figures.raise_to(name, text, self._values, getattr(stats, field))
+            figures.raise_to(name, text, values, getattr(stats, field))
 
     def on_step(self, prompt_tokens: int, cached_tokens: int, generation_tokens: int, external_tokens: int = 0) -> None:
         """Count one step's tokens."""

@@ -101,7 +101,7 @@ def read_eagle_config(
     values = outer.mapping("eagle_config")
     inner = outer.inside("eagle_config", values or {})
     if layer is not None:
-        outer, fields = outer, outer.inside("transformer_layer_config", layer)
+        fields = outer.inside("transformer_layer_config", layer)
         _check_speculators(outer, method)
     else:
         layer, fields = dict(read_json(file)), outer
