@@ -69,12 +69,12 @@ DIFFERS = {
     "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",
     "--pooler-config": "`pooling_type` (`LAST`, `MEAN`), `normalize`",
     "--weight-transfer-config": "the `backend` is `nccl`, or `gloo`, which vLLM doesn't have; see [Reinforcement learning](rl.md)",
-    "--kv-offloading-size": "GiB of all ranks together; hybrids and windows too, pages go as they are; see [Host memory](server.md#host-memory)",
+    "--kv-offloading-size": "GiB of all ranks together; hybrids and windows too, pages go as they are; see [Host memory](offloading.md#host-memory)",
     "--kv-offloading-backend": "`native`",
     "--kv-transfer-config": "`OffloadingConnector` with `kv_role` `kv_both`; extra config `cpu_bytes_to_use`, `offload_prompt_only`, `eviction_policy` `lru`, `secondary_tiers` of type `fs` with `max_bytes`; "
     "`PeerConnector` with any role, and `peers`, `secret_file`, `kv_lease_duration`, `num_threads` besides; `NixlConnector` the same with NIXL; other names are refused, and so is `bidirectional_kv_xfer`: a prefill engine finds the turns before in its own host memory, and computes the last answer's tokens. `kv_load_failure_policy` is `recompute` by default",
     "--kv-events-config": "vLLM's fields; `endpoint` is `tcp://127.0.0.1:5557` by default and not all of the machine's addresses, and loopback addresses are bound; see "
-    "[KV events](server.md#kv-events)",
+    "[KV events](offloading.md#kv-events)",
     "--speculative-config": "vLLM's fields, each of which is taken or refused with the reason, as are methods; `--spec-method`, `--spec-model` and `--spec-tokens` are there too",
     "--lora-modules": "`name=path` or JSON with `name`, `path`, `base_model_name` and `is_3d_lora_weight`; loading at run time is behind `--admin-key` and needs no variable. See [Adapters](adapters.md)",
     "--lora-target-modules": "an adapter of another module is refused by its name",
