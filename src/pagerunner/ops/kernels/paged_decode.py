@@ -24,6 +24,7 @@ from pagerunner.ops.kernels.paged_tiles import (
     attend_fp8_few,
     halves,
     joined,
+    keys_at,
     load_tile,
     online,
     prefetch_tile,
@@ -118,15 +119,8 @@ def _attend(
     RING: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [first, last) of keys. Keys [oldest, stop) exist; others are masked."""
-    n = tl.arange(0, BN)
     for start in range(first, last, BN):
-        at = start + n
-        mask = (at >= oldest) & (at < stop)
-        page = at // PAGE
-        if RING:
-            page = page % width
-        entry = tl.load(row_table + page, mask=mask, other=0)
-        inside = at % PAGE
+        _, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, RING)
         k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, None, TO)
         v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, None, TO)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -147,15 +141,8 @@ def _attend_fp8(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, with queries and results as `attend_fp8_few` has them."""
-    n = tl.arange(0, BN)
     for start in range(first, last, BN):
-        at = start + n
-        mask = (at >= oldest) & (at < stop)
-        page = at // PAGE
-        if RING:
-            page = page % width
-        entry = tl.load(row_table + page, mask=mask, other=0)
-        inside = at % PAGE
+        _, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, RING)
         k_scale, exponent, share = tile_scales(
             scales_ptr, scales_se, row_table, width, start, oldest, stop, K, PAGE, BN, RING, ASM
         )

@@ -25,6 +25,7 @@ from pagerunner.ops.kernels.paged_tiles import (
     attend_fp8_few,
     halves,
     joined,
+    keys_at,
     load_tile,
     online,
     softcapped,
@@ -63,15 +64,8 @@ def _attend(
     REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Tiles [first, last) of keys, of which [oldest, stop) exist, for TILES tiles of queries: tuples of what `decode_kernel` has."""
-    n = tl.arange(0, BN)
     for start in range(first, last, BN):
-        at = start + n
-        mask = (at >= oldest) & (at < stop)
-        page = at // PAGE
-        if REACH:
-            page = page % width
-        entry = tl.load(row_table + page, mask=mask, other=0)
-        inside = at % PAGE
+        at, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, REACH)
         k = tl.trans(load_tile(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, None, TO))
         v = load_tile(vp_ptr, entry * vp_se + inside * vp_ss, mask, DV, DVP, None, TO)
         new_highest, new_total, new_acc = (), (), ()
@@ -99,15 +93,8 @@ def _attend_fp8(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, for one tile of queries, with queries and results as `attend_fp8_few` has them."""
-    n = tl.arange(0, BN)
     for start in range(first, last, BN):
-        at = start + n
-        mask = (at >= oldest) & (at < stop)
-        page = at // PAGE
-        if REACH:
-            page = page % width
-        entry = tl.load(row_table + page, mask=mask, other=0)
-        inside = at % PAGE
+        at, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, REACH)
         k_scale, exponent, share = tile_scales(
             scales_ptr, scales_se, row_table, width, start, oldest, stop, K, PAGE, BN, REACH, ASM
         )

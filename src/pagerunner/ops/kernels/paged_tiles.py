@@ -128,19 +128,25 @@ def online_of(products, factor, highest, total):
 
 
 @triton.jit
-def prefetch_tile(
-    ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
-    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """Ask for a tile to be brought into the second-level cache, by lines of 128 bytes."""
+def keys_at(row_table, width, start, oldest, stop, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr):
+    """BN keys from `start` on: their positions, which of them are in [oldest, stop), their pages' entries, and their places in these."""
     at = start + tl.arange(0, BN)
     mask = (at >= oldest) & (at < stop)
     page = at // PAGE
     if RING:
         page = page % width
-    entry = tl.load(row_table + page, mask=mask, other=0)
+    return at, mask, tl.load(row_table + page, mask=mask, other=0), at % PAGE
+
+
+@triton.jit
+def prefetch_tile(
+    ptr, stride_e, stride_s, row_table, width, start, oldest, stop,
+    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Ask for a tile to be brought into the second-level cache, by lines of 128 bytes."""
+    _, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, RING)
     SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    row = tl.cast(ptr, tl.int64) + (entry * stride_e + at % PAGE * stride_s) * SIZE
+    row = tl.cast(ptr, tl.int64) + (entry * stride_e + inside * stride_s) * SIZE
     # for keys that don't exist, ask for the pool's first bytes, which do
     row = tl.where(mask, row, tl.cast(ptr, tl.int64))
     for line in tl.static_range(0, D * SIZE, 128):
