@@ -89,6 +89,20 @@ def test_verb_help(verb, capsys):
         (["bench", "throughput", "--shape", "huge"], "unknown shape 'huge'; there are tiny, small, qwen3-0.6b,"),
         (["serve", "a", "--model", "b"], "two models are named"),
         (["serve", "--port", "70000"], "--port: must be in [0, 65535], got 70000"),
+        (["serve", "--shutdown-timeout", "soon"], "--shutdown-timeout: 'soon' is not a number such as 0.9 or 30"),
+        (
+            ["serve", "--shutdown-timeout", "0"],
+            "--shutdown-timeout: must be more than 0 and less than 1e9 seconds, got 0",
+        ),
+        (
+            ["serve", "--gpu-memory-utilization", "90%"],
+            "--gpu-memory-utilization: '90%' is not a number such as 0.9 or 30",
+        ),
+        (
+            ["bench", "serve", "--request-timeout", "nan"],
+            "--request-timeout: must be more than 0 and less than 1e9 seconds, got nan",
+        ),
+        (["proxy", "--prefill-timeout-secs", "1m"], "--prefill-timeout-secs: '1m' is not a number such as 0.9 or 30"),
         (["generate", "--temperature", "nan"], "temperature must be a finite number"),
         (["generate", "--n", "0"], "n must be in [1, 128], got 0"),
     ],

@@ -25,6 +25,7 @@ from pagerunner.cli.options import (
     Parser,
     add_common_options,
     add_engine_options,
+    decimal,
     engine_args,
     not_negative,
     positive,
@@ -75,8 +76,10 @@ def build_parser() -> Parser:
     parser.add_argument("--output-len", type=positive, metavar="N", help="tokens to generate (default: 128)")
     parser.add_argument("--num-iters", type=positive, metavar="N", help="measured repetitions (default: 3, 10 or 1)")
     parser.add_argument("--num-iters-warmup", type=not_negative, metavar="N", help="(default: 1 or 3)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="draw tokens at random (default: 0, greedy)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that weigh P together")
+    parser.add_argument("--temperature", type=decimal, metavar="T", help="draw tokens at random (default: 0, greedy)")
+    parser.add_argument(
+        "--top-p", type=decimal, metavar="P", help="draw from the likeliest tokens that weigh P together"
+    )
     parser.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument("--ceilings", metavar="TB/S,TFLOP/S", help="what the device does at best (default: measured)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -21,7 +21,7 @@ from pagerunner.bench.drafts import draft_counts
 from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
-from pagerunner.cli.options import Parser, add_common_options, not_negative, positive
+from pagerunner.cli.options import Parser, add_common_options, decimal, not_negative, positive, seconds
 from pagerunner.cli.session import note, show_progress
 from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
@@ -53,23 +53,23 @@ def build_parser() -> Parser:
     data("--num-prompts", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
     data("--random-input-len", type=positive, default=1024, metavar="N", help="(default: %(default)s)")
     data("--random-output-len", type=positive, default=128, metavar="N", help="(default: %(default)s)")
-    data("--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (default: 0)")
+    data("--random-range-ratio", type=decimal, default=0.0, metavar="X", help="lengths vary by this share (default: 0)")
     data("--random-prefix-len", type=not_negative, default=0, metavar="N", help="that all share (default: 0)")
     data("--sharegpt-output-len", type=positive, metavar="N", help="(default: as long as the recorded answers)")
     data("--custom-output-len", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     data("--ignore-eos", action="store_true", help="generate up to the limit")
-    data("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
+    data("--temperature", type=decimal, default=0.0, metavar="X", help="(default: 0, greedy)")
     data("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of every request")
     when = parser.add_argument_group("arrivals").add_argument
-    when("--request-rate", type=float, default=math.inf, metavar="X", help="requests per second (default: inf)")
-    when("--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson, less: burstier (default: 1)")
+    when("--request-rate", type=decimal, default=math.inf, metavar="X", help="requests per second (default: inf)")
+    when("--burstiness", type=decimal, default=1.0, metavar="X", help="1: Poisson, less: burstier (default: 1)")
     when("--max-concurrency", type=positive, metavar="N", help="most requests at once")
     when("--ramp-up-strategy", choices=_RAMPS, help="let the rate grow over the run")
-    when("--ramp-up-start-rps", type=float, metavar="X", help="the rate at first")
-    when("--ramp-up-end-rps", type=float, metavar="X", help="the rate at last")
+    when("--ramp-up-start-rps", type=decimal, metavar="X", help="the rate at first")
+    when("--ramp-up-end-rps", type=decimal, metavar="X", help="the rate at last")
     when("--num-clients", type=positive, default=1, metavar="N", help="processes that send them (default: 1)")
-    when("--first-byte-timeout", type=_seconds, default=3_600.0, metavar="S", help="of each request (default: 3600)")
-    when("--request-timeout", type=_seconds, default=21_600.0, metavar="S", help="of each request (default: 21600)")
+    when("--first-byte-timeout", type=seconds, default=3_600.0, metavar="S", help="of each request (default: 3600)")
+    when("--request-timeout", type=seconds, default=21_600.0, metavar="S", help="of each request (default: 21600)")
     when("--num-warmups", type=not_negative, default=0, metavar="N", help="requests before (default: 0)")
     out = parser.add_argument_group("results").add_argument
     out("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"limits of {', '.join(_GOODPUT)} to count under")
@@ -284,16 +284,6 @@ def _write(namespace: argparse.Namespace, model: str, result: dict[str, Any], sa
             Path(namespace.plot).write_text(latency_svg(title, panels), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"The result can't be written: {error}.") from error
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -203,6 +203,22 @@ def positive(text: str, least: int = 1) -> int:
 not_negative = functools.partial(positive, least=0)
 
 
+def decimal(text: str) -> float:
+    """A number with or without a fraction. Raises UnreadableError for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UnreadableError(f"{text!r} is not a number such as 0.9 or 30") from None
+
+
+def seconds(text: str) -> float:
+    """A time that can be waited for. Raises UnreadableError for anything else."""
+    value = decimal(text)
+    if not 0 < value < 1e9:
+        raise UnreadableError(f"must be more than 0 and less than 1e9 seconds, got {text}")
+    return value
+
+
 def port_number(text: str) -> int:
     """A TCP port, or 0 for any that is free. Raises UnreadableError for anything else."""
     value = parse_number(text)
@@ -402,7 +418,7 @@ def _converter(name: str, annotation: Any) -> tuple[Callable[[str], Any], str]:
     if int in members:
         return parse_number, "N"
     if float in members:
-        return float, "X"
+        return decimal, "X"
     return str, "TEXT"
 
 
@@ -422,8 +438,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     group = parser.add_argument_group("sampling options")
     suppress = argparse.SUPPRESS
     group.add_argument("--max-tokens", type=positive, metavar="N", default=max_tokens, help="(default: %(default)s)")
-    group.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default: %(default)s)")
-    group.add_argument("--top-p", type=float, metavar="X", default=suppress, help="keep tokens up to this probability")
+    group.add_argument(
+        "--temperature", type=decimal, metavar="X", default=0.0, help="0 is greedy (default: %(default)s)"
+    )
+    group.add_argument(
+        "--top-p", type=decimal, metavar="X", default=suppress, help="keep tokens up to this probability"
+    )
     group.add_argument("--top-k", type=parse_number, metavar="N", default=suppress, help="keep N tokens")
     group.add_argument("--stop", action="append", metavar="TEXT", default=suppress, help="stop at TEXT; repeatable")
 

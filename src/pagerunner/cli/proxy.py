@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pagerunner.cli.options import Parser, not_negative, port_number, positive
+from pagerunner.cli.options import Parser, decimal, not_negative, port_number, positive
 from pagerunner.logs import LOG_LEVELS, set_up_logging
 
 
@@ -33,7 +33,7 @@ def build_parser() -> Parser:
         ("--health-check-timeout-secs", 5.0, "that a server may take to answer there"),
         ("--shutdown-timeout", 30.0, "after SIGTERM, that requests may go on"),
     ):
-        times(flag, type=float, default=default, metavar="SECONDS", help=f"{text} (default: %(default)g)")
+        times(flag, type=decimal, default=default, metavar="SECONDS", help=f"{text} (default: %(default)g)")
     failures = "failures in a row after which a server takes no requests (default: %(default)s)"
     times("--health-failure-threshold", type=positive, default=3, metavar="N", help=failures)
     logs = parser.add_argument_group("logging").add_argument

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 
-from pagerunner.cli.options import add_engine_options, add_lora_modules, named_group, parse_number, port_number
+from pagerunner.cli.options import add_engine_options, add_lora_modules, named_group, parse_number, port_number, seconds
 from pagerunner.cli.session import one_model, resolve_model
 from pagerunner.cli.settings import ConfiguredParser
 from pagerunner.errors import ConfigError
@@ -47,7 +47,7 @@ def build_parser() -> ConfiguredParser:
     count_help = "processes that read requests and texts, in front of the same engines (default: %(default)s)"
     server.add_argument("--api-server-count", type=parse_number, default=1, metavar="N", help=count_help)
     drain_help = "after SIGTERM, how long requests may go on (default: %(default)s)"
-    server.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help=drain_help)
+    server.add_argument("--shutdown-timeout", type=seconds, default=30.0, metavar="SECONDS", help=drain_help)
     server.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs, /redoc and /openapi.json")
     logs = named_group(parser, "logging")
     level_help = "debug, info, warning or error, of the server and its engine core (default: info)"
@@ -133,10 +133,3 @@ def _paths(text: str) -> tuple[str, ...]:
         if not path.startswith("/"):
             raise argparse.ArgumentTypeError(f"a path begins with /, got {path!r}")
     return paths
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text}")
-    return value

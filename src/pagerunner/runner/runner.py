@@ -20,7 +20,6 @@ from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
-from pagerunner.runner.first_rows import even_rows, first_request
 from pagerunner.runner.graphs import (
     Captured,
     CaptureReport,
@@ -46,6 +45,7 @@ from pagerunner.runner.step_costs import measure_steps, steps_to_time
 from pagerunner.runner.step_threads import StepThreads
 from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import Transfers
+from pagerunner.runner.warm_up import even_rows, first_request
 from pagerunner.types import Guess, SamplingParams, SlotInit, StepPlan, StepRow
 from pagerunner.types.steps import MeasuredSteps
 
