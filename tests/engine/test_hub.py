@@ -194,10 +194,11 @@ def test_a_download_that_failed_keeps_the_files_that_arrived(client: Client) -> 
 
 
 def test_an_interrupt_does_not_wait_for_a_file_of_gigabytes(client: Client) -> None:
-    client.hub.repositories["org/tiny"]["model.safetensors"] = bytes(200 * 2**20)
+    client.hub.repositories["org/tiny"]["model.safetensors"] = bytes(20 * 2**20)
     client.hub.seconds = 300.0
+    small = "import huggingface_hub.constants as its\nits.DOWNLOAD_CHUNK_SIZE = 2**16\n"  # else a piece takes minutes
     env = {**os.environ, "HF_ENDPOINT": client.hub.url, "HF_HOME": str(client.home), "HF_HUB_DISABLE_XET": "1"}
-    words = [sys.executable, "-c", FETCH, '[{"model": "org/tiny"}]']
+    words = [sys.executable, "-c", small + FETCH, '[{"model": "org/tiny"}]']
     with subprocess.Popen(words, env={**env, "PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.DEVNULL) as program:
         while "model.safetensors" not in client.hub.downloaded():
             assert program.poll() is None
