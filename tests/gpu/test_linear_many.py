@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.stored_cases import stored
+from helpers.stored_cases import dequantized, stored
 from pagerunner.ops import numerics
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
+from pagerunner.ops.quantize import quantize, silu_quantize
 from pagerunner.ops.stored import Stored, Stored8, dense
 
 FORMS = [

@@ -1,9 +1,10 @@
-"""Random stored matrices of every form, for the tests of their kernels."""
+"""Random stored matrices of every form, and what rounded inputs stand for, for the tests of their kernels."""
 
 from __future__ import annotations
 
 import torch
 
+from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.stored import Stored, Stored4, Stored8, pack4
 
 SCALES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "e4m3": torch.float8_e4m3fn}
@@ -49,3 +50,10 @@ def _4_bits(numbers: str, kind: str, more: list[str], before: tuple[int, ...], o
     rows = torch.rand(*before, outputs) + 0.5 if "rows" in more else None
     codes = torch.randint(0, 16, (*before, outputs, inputs), dtype=torch.uint8)
     return Stored4(pack4(codes), scales, group, numbers, zeros, rows)
+
+
+def dequantized(x: Quantized) -> torch.Tensor:
+    """What the numbers stand for, float32."""
+    tokens, inputs = x.codes.shape
+    wide = inputs if x.scales.shape[1] == 1 else GROUP
+    return x.codes.float() * x.scales.repeat_interleave(wide, 1)[:tokens, :inputs]

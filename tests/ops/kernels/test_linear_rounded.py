@@ -7,13 +7,13 @@ import torch
 
 from helpers import interpreter_floats
 from helpers.borders import set_borders
-from helpers.stored_cases import stored
+from helpers.stored_cases import dequantized, stored
 from pagerunner.ops import numerics
 from pagerunner.ops.kernels import linear_many as many
 from pagerunner.ops.kernels import linear_rounded as kernels
 from pagerunner.ops.kernels.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
 from pagerunner.ops.linear import Norm, norm_linear_silu, silu_linear_add_
-from pagerunner.ops.quantize import dequantized, quantize, silu_quantize
+from pagerunner.ops.quantize import quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense
 
 interpreter_floats.install()

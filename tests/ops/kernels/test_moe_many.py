@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from helpers.borders import set_borders
+from helpers.stored_cases import dequantized
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels import moe, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import fixed_pairs, moe_experts
-from pagerunner.ops.quantize import dequantized, quantize
+from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 

@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from helpers import interpreter_floats
+from helpers.stored_cases import dequantized
 from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.quantize import GROUP, Quantized, quantize, silu_quantize
+from pagerunner.ops.quantize import quantize, silu_quantize
 
 interpreter_floats.install()
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 FORMS = [(E4M3, False), (E4M3, True), (INT8, False)]
-
-
-def dequantized(x: Quantized) -> torch.Tensor:
-    """What the numbers stand for, float32."""
-    tokens, inputs = x.codes.shape
-    wide = inputs if x.scales.shape[1] == 1 else GROUP
-    return x.codes.float() * x.scales.repeat_interleave(wide, 1)[:tokens, :inputs]
 
 
 def activations(tokens: int, features: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
