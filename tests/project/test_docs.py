@@ -46,6 +46,17 @@ def test_links_of_documents_lead_to_headings_that_exist():
     assert {path: links for path, links in broken.items() if links} == {}
 
 
+def test_documents_that_code_names_exist():
+    named = {
+        (name, path.name)
+        for folder in ("src", "scripts")
+        for path in (checks.ROOT / folder).rglob("*.py")
+        for name in re.findall(r"docs/[\w/.-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len({name for name, _ in named}) > 5
+    assert [one for one in sorted(named) if not (checks.ROOT / one[0]).exists()] == []
+
+
 def test_the_first_page_of_the_architecture_stays_short_and_names_every_room():
     text = (checks.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 500, "what one reads first; depth goes to docs/architecture/"
