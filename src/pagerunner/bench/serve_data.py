@@ -101,11 +101,9 @@ def custom_requests(path: str, count: int, *, output_len: int, as_chat: bool) ->
             raise ConfigError(f"{path}, line {number}: a JSON object with `prompt` is needed ({error}).") from error
         if not isinstance(prompt, str | list):
             raise ConfigError(f"{path}, line {number}: a prompt is a text or chat messages, got {prompt!r:.100}.")
-        if isinstance(prompt, str) == as_chat:
-            if not as_chat:
-                raise ConfigError(f"{path}, line {number}: chat messages need --backend openai-chat.")
-            prompt = _message(prompt)
-        requests.append(ServeRequest(prompt, 0, outputs))
+        if isinstance(prompt, list) and not as_chat:
+            raise ConfigError(f"{path}, line {number}: chat messages need --backend openai-chat.")
+        requests.append(ServeRequest(_message(prompt) if isinstance(prompt, str) and as_chat else prompt, 0, outputs))
     return _enough(requests, count, path)
 
 
