@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagerunner import threads
+from pagerunner import cgroups, threads
 from pagerunner.threads import thread_settings, usable_cores
 
 
@@ -21,8 +21,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     group.mkdir(parents=True)
     own = tmp_path / "own"
     own.write_text("0::/pod/container\n")
-    monkeypatch.setattr(threads, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(threads, "_OWN_CGROUP", own)
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_OWN", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return group
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
+from pagerunner.cgroups import control_groups
+
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -29,16 +28,9 @@ def _quota() -> int:
     A very large number without a quota.
     """
     found = sys.maxsize
-    try:
-        line = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        line = "0::/"
-    group = _CGROUPS / line.removeprefix("0::").strip("/")
-    for directory in (group, *group.parents):
-        if not directory.is_relative_to(_CGROUPS):
-            break
+    for group in control_groups():
         try:
-            quota, period = (directory / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text().split()
             found = min(found, -(-int(quota) // int(period)))
         except (OSError, ValueError):  # no such file, or "max"
             continue

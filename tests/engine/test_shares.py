@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pagerunner import cgroups
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup import shares as machine
 from pagerunner.engine.startup.shares import EngineShare, shares
@@ -96,3 +97,49 @@ def test_a_wrong_number_is_refused_by_name() -> None:
         args(0)
     with pytest.raises(ConfigError, match=r"data_parallel_size=2 is for a server or AsyncEngine.*LLM is one engine"):
         LLM("demo", data_parallel_size=2)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of which 100,000 KiB can be had; returns the directory of this process's control group, inside another one."""
+    group = tmp_path / "cgroup" / "pod" / "container"
+    group.mkdir(parents=True)
+    for name, text in (("own", "0::/pod/container"), ("meminfo", "MemTotal: 200000 kB\nMemAvailable: 100000 kB")):
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    return group
+
+
+def limit(group: Path, most: str, used: int, stat: str | None = None) -> None:
+    (group / "memory.max").write_text(f"{most}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    if stat is not None:
+        (group / "memory.stat").write_text(stat)
+
+
+def test_memory_without_a_limit_is_the_machines(group: Path) -> None:
+    assert machine.available_memory() == 102_400_000
+    limit(group, "max", 5)
+    assert machine.available_memory() == 102_400_000
+    limit(group, "900000000000", 5)
+    assert machine.available_memory() == 102_400_000
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_memory_under_the_limit_of_a_group_or_of_one_around_it(group: Path, outer: bool) -> None:
+    limit(group.parent if outer else group, "1000000", 300_000)
+    assert machine.available_memory() == 700_000
+    limit(group.parent, "600000", 500_000)
+    assert machine.available_memory() == 100_000
+    limit(group, "1000", 2_000)
+    assert machine.available_memory() == 0
+
+
+def test_files_in_the_page_cache_take_no_memory(group: Path) -> None:
+    """A checkpoint that was read before counts for its group, until other memory is wanted."""
+    limit(
+        group, "1000000", 900_000, "anon 100000\nfile 800000\nshmem 50000\ninactive_file 600000\nactive_file 150000\n"
+    )
+    assert machine.available_memory() == 850_000

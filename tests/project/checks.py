@@ -20,6 +20,7 @@ LEVELS: dict[str, int] = {
     "types": 0,
     "config": 0,
     "demo": 0,  # files only
+    "cgroups": 0,
     "threads": 0,
     "logs": 0,
     "children": 0,
@@ -51,6 +52,7 @@ PEERS: set[tuple[str, str]] = {
     ("types", "errors"),
     ("types", "limits"),
     ("config", "errors"),
+    ("threads", "cgroups"),
     ("children", "limits"),
     ("children", "errors"),
     ("sched", "memory"),

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from pagerunner.cgroups import control_groups
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.threads import thread_settings
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+_CACHED_FILES = ("active_file", "inactive_file")
+"""Memory of a control group that its limit counts, and that others get when they want it. Example: checkpoints that were read before."""
 _DEVICE_FILES = Path("/dev")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -72,14 +73,22 @@ def _devices(args: EngineArgs, environ: Mapping[str, str]) -> list[str]:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process may still take, the container's limit included."""
-    available = 8 * 2**30
-    if _MEMINFO.exists():
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    if _CGROUP_LIMIT.exists():
-        limit = _CGROUP_LIMIT.read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int(_CGROUP_USED.read_text()))
+    """Bytes of host memory that this process may still take, the limits of its control groups included."""
+    available = 1024 * _numbers(_MEMINFO).get("MemAvailable:", 8 * 2**20)
+    for group in control_groups():
+        try:
+            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        found = _numbers(group / "memory.stat")
+        available = min(available, left + sum(found.get(name, 0) for name in _CACHED_FILES))
     return max(available, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line that has a name before it; nothing if the file can't be read."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return {words[0]: int(words[1]) for words in lines}
+    except OSError:
+        return {}
