@@ -164,8 +164,15 @@ def _fetch(
             return super().update(n)  # type: ignore[no-any-return]
 
     with _said(model, revision, download_dir), _told_of_interrupts(interrupted):
-        options = _options(revision, download_dir)
-        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=Bar, **options))
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            library_name="pagerunner",
+            allow_patterns=list(patterns),
+            tqdm_class=Bar,
+        )
+        return Path(found)
 
 
 class _InterruptedError(Exception):
@@ -194,15 +201,11 @@ def _told_of_interrupts(interrupted: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _options(revision: str | None, download_dir: str | None) -> dict[str, Any]:
-    return {"revision": revision, "cache_dir": download_dir, "library_name": "pagerunner"}
-
-
 @contextmanager
 def _said(model: str, revision: str | None, download_dir: str | None) -> Iterator[None]:
     """Turn what can go wrong with a download into one sentence."""
     import httpx
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     where = constants.ENDPOINT
     cache = download_dir or constants.HF_HUB_CACHE
@@ -216,7 +219,7 @@ def _said(model: str, revision: str | None, download_dir: str | None) -> Iterato
             "your account."
         )
     except errors.RepositoryNotFoundError:
-        token = "the token in use can't see it" if _has_token() else "it is private, for which HF_TOKEN must be set"
+        token = "the token in use can't see it" if get_token() else "it is private, for which HF_TOKEN must be set"
         said = (
             f"There is no directory {model} here, and the hub at {where} shows no model of this name. Check the spelling; or "
             f"{token}."
@@ -254,12 +257,6 @@ def _said(model: str, revision: str | None, download_dir: str | None) -> Iterato
     else:
         return
     raise CheckpointError(said)
-
-
-def _has_token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None
 
 
 def _first_line(error: BaseException) -> str:
