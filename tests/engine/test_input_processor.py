@@ -24,7 +24,7 @@ def refused(
 ) -> str:
     one = processor(kind, **kwargs)
     with pytest.raises(InvalidRequestError) as error:
-        one.process(prompt, params, "r")
+        one.process(prompt, params or SamplingParams(), "r")
     assert one.process([5, 6], SamplingParams(), "next")[0].prompt_token_ids == [5, 6]
     return str(error.value)
 
@@ -68,12 +68,6 @@ def test_max_tokens_ends_at_the_models_length(asked: int | None, given: int) -> 
     assert processor().process([5, 6], SamplingParams(max_tokens=asked), "r")[0].max_tokens == given
 
 
-def test_defaults_apply_where_a_request_brings_no_parameters() -> None:
-    one = processor(default_sampling_params=SamplingParams(temperature=0.25))
-    assert one.process([5], None, "r")[0].params.temperature == 0.25
-    assert one.process([5], SamplingParams(), "r")[0].params.temperature == 1.0
-
-
 @pytest.mark.parametrize("prompt", ["", [], {"prompt": ""}, {"prompt_token_ids": []}])
 def test_empty_prompt(prompt: object) -> None:
     assert "empty" in refused(prompt)
@@ -110,7 +104,7 @@ def test_unsupported_keys_are_named() -> None:
 
 
 def test_salt_may_come_with_the_prompt() -> None:
-    assert processor().process({"prompt": "a", "cache_salt": "x"}, None, "r")[0].cache_salt == "x"
+    assert processor().process({"prompt": "a", "cache_salt": "x"}, SamplingParams(), "r")[0].cache_salt == "x"
 
 
 def test_text_that_is_no_unicode() -> None:

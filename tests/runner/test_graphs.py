@@ -208,17 +208,6 @@ def test_steps_take_the_smallest_graph_that_holds_them(model: str, engine: Recor
     )
 
 
-def test_progress_counts_the_graphs_and_the_report_has_their_number(model: str, engine: RecordedGraphs) -> None:
-    runner = runner_of(start(model))
-    warmed: list[tuple[int, int]] = []
-    captured: list[tuple[int, int]] = []
-    runner.warm_up(lambda done, total: warmed.append((done, total)))
-    report = runner.capture(lambda done, total: captured.append((done, total)))
-    total = runner.num_graphs
-    assert warmed == captured == [(done, total) for done in range(1, total + 1)]
-    assert report.num_graphs == total and report.seconds > 0
-
-
 def test_graphs_are_captured_in_inference_mode(
     model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import gc
 import threading
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,6 @@ _LAUNCHED = (
 )
 _MOST_WITH_EXPERTS = 512  # tokens: graphs hold the memory of their pairs of a token and an expert
 Tensors = tuple[torch.Tensor, ...]
-Progress = Callable[[int, int], None]
 
 
 class Graph(Protocol):
@@ -136,14 +134,6 @@ class GraphKey:
     def stride(self) -> int:
         """See StepRows."""
         return 1 + self.drafts if self.drafts else 0
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """How long capturing took, and what it made."""
-
-    seconds: float
-    num_graphs: int
 
 
 def decode_sizes(max_num_seqs: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -345,7 +335,6 @@ class StepGraphs:
         self,
         work: Work,
         second: SecondWork | None = None,
-        progress: Progress | None = None,
         *,
         rehearsal: bool = False,
         extremes: bool = False,
@@ -362,18 +351,15 @@ class StepGraphs:
             for key in keys:
                 kinds.setdefault(replace(key, rows=0, tokens=0), []).append(key)
             keys = [key for alike in kinds.values() for key in (alike[0], alike[-1])]
-        for done, key in enumerate(keys):
+        for key in keys:
             batch, states = self._prepare(key)
             self._run(key, batch, work)
             if second is not None and key.decode:
                 second(key, batch, states)
             LIFE.moved()
-            if progress is not None:
-                progress(done + 1, len(keys))
 
-    def capture(self, work: Work, second: SecondWork | None = None, progress: Progress | None = None) -> CaptureReport:
+    def capture(self, work: Work, second: SecondWork | None = None) -> None:
         """Capture every shape, largest first, so that smaller shapes reuse the memory of larger ones."""
-        started = time.perf_counter()
         self._builder.clear()
         made: list[Captured] = []
         collects = gc.isenabled()
@@ -382,8 +368,6 @@ class StepGraphs:
             for key in self.keys:
                 made.append(self._capture(key, work, second))
                 LIFE.moved()
-                if progress is not None:
-                    progress(len(made), len(self.keys))
         finally:
             if collects:
                 gc.enable()
@@ -391,7 +375,6 @@ class StepGraphs:
         self._plain = _Set([captured for captured in made if not captured.key.adapters])
         self._adapted = _Set([captured for captured in made if captured.key.adapters and not captured.key.experts])
         self._of_experts = _Set([captured for captured in made if captured.key.experts])
-        return CaptureReport(time.perf_counter() - started, len(self.keys))
 
     def _prepare(self, key: GraphKey) -> tuple[ForwardBatch, list[Any]]:
         shape = GraphShape(key.rows, key.tokens, self._settings.max_model_len, sharing=not key.no_shared_prefix)

@@ -22,10 +22,8 @@ from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
 from pagerunner.runner.graphs import (
     Captured,
-    CaptureReport,
     GraphKey,
     GraphSettings,
-    Progress,
     SecondWork,
     StepGraphs,
     Tensors,
@@ -248,19 +246,19 @@ class ModelRunner:
             self._stage.end(step.sampled_slots_S, sampled.token_ids, self._builder.sampled_positions(step))
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress | None = None, name: str = "") -> None:
+    def warm_up(self, name: str = "") -> None:
         """Run the largest steps, and each shape that will be captured. Writes to the first page of each group only.
 
         Afterwards kernels are compiled, and memory for temporary tensors is taken.
 
-        To be called before the first request. `progress(done, total)` counts shapes. `name` stands for everything that
+        To be called before the first request. `name` stands for everything that
         decides which kernels there are, sizes included.
         """
         self._init_slots()
         more = self._more_counts()
         with one_layer_of_each_kind(self._model, self._builder.layers):
             compile_ahead(self._builder.tensors.row_T.device, name, lambda: self._first_runs(more, rehearsal=True))
-            self._first_runs(more, progress)
+            self._first_runs(more)
         # the whole model in a few shapes, for the memory of all layers together and for kernels that one layer alone has
         self._run_largest_steps()
         self._graphs.warm_up(self._work, self._second, extremes=True)
@@ -275,9 +273,7 @@ class ModelRunner:
             params = free if self._sampler.is_divided and 0 < slot == last else everything
             self._sampler.init_slot(SlotInit(slot, first_request(params), []))
 
-    def _first_runs(
-        self, more: tuple[list[int], ...], progress: Progress | None = None, *, rehearsal: bool = False
-    ) -> None:
+    def _first_runs(self, more: tuple[list[int], ...], *, rehearsal: bool = False) -> None:
         for rows in self._first_steps():
             self._run_first(rows)
         self._run_more_kernels(*more)
@@ -296,7 +292,7 @@ class ModelRunner:
         for stride in {key.stride for key in self._graphs.keys if key.drafts}:  # rows aren't built in the graphs
             step.where = step.where._replace(one_token=False, stride=stride)
             self._builder.fill(step, 1, stride)
-        self._graphs.warm_up(self._work, self._second, progress, rehearsal=rehearsal)
+        self._graphs.warm_up(self._work, self._second, rehearsal=rehearsal)
 
     def _run_largest_steps(self) -> None:
         adapters = self._builder.adapters
@@ -327,9 +323,9 @@ class ModelRunner:
         self._pages.set_static_scales(scales)
 
     @torch.inference_mode()
-    def capture(self, progress: Progress | None = None) -> CaptureReport:
-        """Capture the graphs; `warm_up` must have run. `progress(done, total)` counts them."""
-        return self._graphs.capture(self._work, self._second, progress)
+    def capture(self) -> None:
+        """Capture the graphs; `warm_up` must have run."""
+        self._graphs.capture(self._work, self._second)
 
     @torch.inference_mode()
     def measure(self, weights: torch.Tensor | None) -> MeasuredSteps:

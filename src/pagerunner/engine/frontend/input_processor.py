@@ -130,6 +130,10 @@ def _plain(ids: Sequence[object]) -> list[int]:
         ) from None
 
 
+def _empty() -> InvalidRequestError:
+    return InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+
+
 def _not_continued() -> InvalidRequestError:
     return InvalidRequestError(
         "continue_final_message needs a last message whose text the chat template shows as it is.",
@@ -145,7 +149,6 @@ class InputProcessor:
         vocab_size: the model's; ids must be below it.
         max_model_len: prompt and generated tokens together.
         eos_token_ids: end a sequence unless a request ignores them.
-        default_sampling_params: for requests that bring none.
         grammars: checks structured outputs; None refuses them.
         seed: with a counter, it seeds the requests that name no seed: the same calls give the same tokens.
     """
@@ -157,7 +160,6 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: Iterable[int],
-        default_sampling_params: SamplingParams | None = None,
         grammars: GrammarDoor | None = None,
         seed: int = 0,
     ) -> None:
@@ -165,7 +167,6 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
-        self._default_params = default_sampling_params or SamplingParams()
         self._grammars = grammars
         self._seed = seed
         self._unseeded = itertools.count()
@@ -187,12 +188,11 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams,
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
         *,
-        add_special_tokens: bool = True,
         pooling: Pooling | None = None,
         grammar: Grammar | None = None,
         lora: str = "",
@@ -203,7 +203,6 @@ class InputProcessor:
             prompt: a text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
                 With both, the ids are used and `prompt` is only shown.
             request_id: unique among running requests; sequences are named after it.
-            add_special_tokens: False for a text that a chat template made.
             pooling: asks for one vector of the prompt and no tokens.
             lora: the name of the adapter to generate with, if any.
             grammar: what `prepare` has made of the structured outputs. Without it, structured outputs are checked here.
@@ -211,8 +210,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
         """
-        params = self._default_params if params is None else params
-        token_ids, salt = self._read_prompt(prompt, add_special_tokens)
+        token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
         self.check_token_ids("stop_token_ids", params.stop_token_ids or ())
@@ -246,7 +244,7 @@ class InputProcessor:
         )
         return [first, *first.siblings([(f"{request_id}_{n}", _wrap(seed + n)) for n in range(1, params.n)])]
 
-    def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[list[int], str]:
+    def _read_prompt(self, prompt: Prompt) -> tuple[list[int], str]:
         salt: object = ""
         value: object = prompt
         if isinstance(prompt, Mapping):
@@ -270,17 +268,14 @@ class InputProcessor:
         if not isinstance(salt, str):
             raise InvalidRequestError(f"cache_salt must be a string, got {show(salt)}.", param="cache_salt")
         if isinstance(value, str):
-            return self._encode(value, add_special_tokens), salt
+            if not value:
+                raise _empty()
+            return self.encode(value), salt
         if isinstance(value, (list, tuple)):
             return _plain(value), salt
         raise InvalidRequestError(
             f"A prompt must be a text, a list of token ids or a mapping, got {show(value)}.", param="prompt"
         )
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if text == "":
-            raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
-        return self.encode(text, add_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """The token ids of a text that may be a prompt.
@@ -323,7 +318,7 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+            raise _empty()
         # Length first: it costs nothing, whatever was sent.
         if len(token_ids) >= self._max_model_len:
             raise InvalidRequestError(
