@@ -435,6 +435,10 @@ def test_a_file_takes_no_more_memory_than_an_adapter(
         os.truncate(file, file.stat().st_size - 5)  # a trainer writes the next version
         with pytest.raises(CheckpointError, match=r"ends within .*lora_B.weight.*is being written"):
             read_all(tensors[1:])
+    whole = file.stat().st_size + 5
+    os.truncate(file, whole + 100)
+    with pytest.raises(CheckpointError, match=f"has {whole + 100:,} bytes, and its last tensor ends at byte {whole:,}"):
+        read(path, targets)
     file.write_bytes((2**24 + 1).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="has a header of 16,777,217 bytes, and at most 16,777,216"):
         read(path, targets)

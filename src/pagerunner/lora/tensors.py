@@ -43,6 +43,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     dtype: str
     at: int
+    end: int
     file: Path
     stream: BinaryIO
 
@@ -89,9 +90,15 @@ def _tensors(file: Path, stream: BinaryIO) -> list[StoredTensor]:
         header.pop("__metadata__", None)
         pause()
         names = sorted(header)  # 9 ms at most
-        return [_tensor(file, stream, 8 + size, name, header[name]) for name in in_turns(names)]
+        found = [_tensor(file, stream, 8 + size, name, header[name]) for name in in_turns(names)]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error!s:.200}.") from None
+    last, whole = max((one.end for one in found), default=8 + size), os.fstat(stream.fileno()).st_size
+    if whole > last:
+        raise CheckpointError(
+            f"{file} has {whole:,} bytes, and its last tensor ends at byte {last:,}: it isn't what was written."
+        )
+    return found
 
 
 def _tensor(file: Path, stream: BinaryIO, start: int, name: str, words: msgspec.Raw) -> StoredTensor:
@@ -100,4 +107,4 @@ def _tensor(file: Path, stream: BinaryIO, start: int, name: str, words: msgspec.
     itemsize = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
     if itemsize and end - first != itemsize * math.prod(shape):
         raise ValueError(f"{name} of shape {shape!s:.80} has bytes {first} to {end}")
-    return StoredTensor(name, shape, dtype, start + first, file, stream)
+    return StoredTensor(name, shape, dtype, start + first, start + end, file, stream)
