@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from pagerunner.cli import serve, vllm_flags
+from pagerunner import vllm_flags
+from pagerunner.cli import serve
 from pagerunner.cli.options import NO_FLAG, flag_of
 from pagerunner.config import EngineArgs
 
@@ -139,13 +140,14 @@ def lines() -> Iterator[str]:
     yield ""
     yield (
         "They ask for what is always so, or have a value with which they ask for nothing; so does `--no-` before any that is "
-        "refused. `--trust-remote-code` is passed over with a warning: no code of a checkpoint is run."
+        "refused. `--trust-remote-code` is passed over with a warning: no code of a checkpoint is run; so is `--no-async-scheduling`, and `--no-` before "
+        "any other of these: it is always so. `LLM(...)` takes their names as keyword arguments, too."
     )
     yield ""
     neutral = [f"`{flag} {value}`" for flag, values in vllm_flags.NEUTRAL.items() for value in sorted(values)]
     yield (
         ", ".join([f"`{flag}`" for flag in sorted(vllm_flags.ALWAYS | vllm_flags.WARNED.keys())] + sorted(neutral))
-        + ". So are `--data-parallel-size-local` with the value of `--data-parallel-size`, and `--data-parallel-rank 0` where that is 1."
+        + ". So are `--limit-mm-per-prompt` with numbers that are 0, `--data-parallel-size-local` with the value of `--data-parallel-size`, and `--data-parallel-rank 0` where that is 1."
     )
     yield ""
     yield "These take any value and change nothing; a line in the log says so:"
@@ -155,7 +157,7 @@ def lines() -> Iterator[str]:
     yield ""
     yield "### Flags that are refused"
     yield ""
-    yield "Each is refused by name with the reason, before anything is loaded."
+    yield "Each is refused by name with the reason, before anything is loaded, also in a file, as `--flag.key`, and as a keyword argument of `LLM(...)`."
     yield ""
     yield "| What isn't there | Flags |"
     yield "|---|---|"

@@ -54,6 +54,7 @@ from pagerunner.types.weights import (
     WeightTransferUpdateRequest,
     read_request,
 )
+from pagerunner.vllm_flags import screen_arguments
 
 if TYPE_CHECKING:
     from pagerunner.engine.core.core import EngineCore, SleepMode
@@ -108,6 +109,7 @@ class LLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
+        kwargs = screen_arguments(kwargs, EngineArgs.__struct_fields__)
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
         if args.engines > 1:
             raise ConfigError(

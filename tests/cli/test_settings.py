@@ -9,10 +9,10 @@ import pytest
 from pagerunner.cli import serve
 from pagerunner.cli.options import engine_args
 from pagerunner.cli.settings import ConfiguredParser
-from pagerunner.cli.vllm_flags import ALWAYS, NEUTRAL, PASSED_OVER, REFUSED
 from pagerunner.engine.startup.machine import SHARE_DEVICES
 from pagerunner.errors import ConfigError
 from pagerunner.ops.native.library import SWITCH
+from pagerunner.vllm_flags import ALWAYS, NEUTRAL, PASSED_OVER, REFUSED
 
 
 @pytest.fixture
@@ -246,7 +246,40 @@ def test_engines_that_are_all_here_may_be_said_to_be(parse, words, refused):
 def test_a_flag_that_is_passed_over_is_said_once_with_a_config_file_too(parse, caplog):
     parse("dir", "--swap-space=4", "--trust-remote-code", text="swap-space: 16\nmax-num-seqs: 4")
     said = [record.getMessage().split(":")[0] for record in caplog.records]
-    assert sorted(said) == ["--swap-space 16 changes nothing", "--swap-space 4 changes nothing", "--trust-remote-code"]
+    assert sorted(said) == [
+        "--swap-space 16 changes nothing",
+        "--swap-space 4 changes nothing",
+        "--trust-remote-code changes nothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    "word", ["-O3", "-O", "-O.mode=3", "--compilation-config.cudagraph_mode", "--moe-backend", "--stream-interval=2"]
+)
+def test_a_flag_that_is_refused_is_named_in_each_of_its_spellings(parse, word):
+    flag = "-O" if word.startswith("-O") else word.partition(".")[0].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{flag} is vLLM's flag for"):
+        parse("dir", word, "FULL")
+
+
+def test_what_asks_for_a_text_model_alone_is_passed_over(parse):
+    for words in (
+        ["--language-model-only", "--skip-mm-profiling"],
+        ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'],
+        ["--limit-mm-per-prompt.image", "0"],
+    ):
+        assert (
+            parse("dir", *words, text="limit-mm-per-prompt: {image: 0}\nlanguage-model-only: true").model_tag == "dir"
+        )
+    with pytest.raises(ConfigError, match="images, sound and video"):
+        parse("dir", text="limit-mm-per-prompt: {image: 1}")
+
+
+def test_what_is_always_so_can_not_be_turned_off_and_the_log_says_so(parse, caplog):
+    assert parse("dir", "--no-async-scheduling", "--async-scheduling", "--no-trust-remote-code").model_tag == "dir"
+    assert [record.getMessage() for record in caplog.records] == [
+        "--no-async-scheduling changes nothing: it is always so."
+    ]
 
 
 def test_no_flag_of_ours_is_refused():

@@ -14,9 +14,9 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import msgspec
 
-from pagerunner.cli.vllm_flags import screen
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
+from pagerunner.vllm_flags import REFUSED, screen
 
 # In the order of --help: what most people set, then the rest by what it is about.
 ENGINE_OPTIONS: dict[str, dict[str, str]] = {
@@ -245,7 +245,7 @@ def _joined(words: Sequence[str], known: Collection[str]) -> list[str]:
             flag, dot, path = _SPEC, ".", SPEC_FLAGS[flag]
         if word == "--":
             kept += [word, *rest]
-        elif not dot or flag not in known or not flag.startswith("--"):
+        elif not dot or (flag not in known and flag not in REFUSED) or not flag.startswith("--"):
             kept.append(word)
         else:
             value = text if equals else next(rest, None)

@@ -17,8 +17,8 @@ import yaml
 
 from pagerunner import limits
 from pagerunner.cli.options import SPEC_FLAGS, Parser
-from pagerunner.cli.vllm_flags import screen
 from pagerunner.errors import ConfigError
+from pagerunner.vllm_flags import screen
 
 PREFIX = "PAGERUNNER_"
 _NO_FLAGS = (
@@ -89,7 +89,8 @@ class ConfiguredParser(Parser):
             flag = "--" + dest.replace("_", "-")
             try:
                 if dest not in actions or dest == "config":
-                    for word in screen([f"{flag}={value}"], [f"--{name.replace('_', '-')}" for name in actions]):
+                    text = value if isinstance(value, str) else json.dumps(value, default=str)
+                    for word in screen([f"{flag}={text}"], [f"--{name.replace('_', '-')}" for name in actions]):
                         if (meant := self._option(word)) in (None, "config"):
                             raise ConfigError(self._unknown(what, str(key), actions))
                         if meant == "speculative_config":  # each sets another of its keys
