@@ -5,7 +5,7 @@
 Each sum is of [rows, features] in bfloat16 and adds to a residual. A CUDA graph has `--repeat` of them, one behind the other. The table has
 microseconds for each sum, of the slowest rank, the median of `--rounds` replays. Ranks' devices begin a replay together, behind a sum of their own, as
 hosts launch tens of microseconds apart. "ours" is what an engine takes; the others are the ways of it. "+ norm" has a norm behind the sum: behind bare words as
-a kernel of its own, behind flags in the same one. Results are compared, bit by bit, with sums in the order of the ranks. NCCL may round after each
+a kernel of its own, behind flags and where programs have a token each in the same one. Results are compared, bit by bit, with sums in the order of the ranks. NCCL may round after each
 rank: the table says by how much its sums of more than two ranks differ at most.
 """
 
@@ -55,9 +55,9 @@ def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
     nccl, peer, end = comms(host, device)
     usual = end.limits
 
-    def forced(add: Sum, bare: int, once: int = 0) -> Sum:
+    def forced(add: Sum, bare: int, once: int = 0, whole: int = 2**31) -> Sum:
         def run(x: torch.Tensor, residual: torch.Tensor) -> None:
-            end.limits = usual._replace(bare=bare, once=once)
+            end.limits = usual._replace(bare=bare, once=once, whole=whole)
             add(x, residual)
             end.limits = usual
 
@@ -71,6 +71,8 @@ def ways(host: GlooComm, device: torch.device) -> dict[str, Sum]:
     if host.size & (host.size - 1) == 0:
         found["twice"] = forced(peer.all_reduce_, 2**31)
     found["bare + norm"], found["flags + norm"] = forced(with_norm, 2**31, 2**31), forced(with_norm, 0)
+    if not usual.twice:
+        found["token + norm"] = forced(with_norm, 2**31, 2**31, 0)  # up to 256 rows
     return found
 
 

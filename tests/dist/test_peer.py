@@ -95,7 +95,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
 
 
 @pytest.mark.days(2)
-@pytest.mark.parametrize(("ranks", "limits"), [(2, LIMITS[2]._replace(bare=0)), (3, LIMITS[3]._replace(bare=0)), (4, Limits(0, 2**31, 2**20, 200))])
+@pytest.mark.parametrize(("ranks", "limits"), [
+    (2, LIMITS[2]._replace(bare=0)), (3, LIMITS[3]._replace(bare=0)), (4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8)),
+])
 def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
     ranks: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +108,8 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
     ends = ends_of(ranks, rooms, limits)
     choose = random.Random(ranks)
     joined = 0
-    for call in range(7 if limits.twice else 5):
-        x = numbers(choose, ranks, [(5, 96), (3, 1000), (9, 128), *((2, 1024), (9, 320)) * limits.twice, *((1, 64), (4, 77)) * (not limits.twice)], ALL)
+    for call in range(7 if limits.bare else 5):
+        x = numbers(choose, ranks, [(5, 96), (3, 1000), (9, 128), *((2, 1024), (9, 320)) * bool(limits.bare), *((1, 64), (4, 77)) * (not limits.bare)], ALL)
         residual, weight = torch.randn(x.shape[1:]).to(x.dtype), torch.randn(x.shape[-1]).to(x.dtype)
         norm = Norm(weight, 1e-6, offset=call % 2 == 1)
         total = residual + sum_in_order(x)
@@ -124,14 +126,15 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_sum_reads_what_a_rank_has_in_parts(normed: bool) -> None:
+@pytest.mark.parametrize(("ranks", "limits"), [(4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8))])
+def test_a_sum_reads_what_a_rank_has_in_parts(ranks: int, limits: Limits, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts in float32 are added up in their order and rounded, as a kernel before the sum would do. Tiles have more tokens than there are."""
-    limits = Limits(0, 2**31, 2**20, 200)
-    rooms = [torch.zeros(room_bytes(4, limits), dtype=torch.uint8) for _ in range(4)]
-    ends = ends_of(4, rooms, limits)
+    monkeypatch.setattr(peer_sums, "_SLOT_WORDS", 100 if ranks == 2 else 1024)  # a token fills two slots
+    rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
+    ends = ends_of(ranks, rooms, limits)
     for tokens, features, parts in ((5, 96, 3), (2, 320, 4), (9, 128, 1)):
         assert ends[0].takes_parts(tokens, features, torch.bfloat16)
-        sums = torch.randn(4, parts, 16, features) * 10.0 ** torch.arange(4).view(4, 1, 1, 1)
+        sums = torch.randn(ranks, parts, 16, features) * 10.0 ** torch.arange(ranks).view(ranks, 1, 1, 1)
         sums[:, :, tokens:] = torch.nan
         own = sums[:, 0].clone()
         for part in range(1, parts):
@@ -139,7 +142,7 @@ def test_a_sum_reads_what_a_rank_has_in_parts(normed: bool) -> None:
         residual, weight = torch.randn(tokens, features).bfloat16(), torch.randn(features).bfloat16()
         total = residual + sum_in_order(own[:, :tokens].bfloat16())
         norm = Norm(weight, 1e-6) if normed else None
-        residuals = [residual.clone() for _ in range(4)]
+        residuals = [residual.clone() for _ in range(ranks)]
         for phase in (0, 1, 2):
             how = {"send": phase == 0, "relay": phase == 1, "take": phase == 2}
             found = [end.add_parts_(one, own, norm, **how) for end, one, own in zip(ends, sums, residuals, strict=True)]

@@ -386,6 +386,7 @@ def fixed(group: int, dim: int, one: int, reach: bool, split: bool) -> dict[str,
 PEERS = {
     "peer_words": {"W": 256, "SLOT": 1024},
     "peer_bare": {"W": 1024, "SLOT": 1024, "PLACES": 2, "DTYPE": tl.float32},
+    "peer_bare_token": {"EACH": 2048, "PART": 2048, "SLOT": 1024, "PLACES": 8, "DTYPE": tl.bfloat16, "NORM": 1},
     "peer_bare_twice": {
         "EACH": 512,
         "PART": 512,
@@ -423,7 +424,7 @@ def peers(name: str, ranks: int, parts: int = 0) -> dict[str, Any]:
         kernel,
         types,
         constants,
-        [*pointers, "num", *(["stride"] if constants.get("PARTS") else [])],
+        [*pointers, *(["num"] if "num" in kernel.arg_names else []), *(["stride"] if constants.get("PARTS") else [])],
         ASTSource,
         num_warps=2 if name == "peer_words" else 8,
         launch_pdl=True,

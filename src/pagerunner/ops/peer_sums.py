@@ -20,6 +20,7 @@ class Limits(NamedTuple):
     `words`: what is gathered, with the number of the round, which are twice as many bytes. `bare`: sums as bare words; up to `once` each rank sends
     all of its numbers to each other one, and larger ones go in two rounds, which only powers of two of ranks can. `most`: at all; NCCL makes larger ones,
     and gathers more than `gathered` of a rank.
+    `whole`: bare words of more bytes go token by token, with a product's parts and the norm, if they don't go in two rounds.
     `places`, a power of two: those of each bare word, which rounds take in turns. A launch of fewer rounds needs no fence (`_next_round`).
     """
 
@@ -27,6 +28,7 @@ class Limits(NamedTuple):
     most: int
     bare: int = 0
     once: int = 2**31
+    whole: int = 2**31
     places: int = 2
     gathered: int = 2**31
 
@@ -37,7 +39,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    2: Limits(2**19, 2**31, bare=2**22, places=8),
+    2: Limits(2**19, 2**31, bare=2**22, whole=2**17, places=8),
     3: Limits(2**16, 2**19, bare=2**16),
     4: Limits(2**18, 2**26, bare=2**26, once=2**17, places=4, gathered=2**24),
 }
@@ -127,9 +129,12 @@ class PeerSums:
         return known and (self.limits.bare < x.nbytes or self._by_tokens(x.shape[0], x.shape[1] * x.itemsize))
 
     def _by_tokens(self, tokens: int, num_bytes: int) -> bool:
-        """Whether a sum of so many tokens of so many bytes goes in two rounds, with a token as a unit, of which each rank adds up as many words."""
-        if not self.limits.once < tokens * num_bytes <= self.limits.bare or tokens > _BARE_PROGRAMS:
+        """Whether a sum of so many tokens of so many bytes goes with a token as a unit. In two rounds each rank adds up as many words of it."""
+        limits = self.limits
+        if not min(limits.once, limits.whole) < tokens * num_bytes <= limits.bare or tokens > _BARE_PROGRAMS:
             return False
+        if not limits.twice:
+            return num_bytes % 16 == 0 and num_bytes <= 4 * _SLOT_WORDS * (limits.places // 2)
         each, rest = divmod(num_bytes, 16 * self._size)  # so that stores are of 16 bytes
         return rest == 0 and 4 * each <= _SLOT_WORDS
 
@@ -200,8 +205,22 @@ class PeerSums:
         how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype, **kind}
         how["PLACES"] = self.limits.places
         rooms = (self._bare_part, self._bare_rounds, num)
-        if out.nbytes <= self.limits.once:
-            del how["RELAY"]
+        by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
+        behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
+        if norm is not None and normed is not None:
+            assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
+            eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
+            behind = norm.weight_I.view(torch.int32), normed.view(-1).view(torch.int32)
+        if not self.limits.twice and (how["NORM"] or in_parts):
+            del how["RELAY"], how["ADD"]
+            each = num // out.shape[0]
+            part = 1 << (each - 1).bit_length()
+            self._kernels.peer_bare_token[(out.shape[0],)](
+                words, out_words, *behind, *rooms[:2], x.stride(0), self._rank, eps, EACH=each, PART=part,
+                num_warps=max(1, part // 256), **how,
+            )  # fmt: skip
+        elif out.nbytes <= self.limits.once:
+            del how["RELAY"], how["NORM"], how["PARTS"]
             width = _bare_words(num)
             programs = min(_BARE_PROGRAMS, -(-num // width))
             self._kernels.peer_bare[(programs,)](
@@ -210,15 +229,9 @@ class PeerSums:
         else:
             each = 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()
             each = part = min(_SLOT_WORDS, max(256, each))
-            by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
             if by_token:  # on all ranks, whatever each of them has
                 each = num // out.shape[0] // self._size
                 part = 1 << (each - 1).bit_length()
-            behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
-            if norm is not None and normed is not None:
-                assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
-                eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
-                behind = norm.weight_I.view(torch.int32), normed.view(-1).view(torch.int32)
             self._kernels.peer_bare_twice[(min(_BARE_PROGRAMS, -(-num // (each * self._size))),)](
                 words, out_words, *behind, *rooms, x.stride(0), self._rank, eps, EACH=each, PART=part,
                 num_warps=max(1, part // (64 if by_token else 128)), **how,

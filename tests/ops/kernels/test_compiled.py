@@ -157,6 +157,8 @@ PEERS = [
     ("peers", "peer_words", 3),
     ("peers", "peer_units", 3),
     ("peers", "peer_bare", 3),
+    ("peers", "peer_bare_token", 2),
+    ("peers", "peer_bare_token", 2, 4),
     ("peers", "peer_bare_twice", 4),
     ("peers", "peer_bare_twice", 4, 4),
 ]
@@ -325,6 +327,7 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
     read_early = {
         "peer_units": ["ld.global.b64"] * 2 + ["ld.global.v4.b32"] * 2,
         "peer_bare": rooms,
+        "peer_bare_token": [*rooms, *["ld.global.v4.b32"] * 2],
         "peer_bare_twice": [*rooms, *["ld.global.v4.b32"] * 2],
     }
     assert early == ["griddepcontrol.launch_dependents", *read_early.get(name, ["ld.global.b64"])], (
@@ -340,13 +343,16 @@ def test_ranks_tell_behind_their_numbers_and_take_behind_what_is_told(case, comp
         assert behind == "bar.sync", "no thread sends the next round's words before all have this one's"
         return
     if name.startswith("peer_bare"):
-        looked = f"ld.volatile.global.v{4 if name == 'peer_bare' else 2}.b32"
+        looked = f"ld.volatile.global.v{2 if name == 'peer_bare_twice' else 4}.b32"
         first = steps.index(looked)
         assert sum(step.startswith("st.global.v") for step in steps[:first]) >= ranks - 1, (
             "no rank looks before it has sent its own"
         )
         assert steps[first : first + ranks] == [looked] * ranks, "all ranks' words are asked for at once"
         paths = "; ".join(compiled[case]["paths"])
+        if name == "peer_bare_token":
+            assert "fence" not in paths, "a token has fewer rounds than there are places"
+            return
         between = r"; bra (\$L\w+); fence\.acq_rel\.sys; bar\.sync; bra\.uni \$L\w+; \1; ret$"
         if name == "peer_bare_twice":  # with four places two of three rounds go around it, too, to the barrier
             between = r"; (\$L\w+); bar\.sync; .*; bra (\$L\w+); bra \1; fence\.acq_rel\.sys; bra\.uni \1; \2; ret$"

@@ -5,6 +5,7 @@ there: nothing is fenced, and no flag follows them. This leans on the devices mo
 another rank race: on NVIDIA's devices 8 aligned bytes arrive whole, and a load that asks again sees them.
 `peer_bare` (sums): 4 bytes go as their complement, which is never 0. Whoever has read them puts a 0 there. So again the numbers themselves say when
 they are there, in half as many bytes. A place must be clear before it gets another word: launches stand between the two, or a fence where a launch has many rounds.
+`peer_bare_token` (of two ranks): the same with a token for each program, which adds up a product's parts before and computes the norm behind.
 `peer_bare_twice` (larger sums, of four ranks): in two rounds. A rank writes to each rank the part of its numbers that this one adds up, and what is
 added up is written to all. So a rank sends 2 (N - 1) / N of its bytes, and not N - 1 times as many.
 `peer_units` (more numbers): 4 bytes go as 4 bytes. A flag follows a program's numbers.
@@ -293,6 +294,41 @@ def _given(
         low, high = tl.split(tl.reshape(total, [PART, 2]))
         words = _word(low, high, DTYPE)
     return words
+
+
+@triton.jit(do_not_specialize=["rank", "eps"])
+def peer_bare_token(
+    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, stride, rank, eps,
+    N: tl.constexpr, EACH: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, DTYPE: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`peer_bare` with a token of EACH words for each program, which adds up parts before and computes the norm behind. NORM and PARTS as in `peer_bare_twice`.
+
+    A token is as many rounds as it fills slots, all at once. They are fewer than PLACES, so nothing is fenced: see `_next_round`.
+    """
+    start_next(PDL)
+    program, at = tl.program_id(0), tl.arange(0, PART)
+    mask = at < EACH
+    rooms = _rooms(peers_ptr, rank, N)
+    if NORM != 0:
+        weights = tl.load(weight_ptr + at, mask=mask, other=0)
+    wait_turn(PDL)
+    round = tl.load(rounds_ptr + program) + 1
+    slots = (((round + at // SLOT) & (PLACES - 1)) * PROGRAMS + program) * N * SLOT + at % SLOT
+    x = _known(_given(x_ptr, program, 0, (program + 1) * EACH, stride, PART, EACH, EACH, DTYPE, PARTS))
+    out_ptr += program * EACH + at
+    old = tl.load(out_ptr, mask=mask, other=0)
+    if SEND:
+        for step in tl.static_range(1, N):
+            tl.store(rooms[step] + slots + rank * SLOT, ~x, mask=mask)
+    if TAKE:
+        total = _with_old(_all_there(rooms[0] + slots, x, mask, rank, N, SLOT, DTYPE, WAIT), old, DTYPE)
+        tl.store(out_ptr, total, mask=mask)
+        if NORM != 0:
+            features: tl.constexpr = EACH * (4 // (DTYPE.primitive_bitwidth // 8))
+            normed = _normed(total, weights, eps, features, DTYPE, NORM == 2)
+            tl.store(normed_ptr + program * EACH + at, normed, mask=mask)
+        tl.store(rounds_ptr + program, round + (EACH - 1) // SLOT)
 
 
 @triton.jit(do_not_specialize=["rank", "eps"])
