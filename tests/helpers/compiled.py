@@ -31,7 +31,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
-from pagerunner.ops.kernels.linear_dense import config_of
+from pagerunner.ops.kernels.linear_dense import config_of, whole_gates
 from pagerunner.ops.kernels.linear_dense_gluon import dense_kernel
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
 from pagerunner.ops.kernels.linear_held import held_config
@@ -120,12 +120,12 @@ def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: boo
 
 
 def dense(
-    name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False, gated: bool = False
+    name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False, gates: int = 0
 ) -> dict[str, Any]:
-    """Products of `ops/kernels/linear_dense.py`."""
-    config = config_of(tokens, groups, 8)
+    """Products of `ops/kernels/linear_dense.py`; of so many gates and their ups, with the gate inside."""
+    config = (gates and whole_gates(64, 2 * gates, 4096, 132)) or config_of(tokens, groups, 8)
     types = {
-        "w_desc": f"tensordesc<{name}[{32 if gated else 64},64],{ROWS!r}>",
+        "w_desc": f"tensordesc<{name}[{config.high // 2 if gates else 64},64],{ROWS!r}>",
         "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
         "bias_ptr": "*" + name,
         "y_ptr": "*" + name if done else "*fp32",
@@ -133,13 +133,14 @@ def dense(
     registers, average = config.registers
     constants = {
         "BT": tokens,
-        "C": groups,
+        "C": config.groups,
         "W_STAGES": config.w_stages,
         "X_STAGES": config.x_stages,
         "DONE": done,
-        "ADD": done and not gated,
-        "BIAS": done and not gated,
-        "GATED": gated,
+        "ADD": done and not gates,
+        "BIAS": done and not gates,
+        "GATED": gates > 0,
+        "HIGH": config.high,
         "BY_TOKEN": by_token,
         "REGS": registers,
         "LATE": late,

@@ -118,7 +118,8 @@ def dense_cases() -> list[tuple[Any, ...]]:
     """One of all kernels of dense products, by tokens, groups, and whether there are parts."""
     sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 3), (False, True))
     cases = [("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes]
-    return turns([*cases, ("dense", "bf16", 64, 1, True, 0, False, True)], 0)
+    gates = [("dense", "bf16", 64, 3, True, 0, False, count) for count in (3072, 6144)]
+    return turns([*cases, *gates], 0)
 
 
 def latent_cases() -> list[tuple[Any, ...]]:

@@ -144,7 +144,9 @@ class Program:
     def __init__(self, product: Product, config: DenseConfig, sums: torch.Tensor, program: int) -> None:
         self.x, self.w, self.config, self.sums = product.x_TI, product.weight_OI, config, sums
         changed, count = threading.Condition(), config.groups
-        self.w_smem = Room(torch.full((64, 64), torch.nan).as_subclass(Block) for _ in range(config.w_stages * count))
+        self.w_smem = Room(
+            torch.full((config.high, 64), torch.nan).as_subclass(Block) for _ in range(config.w_stages * count)
+        )
         self.x_smem = Room(torch.full((config.tokens, 64), torch.nan) for _ in range(config.x_stages))
         self.w_full = Room(Barrier(1, changed) for _ in range(config.w_stages))
         self.x_full = Room(Barrier(1, changed) for _ in range(config.x_stages))
@@ -197,8 +199,8 @@ class Program:
     def store_gated(
         self, acc: list[Any], out: torch.Tensor, feature: torch.Tensor, num_tokens: int, stride: int
     ) -> None:
-        gate, up = acc[0][:, :num_tokens].T.chunk(2, 1)
-        out[:, int(feature) : int(feature) + 32] = torch.nn.functional.silu(gate) * up
+        gate, up = acc[0][:num_tokens].chunk(2, 1)
+        out[:, int(feature) : int(feature) + gate.shape[1]] = torch.nn.functional.silu(gate) * up
 
     def run(self, by_token: int, out: torch.Tensor | None = None) -> None:
         """`by_token`: so many features of a token lie one behind the other; 0: a feature's tokens do. `out`: of gates."""
@@ -225,6 +227,7 @@ class Program:
                     outputs,
                     *sizes,
                     gated,
+                    config.high,
                     False,
                     False,
                 )
@@ -232,7 +235,7 @@ class Program:
             for c in range(config.groups):
                 waiting.append(warps.submit(
                     compute, c, *rooms, None, 0 if out is None else out, self.first, self.count, self.x.shape[0], outputs, stride, self.total, config.steps,
-                    *sizes, False, False, False, gated, by_token, False,
+                    *sizes, False, False, False, gated, config.high, by_token, False,
                 ))  # fmt: skip
             for one in waiting:
                 one.result()
@@ -263,12 +266,12 @@ def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages, outputs
     torch.testing.assert_close(found[live], want[live], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_a_program_computes_whole_gates(groups):
-    """Its groups have 32 gates each, and the ups that belong to them."""
-    outputs, columns = 64 * groups * 2, 7
+@pytest.mark.parametrize(("groups", "high"), [(1, 64), (2, 64), (3, 16), (3, 32)])
+def test_a_program_computes_whole_gates(groups, high):
+    """Half of its groups' rows are gates, and the others the ups that belong to them."""
+    outputs, columns = high * groups * 2, 7
     product = product_of(5, outputs, 64 * columns - 8, gated=True, add=False, bias=False)
-    config = DenseConfig(8, groups, columns, 4, 3)
+    config = DenseConfig(8, groups, columns, 4, 3, high)
     out = torch.full((5, outputs // 2), torch.nan)
     for program in range(2):
         Program(product, config, torch.empty(1, 1), program).run(0, out)
@@ -277,11 +280,23 @@ def test_a_program_computes_whole_gates(groups):
 
 
 def test_gates_are_whole_where_their_tiles_have_most_multiprocessors() -> None:
-    """As in 8B on four ranks. Fewer tiles would leave memory idle, and more are divided."""
-    found = [whole_gates(64, outputs, 4096, 132) for outputs in (6144, 8448, 4288, 4224, 12_288, 6148)]
-    assert [one and one[:3] for one in found] == [(64, 1, 64)] * 3 + [None] * 3
-    assert whole_gates(33, 6144, 4096, 132) == found[0] and whole_gates(32, 6144, 4096, 132) is None
-    assert whole_gates(65, 6144, 4096, 132) is None
+    """As in 8B on four ranks and on two. Fewer tiles would leave memory idle, and more would come in two turns."""
+    found = {
+        outputs: whole_gates(64, outputs, 4096, 132) for outputs in (6144, 8448, 4288, 12_288, 4224, 24_576, 12_292)
+    }
+    assert [one and (one.groups, one.high, one.steps) for one in found.values()] == [(1, 64, 64)] * 3 + [
+        (3, 32, 64)
+    ] + [None] * 3
+    for outputs, config in found.items():
+        if config is not None:
+            assert 66 < outputs / config.rows <= 132 and outputs % config.rows == 0
+            assert (config.w_stages * config.rows + config.x_stages * 64) * STEP * 2 + 64 * config.rows + 1024 <= ROOM
+    for outputs, fewest in ((6144, 33), (12_288, 17)):
+        assert (
+            whole_gates(fewest, outputs, 4096, 132) == found[outputs]
+            and whole_gates(fewest - 1, outputs, 4096, 132) is None
+        )
+        assert whole_gates(65, outputs, 4096, 132) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ of 4096 times 2048 as a whole.
 Example: 3072 x 4096 has 24 tiles of 128 rows, 64 steps each. 128 programs have 12 steps each. A tile then belongs to six or seven programs.
 Each of them stores a sum in float32. A second kernel adds a tile's sums in the order of programs, so results are the same in every run. Where a tile belongs to one program,
 that program stores the outputs, and there is no second kernel. With 33 to 64 tokens so it is where a tile's weights all have room: they are there before the kernel's turn.
-So it is with a gate, too, where tiles have most multiprocessors (`whole_gates`): a tile then has gates and the ups that belong to them, and the kernel stores what the gate makes of both.
+So it is with a gate, too, where tiles of some height have most multiprocessors (`whole_gates`): a tile then has gates and the ups that belong to them, and the kernel stores what the gate makes of both.
+Example: 12,288 x 4096, gates and ups of 8B on two devices, are 128 tiles of 96 rows.
 
 **Overlap.** The kernel lets its successor start first of all. Its `ROOM` of shared memory leaves some for small kernels beside it, and it asks for few
 registers. The next product's programs start as this one's end. A longer row of kernels between two products makes no difference, as each lets its successor start.
@@ -42,23 +43,26 @@ STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
 """Microseconds of a step by groups, with few tokens."""
 SUM_REGISTERS = 96
 """Of a thread that adds parts. By its own choice ptxas takes fewer, and lets some parts' loads wait for others', so that they come in up to six turns and not in one."""
+WHOLE_GATES = {(1, 64): range(33, 65), (3, 32): range(17, 65)}
+"""Groups of whole tiles with a gate and rows of each, with the tokens for which they were faster than parts."""
 LEAST_TILES = 32
 """So many programs or more, each with one tile whose weights all have room, are faster than twice as many whose sums must be added, if sums are of 64 tokens."""
 
 
 class DenseConfig(NamedTuple):
-    """Tokens of a tile, groups of four warps, each with 64 rows of a tile, steps of a program, and steps in shared memory, weights' and inputs'."""
+    """Tokens of a tile, groups of four warps, each with `high` rows of a tile, steps of a program, and steps in shared memory, weights' and inputs'."""
 
     tokens: int
     groups: int
     steps: int
     w_stages: int
     x_stages: int
+    high: int = ROWS
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return ROWS * self.groups
+        return self.high * self.groups
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -79,13 +83,13 @@ class Piece(NamedTuple):
     part: int
 
 
-def config_of(tokens: int, groups: int, steps: int, room: int = ROOM) -> DenseConfig:
+def config_of(tokens: int, groups: int, steps: int, room: int = ROOM, high: int = ROWS) -> DenseConfig:
     """The configuration with as many stages as have room. Inputs take at most a quarter of it, or two fifths if they are as large as weights."""
     size = max(8, 1 << (tokens - 1).bit_length())
-    inputs, weights = size * STEP * 2, groups * ROWS * STEP * 2
+    inputs, weights = size * STEP * 2, groups * high * STEP * 2
     x_stages = min(8, max(2, (room // 4 if size <= 64 else room * 2 // 5) // inputs))
     w_stages = min(32, (room - 2048 - x_stages * inputs) // weights)
-    return DenseConfig(size, groups, steps, w_stages, min(x_stages, w_stages))
+    return DenseConfig(size, groups, steps, w_stages, min(x_stages, w_stages), high)
 
 
 def parts_of(config: DenseConfig, total: int) -> int:
@@ -125,10 +129,16 @@ def dense_config(tokens: int, outputs: int, inputs: int, programs: int) -> Dense
 
 
 def whole_gates(tokens: int, outputs: int, inputs: int, programs: int) -> DenseConfig | None:
-    """Whole tiles of 64 rows for 33 to 64 tokens with a gate, where these have most of so many multiprocessors. No sums are left to add, and the gate is the product's own."""
-    tiles, rest = divmod(outputs, ROWS)
-    most = rest == 0 and programs < 2 * tiles <= 2 * programs
-    return config_of(tokens, 1, blocks(inputs, STEP)) if most and 32 < tokens <= 64 else None
+    """Whole tiles for a product of few tokens with a gate, of which each multiprocessor has at most one, if these have most of them.
+
+    No sums are left to add, and the gate is the product's own.
+    """
+    for (groups, high), measured in WHOLE_GATES.items():
+        tiles, rest = divmod(outputs, groups * high)
+        if rest == 0 and programs < 2 * tiles <= 2 * programs and tokens in measured:
+            exchanged = 64 * groups * high  # bytes, so that a thread has features that lie side by side
+            return config_of(64, groups, blocks(inputs, STEP), ROOM - exchanged, high)
+    return None
 
 
 def pieces(config: DenseConfig, outputs: int, inputs: int) -> Iterator[list[Piece]]:
@@ -295,10 +305,10 @@ def run_dense(
     steps = blocks(outputs, config.rows) * total
     registers, average = config.registers
     gluon.dense_kernel[(blocks(steps, config.steps),)](
-        described(weight_OI, [ROWS // 2 if joint else ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
+        described(weight_OI, [config.high // 2 if joint else ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         out_TO if bias_O is None else bias_O, sums, tokens, out_TO.shape[1] if joint else outputs, stride, steps, total, config.steps, BT=config.tokens,
         C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=done, ADD=add and done, BIAS=bias_O is not None and done, GATED=joint,
-        BY_TOKEN=0, REGS=registers, LATE=beside is not None, num_warps=4, maxnreg=average, **dependent(x_TI.device),
+        HIGH=config.high, BY_TOKEN=0, REGS=registers, LATE=beside is not None, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     if beside is not None:
         beside()
@@ -325,7 +335,7 @@ def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | Non
     gluon.dense_kernel[(blocks(steps, config.steps),)](
         described(weight_OI, [ROWS, STEP], gluon.OPERANDS), described(x_TI, [config.tokens, STEP], gluon.OPERANDS),
         sums_PTO, sums_PTO, tokens, outputs, outputs, steps, total, config.steps, BT=config.tokens,
-        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, GATED=False, BY_TOKEN=outputs,
+        C=config.groups, W_STAGES=config.w_stages, X_STAGES=config.x_stages, DONE=False, ADD=False, BIAS=False, GATED=False, HIGH=ROWS, BY_TOKEN=outputs,
         REGS=registers, LATE=False, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     return sums_PTO

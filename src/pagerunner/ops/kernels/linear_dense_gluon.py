@@ -1,9 +1,10 @@
 """The kernel of `kernels/linear_dense.py`, in Gluon: Triton's language with layouts that the program chooses.
 
 One warp copies, several steps ahead. Before the kernel before has ended it fills all room for weights; after that, inputs come, too.
-C groups of four warps multiply, each 64 rows of weights times all tokens. Both operands are in shared memory.
+C groups of four warps multiply, each 64 rows of weights times all tokens. Both operands are in shared memory. With gates inside it is all tokens
+times HIGH rows, so that a gate and its up are a thread's.
 
-Shape letters: BT tokens of a tile; a step is 64 columns of 64 C rows; a row of tiles has S steps.
+Shape letters: BT tokens of a tile; a step is 64 columns of C HIGH rows, which are 64 without gates; a row of tiles has S steps.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ OPERANDS = gl.NVMMASharedLayout(128, 16, 2)
 """How weights and inputs lie in shared memory."""
 STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Outputs as they are stored: a thread has eight neighbouring features of a token."""
-GATES_AND_UPS = gl.constexpr(gl.BlockedLayout([8, 1, 2], [4, 8, 1], [1, 4, 1], [2, 0, 1]))
-"""The same of gates and ups."""
 
 
 @gluon.jit
-def _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C: gl.constexpr, GATED: gl.constexpr):
-    """Begin to bring a step's weights. A group's are 64 rows, or 32 gates and the ups that belong to them."""
+def _copy_weights(
+    w_desc, w_smem, w_full, slot, row, column, ups, C: gl.constexpr, GATED: gl.constexpr, HIGH: gl.constexpr
+):
+    """Begin to bring a step's weights. A group's are HIGH rows, or half as many gates and the ups that belong to them."""
+    HALF: gl.constexpr = HIGH // 2
     full = w_full.index(slot)
-    mbarrier.expect(full, C * 64 * 64 * 2)
+    mbarrier.expect(full, C * HIGH * 64 * 2)
     for c in gl.static_range(C):
         place = w_smem.index(slot * C + c)
         if GATED:
-            tma.async_copy_global_to_shared(w_desc, [row + c * 32, column], full, place.slice(0, 32))
-            tma.async_copy_global_to_shared(w_desc, [row + c * 32 + ups, column], full, place.slice(32, 32))
+            tma.async_copy_global_to_shared(w_desc, [row + c * HALF, column], full, place.slice(0, HALF))
+            tma.async_copy_global_to_shared(w_desc, [row + c * HALF + ups, column], full, place.slice(HALF, HALF))
         else:
             tma.async_copy_global_to_shared(w_desc, [row + c * 64, column], full, place)
 
@@ -52,42 +54,42 @@ def _copy_inputs(x_desc, x_smem, x_full, slot, column, BT: gl.constexpr):
 
 
 @gluon.jit
-def _next(row, column, S, HIGH: gl.constexpr):
+def _next(row, column, S, ROWS: gl.constexpr):
     """Where the next step begins, with tiles of so many rows."""
     column += 64
     if column == S * 64:
-        row += HIGH
+        row += ROWS
         column = 0
     return row, column
 
 
 @gluon.jit
 def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, ups, BT: gl.constexpr, C: gl.constexpr,
-          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+          W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, HIGH: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies. `done` says that a step has been multiplied: its weights' and its inputs' room is free.
 
     Rows, columns and slots are counted: working each out by division took as long as the memory takes for a step of 64 rows.
     """
-    HIGH: gl.constexpr = C * 32 if GATED else C * 64
-    row, column = first // S * HIGH, first % S * 64
+    ROWS: gl.constexpr = C * HIGH // 2 if GATED else C * HIGH
+    row, column = first // S * ROWS, first % S * 64
     x_row, x_column = row, column
     for step in range(gl.minimum(count, W_STAGES)):
-        _copy_weights(w_desc, w_smem, w_full, step, row, column, ups, C, GATED)
-        row, column = _next(row, column, S, HIGH)
+        _copy_weights(w_desc, w_smem, w_full, step, row, column, ups, C, GATED, HIGH)
+        row, column = _next(row, column, S, ROWS)
     wait_turn(PDL)
     if LATE:
         start_next(PDL)
     for step in range(gl.minimum(count, X_STAGES)):
         _copy_inputs(x_desc, x_smem, x_full, step, x_column, BT)
-        x_row, x_column = _next(x_row, x_column, S, HIGH)
+        x_row, x_column = _next(x_row, x_column, S, ROWS)
     slot, x_slot, parity = 0, 0, 0
     for step in range(X_STAGES, count):
         mbarrier.wait(done.index(x_slot), parity)
         _copy_inputs(x_desc, x_smem, x_full, x_slot, x_column, BT)
         if step - X_STAGES + W_STAGES < count:
-            _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C, GATED)
-        row, column = _next(row, column, S, HIGH)
-        x_row, x_column = _next(x_row, x_column, S, HIGH)
+            _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C, GATED, HIGH)
+        row, column = _next(row, column, S, ROWS)
+        x_row, x_column = _next(x_row, x_column, S, ROWS)
         slot += 1
         if slot == W_STAGES:
             slot = 0
@@ -115,14 +117,16 @@ def _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, AD
 
 @gluon.jit
 def _store_gated(acc, y_ptr, feature, num_tokens, y_stride):
-    """Store what the gate makes of 32 gates and their ups, [32, tokens]."""
+    """Store what the gate makes of gates and then their ups, [tokens, features]."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
-    both = gl.permute(gl.reshape(acc, (2, 32, acc.shape[1])), (1, 2, 0))
-    gate, up = gl.split(gl.convert_layout(both, GATES_AND_UPS))
-    features = feature + gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
-    tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, gate.type.layout))
-    at = y_ptr + tokens.to(gl.int64)[None, :] * y_stride + features[:, None]
-    gl.store(at, silu_gate(gate, up, dtype).to(dtype), mask=(tokens < num_tokens)[None, :])
+    HALF: gl.constexpr = acc.shape[1] // 2
+    stored: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // HALF, HALF // 8, 1], [4, 1, 1], [2, 1, 0])
+    both = gl.permute(gl.reshape(acc, (acc.shape[0], 2, HALF)), (0, 2, 1))
+    gate, up = gl.split(gl.convert_layout(both, stored))
+    tokens = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gate.type.layout))
+    features = feature + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
+    at = y_ptr + tokens.to(gl.int64)[:, None] * y_stride + features[None, :]
+    gl.store(at, silu_gate(gate, up, dtype).to(dtype), mask=(tokens < num_tokens)[:, None])
 
 
 @gluon.jit
@@ -143,27 +147,33 @@ def _store_sums(acc, place, num_tokens, BY_TOKEN: gl.constexpr):
 @gluon.jit
 def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps,
              BT: gl.constexpr, C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr,
-             BIAS: gl.constexpr, GATED: gl.constexpr, BY_TOKEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """One group of four warps: 64 rows of each of the program's pieces of tiles."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+             BIAS: gl.constexpr, GATED: gl.constexpr, HIGH: gl.constexpr, BY_TOKEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """One group of four warps: HIGH rows of each of the program's pieces of tiles."""
+    LEFT: gl.constexpr = BT if GATED else HIGH
+    RIGHT: gl.constexpr = HIGH if GATED else BT
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
     wait_turn(PDL)
     step = 0
     while step < count:
         tile = (first + step) // S
         end = gl.minimum((tile + 1) * S - first, count)
-        acc = gl.zeros((64, BT), gl.float32, layout)
+        acc = gl.zeros((LEFT, RIGHT), gl.float32, layout)
         begin = step
         for step in range(begin, end):
             w_slot, x_slot = step % W_STAGES, step % X_STAGES
             mbarrier.wait(w_full.index(w_slot), step // W_STAGES & 1)
             mbarrier.wait(x_full.index(x_slot), step // X_STAGES & 1)
-            acc = warpgroup_mma(w_smem.index(w_slot * C + c), x_smem.index(x_slot).permute((1, 0)), acc, is_async=True)
+            weights, inputs = w_smem.index(w_slot * C + c), x_smem.index(x_slot)
+            if GATED:
+                acc = warpgroup_mma(inputs, weights.permute((1, 0)), acc, is_async=True)
+            else:
+                acc = warpgroup_mma(weights, inputs.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             if step > begin:
                 mbarrier.arrive(done.index((step - 1) % X_STAGES))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(done.index((end - 1) % X_STAGES))
-        feature = (tile * C + c) * (32 if GATED else 64)
+        feature = (tile * C + c) * (HIGH // 2 if GATED else HIGH)
         if GATED:
             _store_gated(acc, y_ptr, feature, num_tokens, y_stride)
         elif DONE:
@@ -177,11 +187,11 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
 
 @gluon.jit(do_not_specialize=["num_tokens", "total", "S", "steps"])
 def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_stride, total, S, steps, BT: gl.constexpr, C: gl.constexpr,
-                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, BY_TOKEN: gl.constexpr,
+                 W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, HIGH: gl.constexpr, BY_TOKEN: gl.constexpr,
                  REGS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """`steps` of all `total` steps of a product, tile after tile, so that programs read equally many bytes.
 
-    GATED: as DONE, of the gate's `num_features` features and those of up. A tile has 32 C of them.
+    GATED: as DONE, of the gate's `num_features` features and those of up. A tile has C HIGH / 2 of them.
 
     DONE: a program has whole tiles, and `y` takes the outputs; otherwise it takes one sum after another, [parts, O, BT] float32 (BY_TOKEN: [parts, BT, O]), with
     `y_stride` rows each. A tile's parts are numbered from the first program on that has some of it.
@@ -190,7 +200,7 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
     if not LATE:
         start_next(PDL)
     dtype: gl.constexpr = w_desc.dtype
-    w_smem = gl.allocate_shared_memory(dtype, [W_STAGES * C, 64, 64], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(dtype, [W_STAGES * C, HIGH, 64], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, BT, 64], x_desc.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
@@ -209,24 +219,24 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
     if C == 1:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, HIGH, LATE, PDL)),
         ], [1], [32])  # fmt: skip
     elif C == 2:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, HIGH, LATE, PDL)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (c0, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
             (_compute, (c1, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
             (_compute, (c2, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, count, num_tokens, num_features, y_stride, S, steps, BT, C,
-                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, BY_TOKEN, PDL)),
-            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, LATE, PDL)),
+                        W_STAGES, X_STAGES, DONE, ADD, BIAS, GATED, HIGH, BY_TOKEN, PDL)),
+            (_copy, (w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S, num_features, BT, C, W_STAGES, X_STAGES, GATED, HIGH, LATE, PDL)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip
