@@ -93,7 +93,7 @@ def _tensors(file: Path, stream: BinaryIO) -> list[StoredTensor]:
         found = [_tensor(file, stream, 8 + size, name, header[name]) for name in in_turns(names)]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error!s:.200}.") from None
-    last, whole = max((one.end for one in found), default=8 + size), os.fstat(stream.fileno()).st_size
+    last, whole = max((one.end for one in in_turns(found)), default=8 + size), os.fstat(stream.fileno()).st_size
     if whole > last:
         raise CheckpointError(
             f"{file} has {whole:,} bytes, and its last tensor ends at byte {last:,}: it isn't what was written."
