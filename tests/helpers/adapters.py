@@ -132,7 +132,7 @@ class AdaptedMixture:
             Stack([name], a[None].to(dtype), b[None].to(dtype))
             for name, (a, b) in zip(products.sizes, self.sides, strict=True)
         ]
-        packed = products.pack(Adapter("", "", stacks), 32, dtype, page // dtype.itemsize)
+        packed = products.pack(Adapter("", stacks), 32, dtype, page // dtype.itemsize)
         pages = range(len(packed.pages))
         memory = torch.zeros(len(pages) * page, dtype=torch.uint8, device=device)
         self.table = AdapterTable(products, memory, page, dtype, 2, 32)

@@ -155,4 +155,4 @@ def test_products_that_no_layer_computes_are_refused(tmp_path: Path) -> None:
     table = harness(base, tmp_path / "a", {}).table
     one = Stack(["model.layers.0.mlp.experts.3.gate_proj"], torch.zeros(1, 4, 64), torch.zeros(1, 64, 4))
     with pytest.raises(ConfigError, match=r"experts\.3\.gate_proj can't have an adapter"):
-        put(table, 0, Adapter("", "", [one]))
+        put(table, 0, Adapter("", [one]))

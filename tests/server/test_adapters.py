@@ -36,7 +36,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def paths(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    return [random_adapter(base, folder / f"a{n}", rank=(4, 16, 3)[n], seed=n) for n in range(3)]
+    found = [random_adapter(base, folder / f"a{n}", rank=(4, 16, 3)[n], seed=n) for n in range(3)]
+    for path in found:  # as PEFT says where the base was; it is no name of this server
+        config = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/trainer/base"}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +160,12 @@ def test_what_cannot_be_loaded(server: RunningServer, body: dict[str, Any], stat
 
 @pytest.mark.parametrize(
     "change",
-    [{"base_model_name_or_path": "\ud800"}, {"base_model_name_or_path": "y" * 9_999}, {"\ud800x": 1}, {"x" * 9_999: 1}],
+    [{"\ud800x": 1}, {"x" * 9_999: 1}],
 )
 def test_no_text_of_a_file_breaks_the_messages(
     server: RunningServer, paths: list[Path], tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """Half a character can't be sent, and a name of a base would be in each list of models."""
+    """Half a character can't be sent."""
     path = shutil.copytree(paths[0], tmp_path / "a")
     config = json.loads((path / "adapter_config.json").read_text()) | change
     (path / "adapter_config.json").write_text(json.dumps(config))

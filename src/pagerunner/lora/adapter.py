@@ -130,7 +130,6 @@ class Adapter(NamedTuple):
     """
 
     digest: str
-    base: str
     stacks: Sequence[Stack]
     separate: bool = False
 
@@ -166,7 +165,7 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype, max_rank
     with stored_tensors(_file(directory)) as tensors:
         reading.take(tensors)
     reading.check_all_there()
-    return Adapter(reading.digest(), config.base, reading.stacks, reading.separate)
+    return Adapter(reading.digest(), reading.stacks, reading.separate)
 
 
 def _file(directory: Path) -> Path:

@@ -19,7 +19,6 @@ from pagerunner.errors import ConfigError
 from pagerunner.lora.expressions import Budget, Expression, ExpressionError, Patterns
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.types.checks import is_finite, is_int, show
-from pagerunner.types.lora import MAX_BASE_CHARS, is_base_name
 
 CONFIG = "adapter_config.json"
 MOST_RANK = 512
@@ -60,13 +59,12 @@ _KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a config says of the forward pass. `directory` is for messages; `base` is the base model's name there, or "".
+    """What a config says of the forward pass. `directory` is for messages.
 
     `version` is that of PEFT that has written it, as (0, 19, 1), None if the file doesn't say.
     """
 
     directory: str
-    base: str
     rank: int
     alpha: float
     rslora: bool
@@ -156,14 +154,8 @@ class _Reader:
             self.refuse("layers_to_transform", "it must be a layer's number or a list of such")
         if layers and not isinstance(targets, frozenset):
             self.refuse("layers_to_transform", "target_modules must be a list with it")
-        base = self.values.get("base_model_name_or_path")
-        if isinstance(base, str) and not is_base_name(base):
-            self.refuse(
-                "base_model_name_or_path", f"it must be a printable text of at most {MAX_BASE_CHARS} characters"
-            )
         return AdapterConfig(
             directory,
-            base if isinstance(base, str) else "",
             self._rank("r", self.values.get("r", 8)),
             self._alpha("lora_alpha", self.values.get("lora_alpha", 8)),
             self._flag("use_rslora"),

@@ -117,7 +117,6 @@ class AdapterLoader:
                 number,
                 adapter.digest,
                 adapter.rank,
-                adapter.base,
                 separate=adapter.separate,
                 num_pages=len(packed.pages),
             )

@@ -89,7 +89,7 @@ def parse_module(text: str) -> LoRARequest:
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, what its config calls its base, its user's number of it, and the
+    """An adapter that has been read: its name, where from, the digest of its content, its highest rank, what its user calls its base, its user's number of it, and the
     pages that it takes on the device.
     """
 
@@ -112,7 +112,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class AdapterEnd(msgspec.Struct, frozen=True):
-    """Work number `number` on adapters has ended: with the `digest`, `rank` and `base` of what was read, or with an `error`, which may be that the directory is `missing`.
+    """Work number `number` on adapters has ended: with the `digest` and `rank` of what was read, or with an `error`, which may be that the directory is `missing`.
 
     What was read takes `num_pages`, of several ranks on the one where it takes most. `separate`: experts have tensors of their own.
     """
@@ -120,7 +120,6 @@ class AdapterEnd(msgspec.Struct, frozen=True):
     number: int
     digest: str = ""
     rank: int = 0
-    base: str = ""
     error: str = ""
     num_pages: int = 0
     missing: bool = False

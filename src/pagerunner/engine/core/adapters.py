@@ -157,7 +157,7 @@ class AdapterWork:
         if error:
             self.loaded[end.number] = (MissingAdapterError if end.missing else ConfigError)(error)
             return
-        base = request.base_model_name or end.base
+        base = request.base_model_name or ""
         info = AdapterInfo(
             request.lora_name, request.lora_path, end.digest, end.rank, base, request.lora_int_id, end.num_pages
         )
