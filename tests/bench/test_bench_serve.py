@@ -48,6 +48,39 @@ def bench(server: RunningServer, *words: str) -> int:
     return main(["bench", "serve", "--base-url", server.url, "--quiet", *words])
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_sampling_and_lengths_are_asked_for_in_vllms_words(
+    demo: RunningServer, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def measured(namespace: argparse.Namespace, share: Any) -> None:
+        sent.extend(json.loads(bytes(one.body)) for one in share.requests)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(bench_serve, "_measured", measured)
+    words = (
+        "--top-p",
+        "0.5",
+        "--top-k",
+        "3",
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.5",
+        "--extra-body",
+        '{"seed": 4}',
+    )
+    assert (
+        bench(demo, "--num-prompts", "2", "--input-len", "20", "--output-len", "6", "--backend", backend, *words) == 2
+    )
+    for body in sent:
+        assert {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "seed": 4}.items() <= body.items()
+        assert 6 in (body.get("max_tokens"), body.get("max_completion_tokens")) and "presence_penalty" not in body
+        assert backend != "openai" or len(body["prompt"]) == 20
+    assert len(sent) == 2
+
+
 # -- when
 
 

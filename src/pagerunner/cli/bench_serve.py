@@ -21,11 +21,19 @@ from pagerunner.bench.drafts import draft_counts
 from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
-from pagerunner.cli.options import Parser, add_common_options, decimal, not_negative, positive, seconds
+from pagerunner.cli.options import Parser, add_common_options, decimal, not_negative, parse_number, positive, seconds
 from pagerunner.cli.session import note, show_progress
 from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 
+_SAMPLING = {
+    "--top-p": decimal,
+    "--top-k": parse_number,
+    "--min-p": decimal,
+    "--frequency-penalty": decimal,
+    "--presence-penalty": decimal,
+    "--repetition-penalty": decimal,
+}
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _RAMPS = ("linear", "exponential")
 _GOODPUT = ("ttft", "tpot", "e2el")
@@ -53,12 +61,16 @@ def build_parser() -> Parser:
     data("--num-prompts", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
     data("--random-input-len", type=positive, default=1024, metavar="N", help="(default: %(default)s)")
     data("--random-output-len", type=positive, default=128, metavar="N", help="(default: %(default)s)")
+    data("--input-len", type=positive, metavar="N", help="the same as --random-input-len")
+    data("--output-len", type=positive, metavar="N", help="the output length of each data set")
     data("--random-range-ratio", type=decimal, default=0.0, metavar="X", help="lengths vary by this share (default: 0)")
     data("--random-prefix-len", type=not_negative, default=0, metavar="N", help="that all share (default: 0)")
     data("--sharegpt-output-len", type=positive, metavar="N", help="(default: as long as the recorded answers)")
     data("--custom-output-len", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     data("--ignore-eos", action="store_true", help="generate up to the limit")
     data("--temperature", type=decimal, default=0.0, metavar="X", help="(default: 0, greedy)")
+    for flag, convert in _SAMPLING.items():
+        data(flag, type=convert, metavar="X", help="(default: the server's)")
     data("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of every request")
     when = parser.add_argument_group("arrivals").add_argument
     when("--request-rate", type=decimal, default=math.inf, metavar="X", help="requests per second (default: inf)")
@@ -89,6 +101,10 @@ def build_parser() -> Parser:
 def run(namespace: argparse.Namespace) -> int:
     """Send the requests, print the figures, write what was asked for. Raises ConfigError where no request was answered."""
     metrics, percentiles, goodput = _measures(namespace)
+    namespace.random_input_len = namespace.input_len or namespace.random_input_len
+    if namespace.output_len is not None:
+        for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
+            setattr(namespace, name, namespace.output_len)
     times = _times(namespace)
     if namespace.backend not in BACKENDS:
         raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {namespace.backend!r}.")
@@ -98,6 +114,8 @@ def run(namespace: argparse.Namespace) -> int:
     model, root = _find_model(namespace, base, headers)
     requests = _requests(namespace, [namespace.tokenizer, namespace.model, root])
     extra: dict[str, Any] = {"temperature": namespace.temperature, **namespace.extra_body}
+    asked = {name: getattr(namespace, name) for name in (flag[2:].replace("-", "_") for flag in _SAMPLING)}
+    extra |= {name: value for name, value in asked.items() if value is not None}
     if namespace.ignore_eos:
         extra["ignore_eos"] = True
     target = Target(
