@@ -245,6 +245,13 @@ def test_weights_of_several_ranks_are_said_to_be_those_of_each(tmp_path, capsys)
     assert "ranks with such" not in refused(capsys, model, "--memory", "40GiB", "-tp", "2", "--device", "cpu")
 
 
+def test_a_plan_for_a_machine_without_a_gpu_says_how_to_plan_for_one(tmp_path, capsys) -> None:
+    model = place(tmp_path, "meta-llama/Llama-3.1-405B")
+    hint = "This is for the CPU here; --memory 80GiB plans for a GPU of this size."
+    assert refused(capsys, model, "--device", "cpu").rstrip().endswith(hint)
+    assert hint not in refused(capsys, model, "--memory", "80GiB")
+
+
 def test_weights_in_few_bits_are_told_of_still_fewer_if_there_are(tmp_path, capsys) -> None:
     said = refused(capsys, place(tmp_path, "Qwen/Qwen3-32B-FP8"), "--memory", "24GiB")
     assert (

@@ -256,7 +256,11 @@ def test_compact_json_by_default(checkpoint: Path) -> None:
         '{"backend": "guidance", "disable_any_whitespace": true}'
     ).disable_any_whitespace
     assert not read_structured_outputs_config(None).disable_any_whitespace
-    for bad in ("{", '{"backend": "xgrammar"}', {"nope": 1}, '{"disable_any_whitespace": 3}'):
+    with pytest.raises(
+        ConfigError, match="backend of structured_outputs_config must be one of auto, guidance, got 'xgrammar'"
+    ):
+        read_structured_outputs_config({"backend": "xgrammar"})
+    for bad in ("{", {"nope": 1}, '{"disable_any_whitespace": 3}'):
         with pytest.raises(ConfigError, match="structured_outputs_config must be JSON"):
             read_structured_outputs_config(bad)
 

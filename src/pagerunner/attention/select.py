@@ -53,6 +53,12 @@ LEFT_OUT = {
 }
 
 
+def check_name(wanted: str) -> None:
+    """Raise ConfigError unless a backend is called `wanted`, or it is "auto"."""
+    if wanted != "auto" and wanted not in BACKENDS:
+        raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
+
+
 def select_backends(
     groups: Sequence[GroupPlan],
     wanted: str,
@@ -71,8 +77,7 @@ def select_backends(
     Raises:
         ConfigError: `wanted` is unknown or serves no group, or nothing can serve a group; the message says why not.
     """
-    if wanted != "auto" and wanted not in BACKENDS:
-        raise ConfigError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {wanted!r}.")
+    check_name(wanted)
     found, refusals = [], []
     for group in groups:
         candidates = _candidates(group.kind, wanted, device)

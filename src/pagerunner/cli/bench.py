@@ -63,8 +63,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "pagerunner bench", "Measure throughput, latency, start-up or sleep; the end of a sequence is ignored."
     )
-    what = "many requests at once, one batch at a time, fresh processes, or sleep and wake"
-    parser.add_argument("what", metavar="|".join(_MEASURES), help=what)
+    what = "many requests at once, one batch at a time, fresh processes, sleep and wake; or a server's (`bench serve --help`)"
+    parser.add_argument("what", metavar=f"{'|'.join(_MEASURES)}|serve", help=what)
     parser.add_argument("--model", help="model directory, hub name or a demo's (default: random weights of --shape)")
     shape_help = f"{', '.join(SHAPES)} (default: tiny); --quantization {' or '.join(QUANTIZED)} stores its weights so"
     parser.add_argument("--shape", help=shape_help)

@@ -67,7 +67,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    if words[0] in ("-V", "--version", "version"):
+    if words[0] in ("-v", "-V", "--version", "version"):
         from pagerunner import __version__
 
         print(f"pagerunner {__version__}")

@@ -24,7 +24,7 @@ from pagerunner.cli.options import (
 )
 from pagerunner.cli.session import demo_model_path, note, one_model
 from pagerunner.demo import find_model
-from pagerunner.errors import ConfigError, PagerunnerError
+from pagerunner.errors import CapacityError, ConfigError, PagerunnerError
 from pagerunner.memory.units import human_bytes
 
 if TYPE_CHECKING:
@@ -62,11 +62,19 @@ def run(namespace: argparse.Namespace) -> int:
     )
     with _directory(place) as directory:
         args = fetch_drafter(engine_args(namespace, directory), weights=False)
+        from pagerunner.engine.startup.machine import resolve_device
         from pagerunner.engine.startup.resolve import resolve
         from pagerunner.memory.drawing import arena_svg, arena_text, packed_state
         from pagerunner.memory.report import plan_json, plan_table
 
-        resolved = resolve(args, namespace.memory, plan_only=True)
+        try:
+            resolved = resolve(args, namespace.memory, plan_only=True)
+        except CapacityError as error:
+            if namespace.memory is not None or resolve_device(args.device) == "cuda":
+                raise
+            raise CapacityError(
+                f"{error} This is for the CPU here; --memory 80GiB plans for a GPU of this size."
+            ) from None
         refusal = _refusal(resolved)
         if Path(place).is_file():
             refusal = refusal.replace(str(Path(directory) / "config.json"), place)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from pagerunner.config import read_option
+from pagerunner.config import one_of, read_option
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,11 +16,15 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
     one (`disable_fallback`).
     """
 
-    backend: Literal["auto", "guidance"] = "auto"
+    backend: str = "auto"
     disable_any_whitespace: bool = False
     disable_fallback: bool = False
 
 
 def read_structured_outputs_config(option: str | dict[str, Any] | None) -> StructuredOutputsConfig:
     """The option, given as a mapping or JSON. Raises ConfigError when it isn't such JSON."""
-    return read_option("structured_outputs_config", option, StructuredOutputsConfig, '{"disable_any_whitespace": true}')
+    config = read_option(
+        "structured_outputs_config", option, StructuredOutputsConfig, '{"disable_any_whitespace": true}'
+    )
+    one_of("backend of structured_outputs_config", config.backend, ("auto", "guidance"))
+    return config

@@ -19,6 +19,7 @@ from functools import partial
 import msgspec
 import torch
 
+from pagerunner.attention.select import check_name
 from pagerunner.dist.base import Comm, Stage, gathered_bytes
 from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
@@ -286,6 +287,7 @@ def load_worker(
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
+    check_name(config.attention_backend)  # before weights are read
     comm = comm or NullComm()
     rank = teams.rank if teams is not None else comm.rank if stage is None else stage.world.rank
     device = torch.device("cuda", device_of_rank(rank)) if config.device == "cuda" else torch.device(config.device)
