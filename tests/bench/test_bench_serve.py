@@ -133,9 +133,16 @@ def test_sharegpt_takes_first_turns_of_a_usable_length(coder: Tokenizer, tmp_pat
     assert sorted(str(one.prompt) for one in requests) == [f"What is {n} + {n}? Tell me." for n in range(5)]
     assert requests[0].output_len == len(coder.encode("It is quite a large number."))
     assert len(sharegpt_requests(coder, str(file), 12, output_len=9, as_chat=True, seed=0)) == 12
-    file.write_text("[]")
-    with pytest.raises(ConfigError, match="no request that can be used"):
-        sharegpt_requests(coder, str(file), 1, output_len=None, as_chat=False, seed=0)
+    file.write_text('[{"conversations": [{"from": "human"}, {"value": 5}]}]')
+    for text, why in (
+        ("[]", "no request"),
+        (file.read_text(), "no request"),
+        ("[1]", r"can't be read: .* at `\$\[0\]`"),
+        ("{}", "can't be read"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            sharegpt_requests(coder, str(file), 1, output_len=None, as_chat=False, seed=0)
 
 
 def test_custom_prompts_are_lines_of_json(tmp_path: Path) -> None:
@@ -147,6 +154,10 @@ def test_custom_prompts_are_lines_of_json(tmp_path: Path) -> None:
     file.write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     with pytest.raises(ConfigError, match="openai-chat"):
         custom_requests(str(file), 1, output_len=8, as_chat=False)
+    file.write_text('{"prompt": 5}\n')
+    for as_chat in (False, True):
+        with pytest.raises(ConfigError, match="line 1: a prompt is a text or chat messages, got 5"):
+            custom_requests(str(file), 1, output_len=8, as_chat=as_chat)
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         custom_requests(str(file), 2, output_len=8, as_chat=False)

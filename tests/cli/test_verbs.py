@@ -227,7 +227,9 @@ def test_eval_prints_a_row_per_task_and_distance(capsys, monkeypatch):
     assert "recall @ 64" in out and "recall @ 1024" in out and "addition" in out and "0 of 2" in out
 
 
-def test_eval_of_an_unknown_task(capsys):
+def test_eval_of_an_unknown_task_and_of_none(capsys):
+    assert main(["eval", "--model", "dir", "--tasks", ","]) == 2
+    assert "no task is named; there are recall, addition" in capsys.readouterr().err
     assert main(["eval", "--model", "dir", "--tasks", "singing"]) == 2
     assert "unknown task 'singing'" in capsys.readouterr().err
 

@@ -85,7 +85,7 @@ def choice(narrow: str, heads: int, fp8: bool, chunk: int) -> dict[str, Any]:
     """Scores and choice in one launch, of DeepSeek-V4's slots of 4 tokens."""
     constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 4, "TOP_K": 512, "FP8_MAX": 448.0}
     constants |= {"BN": indexer.FEW_KEYS, "C": chunk, "PAGE": 16}
-    sizes = indexer.Sizes(1, 1, 1, indexer.FEW_KEYS, 8, 3)
+    sizes = indexer.Sizes(1, 1, 1, indexer.FEW_KEYS, indexer.few_warps(chunk, fp8), 3)
     return _sparse(indexer._few_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 

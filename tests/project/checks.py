@@ -415,5 +415,5 @@ def unknown_messages(document: str, literals: Iterable[str]) -> list[str]:
     """Quotations ("> ..." lines) of a document that no literal holds; "…" stands for anything."""
     known = "\n".join(literals)
     quoted = [line[2:].strip() for line in document.splitlines() if line.startswith("> ")]
-    patterns = {quote: r"[^\n]*?".join(map(re.escape, quote.split("…"))) for quote in quoted}
+    patterns = {quote: r"[^\n]*?".join(map(re.escape, quote.strip("…").split("…"))) for quote in quoted}
     return [quote for quote, pattern in patterns.items() if not re.search(pattern, known)]

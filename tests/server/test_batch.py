@@ -129,6 +129,14 @@ def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, 
     assert batch(source, target) == 0, "nothing to do: no model is loaded, no server asked"
 
 
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3"}', "precious", '{"custom_id": "a", "error": null}'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, capsys: Any, text: str) -> None:
+    source, target = write(tmp_path / "in.jsonl", sum_line(10)), tmp_path / "config.json"
+    target.write_text(text)
+    assert batch(source, target, "--base-url", "http://127.0.0.1:1") == 2
+    assert f"{target}, line 1, is no answer" in capsys.readouterr().err and target.read_text() == text
+
+
 def test_errors_are_asked_again_when_wanted(demo: RunningServer, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     source = write(tmp_path / "in.jsonl", sum_line(10), sum_line(11, model="other"))

@@ -26,6 +26,17 @@ class ServeRequest(msgspec.Struct, frozen=True):
     output_len: int
 
 
+class _Turn(msgspec.Struct):
+    value: Any = ""
+
+
+class _Talk(msgspec.Struct):
+    """One entry of ShareGPT's JSON, by either of the names that files have."""
+
+    conversations: list[_Turn] = []
+    conversation: list[_Turn] = []
+
+
 def random_requests(
     coder: Tokenizer,
     count: int,
@@ -63,14 +74,13 @@ def sharegpt_requests(
     coder: Tokenizer, path: str, count: int, *, output_len: int | None, as_chat: bool, seed: int
 ) -> list[ServeRequest]:
     """The first turns of conversations in ShareGPT's JSON, shuffled; answers are as long as the recorded ones."""
-    talks = _read(path, json.loads)
-    order = np.random.default_rng(seed).permutation(len(talks) if isinstance(talks, list) else 0)
+    talks: list[_Talk] = _read(path, msgspec.json.Decoder(list[_Talk]).decode)
     requests: list[ServeRequest] = []
-    for index in order:
-        turns = talks[index].get("conversations", talks[index].get("conversation", []))
+    for index in np.random.default_rng(seed).permutation(len(talks)):
+        turns = talks[index].conversations or talks[index].conversation
         if len(turns) < 2 or len(requests) == count:
             continue
-        prompt, answer = str(turns[0]["value"]), str(turns[1]["value"])
+        prompt, answer = str(turns[0].value), str(turns[1].value)
         inputs = len(coder.encode(prompt))
         outputs = output_len or len(coder.encode(answer))
         if min(inputs, outputs) >= _SHORTEST and inputs <= _LONGEST_PROMPT and inputs + outputs <= _LONGEST:
@@ -89,11 +99,11 @@ def custom_requests(path: str, count: int, *, output_len: int, as_chat: bool) ->
             outputs = int(entry.get("output_tokens", output_len))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}, line {number}: a JSON object with `prompt` is needed ({error}).") from error
-        if isinstance(prompt, str) == as_chat:
-            if not as_chat:
-                raise ConfigError(f"{path}, line {number}: chat messages need --backend openai-chat.")
-            prompt = _message(prompt)
-        requests.append(ServeRequest(prompt, 0, outputs))
+        if not isinstance(prompt, str | list):
+            raise ConfigError(f"{path}, line {number}: a prompt is a text or chat messages, got {prompt!r:.100}.")
+        if isinstance(prompt, list) and not as_chat:
+            raise ConfigError(f"{path}, line {number}: chat messages need --backend openai-chat.")
+        requests.append(ServeRequest(_message(prompt) if isinstance(prompt, str) and as_chat else prompt, 0, outputs))
     return _enough(requests, count, path)
 
 
@@ -104,7 +114,7 @@ def _message(text: str) -> list[dict[str, Any]]:
 def _read(path: str, parse: Any) -> Any:
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"The dataset {path} can't be read: {error}.") from error
 
 

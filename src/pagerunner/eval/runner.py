@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -83,7 +83,6 @@ def evaluate(
     as_chat: bool = False,
     use_tqdm: bool = False,
     model: str = "model",
-    on_score: Callable[[TaskScore], None] | None = None,
 ) -> EvalReport:
     """Score `count` examples of each task (of recall, at each distance), decoded greedily.
 
@@ -91,8 +90,10 @@ def evaluate(
     An answer counts if the text is exactly the expected one and the model ended its turn itself.
 
     Raises:
-        ConfigError: a task is unknown or the count isn't positive.
+        ConfigError: no task is named, one is unknown or the count isn't positive.
     """
+    if not tasks:
+        raise ConfigError(f"no task is named; there are {', '.join(TASKS)}.")
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ConfigError(f"unknown task {unknown[0]!r}; there are {', '.join(TASKS)}.")
@@ -105,8 +106,6 @@ def evaluate(
             examples = make_examples(task, count, seed, distance)
             correct = sum(_answer(llm, examples, as_chat, use_tqdm))
             scores.append(TaskScore(task=task, distance=distance, correct=correct, total=count))
-            if on_score is not None:
-                on_score(scores[-1])
     return EvalReport(model=model, scores=scores, seconds=time.perf_counter() - started)
 
 

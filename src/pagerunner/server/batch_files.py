@@ -145,6 +145,10 @@ def check_files(source: Path, target: Path | None = None) -> None:
         raise ConfigError(f"-i and -o name the same file, {source}; the answers need one of their own.")
 
 
+_ID = "batch_req_"
+_START = f'{{"id":"{_ID}'.encode()
+
+
 class AnswerFile:
     """The output file: knows which requests are answered, and appends. A last line that was cut off is removed when the
     file is opened.
@@ -196,7 +200,9 @@ class AnswerFile:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.endswith(b"\n"):
-                    break
+                    if line.startswith(_START[: len(line)]):
+                        break
+                    raise ConfigError(f"{path}, line {number}, is no answer (it has no end); name another file.")
                 try:
                     entry = msgspec.json.decode(line, type=_Answered)
                 except msgspec.MsgspecError as error:
@@ -259,7 +265,7 @@ async def answer_all(
 
 
 async def _answer(client: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any]:
-    answer: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
+    answer: dict[str, Any] = {"id": f"{_ID}{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
     if request.fault:
         return {**answer, "error": {"code": "invalid_line", "message": request.fault}}
     response = await _post(client, request)

@@ -193,34 +193,62 @@ def _sums_before(x, B: tl.constexpr):
 
 
 @triton.jit
-def _kept(score, live, k, B: tl.constexpr):
-    """Which of the B scores are the best k of the live ones, of equal ones the first; and how many of these are before each of them."""
+def _ends(low, high, other_low, other_high):
+    """The least and the largest of two ranges."""
+    return tl.minimum(low, other_low), tl.maximum(high, other_high)
+
+
+@triton.jit
+def in_order(score, live):
+    """Integers in the order of scores, less than any score's where nothing is live; and the least and the largest of the others."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    low = tl.min(tl.where(live, key, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(tl.where(live, key, -0x7FFFFFFF), 0).to(tl.int64)
-    key = tl.where(live, key, -0x7FFFFFFF - 1)  # less than any float's
-    if tl.sum(live.to(tl.int32), 0) <= k:
+    low, high = tl.reduce((tl.where(live, key, 0x7FFFFFFF), tl.where(live, key, -0x7FFFFFFF)), 0, _ends)
+    return tl.where(live, key, -0x7FFFFFFF - 1), low, high
+
+
+@triton.jit
+def thirds(low, high):
+    """Two bounds between low and high, which are no further from each other than two of 32 bits can be."""
+    far = (high - low).to(tl.uint32, bitcast=True)
+    third = far // 3 + 1
+    return low + third.to(tl.int32, bitcast=True), low + tl.minimum(third * 2, far).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def narrowed(low, high, over, lower, upper, most, many, k):
+    """What is known if `most` are as large as the lower bound and `many` as the upper one: at least k are as large as low, and `over`, fewer, are larger than high.
+    If k are as large as both, these are the best, and `over` is 0."""
+    over = tl.where(many > k, over, tl.where((many == k) | (most == k), 0, tl.where(most > k, many, most)))
+    high = tl.where(many > k, high, tl.where(many == k, upper, tl.where(most > k, upper - 1, tl.where(most == k, lower, lower - 1))))  # fmt: skip
+    return tl.where(many >= k, upper, tl.where(most >= k, lower, low)), high, over
+
+
+@triton.jit
+def _kept(score, live, count, k, B: tl.constexpr):
+    """Which of the B scores are the best k of the live ones, `count` so many, of equal ones the first; and how many of these are before each of them.
+
+    All threads of a program wait for each other at each sum, so there are few: two counts are one, and what is known isn't counted.
+    """
+    key, low, high = in_order(score, live)
+    over = 0
+    if count <= k:
         high = low
     BITS: tl.constexpr = 16 if B <= 32768 else 32
     BOTH: tl.constexpr = (1 << BITS) + 1
-    while low < high:  # at least k are as large as low, and fewer are larger than high
-        third = (high - low + 2) // 3  # two counts are one sum, so as many rounds as thirds need
-        lower = low + third
-        upper = tl.minimum(lower + third, high)
-        reached = tl.where(key >= upper.to(tl.int32), BOTH, tl.where(key >= lower.to(tl.int32), 1, 0))
-        counts = tl.sum(reached, 0)
-        most, many = counts & ((1 << BITS) - 1), (counts >> BITS) & ((1 << BITS) - 1)
-        high = tl.where(many > k, high, tl.where(many == k, upper, tl.where(most > k, upper - 1, tl.where(most == k, lower, lower - 1))))  # fmt: skip
-        low = tl.where(many >= k, upper, tl.where(most >= k, lower, low))
-    above = live & (key > low.to(tl.int32))
-    equal = live & (key == low.to(tl.int32))
+    while low < high:
+        lower, upper = thirds(low, high)
+        counts = tl.sum(tl.where(key >= upper, BOTH, tl.where(key >= lower, 1, 0)), 0)
+        most, many = (counts & ((1 << BITS) - 1)).to(tl.int32), ((counts >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
+        low, high, over = narrowed(low, high, over, lower, upper, most, many, k)
+    above = live & (key > low)
+    equal = live & (key == low)
     if B <= 16384:  # both in one word
         sums = _sums_before(tl.where(above, 1, tl.where(equal, 65536, 0)), B)
         larger, same = sums & 0xFFFF, sums >> 16
     else:
         larger, same = _sums_before(above.to(tl.int32), B), _sums_before(equal.to(tl.int32), B)
-    need = k - tl.sum(above.to(tl.int32), 0)
+    need = k - over
     kept = above | (equal & (same <= need))
     return kept, larger + tl.minimum(same, need) - 1
 
@@ -292,7 +320,7 @@ def _best_kernel(
     if seen <= TOP_K:
         tl.store(chosen + x, tl.where(x < seen, x, -1), mask=x < width)
     elif seen <= X:
-        kept, place = _kept(tl.load(scores + x, mask=x < seen, other=0.0), x < seen, TOP_K, X)
+        kept, place = _kept(tl.load(scores + x, mask=x < seen, other=0.0), x < seen, seen, TOP_K, X)
         tl.store(chosen + place, x, mask=kept)
     elif BH:
         h, done, best, counts = tl.arange(0, BH), 0, 0, count_ptr + token * BH
@@ -312,8 +340,9 @@ def _best_kernel(
             there = (x >= best) & (at < left)
             at = part * S + tl.load(places_ptr + (token * slices + part) * S + inside, mask=there, other=0)
             at = tl.where(x < best, tl.load(chosen + x, mask=x < best, other=0), at)
-            live = x < tl.minimum(best + left - done, X)
-            kept, place = _kept(tl.load(scores + at, mask=live, other=0.0), live, TOP_K, X)
+            some = tl.minimum(best + left - done, X)
+            live = x < some
+            kept, place = _kept(tl.load(scores + at, mask=live, other=0.0), live, some, TOP_K, X)
             tl.debug_barrier()  # the best so far have been read
             tl.store(chosen + place, at, mask=kept)
             tl.debug_barrier()
@@ -349,7 +378,7 @@ def _few_kernel(
         tl.debug_barrier()  # all of the program's scores are stored before it is counted
         if tl.atomic_add(counter_ptr + token, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.store(counter_ptr + token, 0)
-            kept, place = _kept(tl.load(scores + at, mask=at < seen, other=0.0), at < seen, TOP_K, C)
+            kept, place = _kept(tl.load(scores + at, mask=at < seen, other=0.0), at < seen, seen, TOP_K, C)
             tl.store(chosen + place, at, mask=kept)
 
 
@@ -495,10 +524,15 @@ def run_few(
         *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
         table_SW.stride(0), scores_TN.stride(0),
         J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1], BN=keys, C=chunk,
-        RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0), PRECISION="tf32", num_warps=8, num_stages=3,
+        RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0), PRECISION="tf32", num_warps=few_warps(chunk, fp8), num_stages=3,
         **dependent(device),
     )  # fmt: skip
     return chosen_TK
+
+
+def few_warps(slots: int, fp8: bool) -> int:
+    """Warps of a program that scores and chooses among so many slots: fewer wait for each other less, but make numbers of codes more slowly."""
+    return 8 if fp8 or slots > 1024 else 4
 
 
 def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype) -> bool:
