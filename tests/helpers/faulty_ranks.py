@@ -60,11 +60,13 @@ class FaultyWorker:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._wakes = self._updates = self._lost = 0
+        self._wakes = self._updates = 0
+        self._most_done: int | None = None
 
     @property
     def steps_done(self) -> int:
-        return int(self._worker.steps_done) - self._lost
+        """A device that waits for ever does none of the steps behind that one."""
+        return int(self._worker.steps_done) if self._most_done is None else self._most_done
 
     def __getattribute__(self, name: str) -> Any:
         _may_die(name)
@@ -84,8 +86,8 @@ class FaultyWorker:
         if EXIT in tokens:
             os._exit(3)
         if LOSE in tokens:  # hosts go on, and devices wait for ever for what this rank doesn't send
-            self._lost = int(not torch.cuda.is_available())
-            if self._lost:
+            if not torch.cuda.is_available():
+                self._most_done = int(self._worker.steps_done)
                 self._worker.run(plan)
             return Never()
         pending = self._worker.run(plan)
