@@ -12,6 +12,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.worker import build
+from pagerunner.runner import step_costs
 from pagerunner.sched.pace import Pace
 from pagerunner.types.steps import StepShape
 
@@ -84,6 +85,9 @@ def test_a_start_measures_steps_with_drafts_and_their_number_follows(
     plain = tokens_of(LLM(path, enforce_eager=True, **SETTINGS))
     assert tokens_of(LLM(path, speculative_config=NGRAM, **SETTINGS)) == plain, "nothing is measured without graphs"
     monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
+    best = step_costs._best
+    # else drafts look dear where other programs work
+    monkeypatch.setattr(step_costs, "_best", lambda clock: 1e-3 * bool(best(clock)))
     llm = LLM(path, speculative_config=NGRAM, **SETTINGS)
     measured = llm.startup.steps
     assert sorted(measured.decode_graphs) == [0, 1, 2, 3]
