@@ -42,7 +42,7 @@ def test_groups_have_tables_of_their_own() -> None:
     apply(tables, [TableWrite(0, 1, 2, [7]), TableWrite(1, 0, 4, [8, 9]), TableWrite(1, 1, 0, [5])])
     assert tables.of(0).tolist() == [[0, 0, 0], [0, 0, 7]]
     assert tables.of(1).tolist() == [[9, 0, 0, 0, 8], [5, 0, 0, 0, 0]]
-    assert tables.num_bytes == 8 * 2 * 8
+    assert tables.all.entries.nbytes == 8 * 2 * 8
 
 
 def test_of_two_entries_for_one_place_the_later_one_is_written() -> None:

@@ -96,11 +96,9 @@ def _as_text(output: RequestOutput, builtin: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shortened(prompt: str, most: int = 240) -> str:
-    if len(prompt) <= most:
-        return prompt
-    half = most // 2
-    return f"{prompt[:half]} [... {len(prompt) - most} characters ...] {prompt[-half:]}"
+def _shortened(prompt: str) -> str:
+    more = len(prompt) - 240
+    return prompt if more <= 0 else f"{prompt[:120]} [... {more} characters ...] {prompt[-120:]}"
 
 
 def _as_json(output: RequestOutput) -> dict[str, object]:

@@ -37,7 +37,7 @@ class Indexer(Module):
 
     def __init__(self, config: DeepseekConfig, own: IndexerConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.top_k, self.rope_dim = own.heads, own.head_dim, own.top_k, config.rope_dim
+        self.heads, self.head_dim, self.top_k = own.heads, own.head_dim, own.top_k
         self.wq_b = Linear(config.query_rank or 0, own.heads * own.head_dim, dtype)
         self.wk = Linear(config.hidden_size, own.head_dim, dtype)
         self.k_norm = LayerNorm(own.head_dim, RANK_NORM_EPS, dtype)
@@ -68,7 +68,7 @@ class Attention(Mixer):
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
         self.num_heads, self.key_dim, self.value_dim = heads, config.key_dim, config.value_dim
-        self.latent_dim, self.query_rank = config.latent_dim, config.query_rank
+        self.query_rank = config.query_rank
         self.pairs = config.rope_pairs
         head_dim = config.key_dim + config.rope_dim
         self.vector_dim = vector = config.latent_dim + config.rope_dim

@@ -80,8 +80,3 @@ class PageTables:
     def write(self, places_N: torch.Tensor, entries_N: torch.Tensor) -> None:
         """Put entries where `places` says."""
         write_entries(self.all.entries, places_N, entries_N)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held by all tables."""
-        return self.all.entries.nbytes

@@ -74,11 +74,6 @@ class Tokenizer:
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
-    def bos_token_id(self) -> int | None:
-        """Id of the begin token, if it has one."""
-        return self.token_to_id(self.special_tokens.get("bos_token"))
-
-    @functools.cached_property
     def eos_token_id(self) -> int | None:
         """Id of the end token, if it has one."""
         return self.token_to_id(self.special_tokens.get("eos_token"))

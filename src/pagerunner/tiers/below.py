@@ -195,11 +195,6 @@ class Arrivals(Generic[Request]):
             else:
                 self._release(moving)
 
-    def view(self, group: int, page: int) -> Any:
-        """The bytes of a page of host memory."""
-        [start] = self._host.places(group, [page])
-        return self._memory[start : start + self._page_bytes[group]]
-
     def views(self, places: list[Place]) -> list[tuple[int, PageKey, Any]]:
         """Places with the bytes of each page, instead of its number. Of 8,000 pages one by one it took 30 ms."""
         views = []

@@ -276,11 +276,11 @@ class Direct:
             return False
 
 
-def _fill(fd: int, parts: list[memoryview], offset: int, flags: int = 0) -> int:
+def _fill(fd: int, parts: list[memoryview], offset: int) -> int:
     """Read into all parts; how many bytes there were, fewer only at the file's end."""
     total = 0
     while any(map(len, parts)):
-        count = os.preadv(fd, parts, offset + total, flags)
+        count = os.preadv(fd, parts, offset + total)
         if count == 0:
             break
         total += count

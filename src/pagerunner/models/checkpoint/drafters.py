@@ -42,9 +42,9 @@ def with_drafter(
     return replace(config, drafter=read_eagle_config(path, method, config, names, same_embedding=same))
 
 
-def with_smaller_model(config: ModelConfig, path: str, max_model_len: int | None = None) -> ModelConfig:
+def with_smaller_model(config: ModelConfig, path: str) -> ModelConfig:
     """The config of a model for which the smaller model in the directory `path` drafts. Raises ConfigError if it can't."""
-    own = read_model_config(path, max_model_len)
+    own = read_model_config(path)
     said = f"method draft_model: {path}"
     if Path(path).resolve() == Path(config.path).resolve():
         raise ConfigError(

@@ -77,7 +77,6 @@ class RankWatch:
         self._reports: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.RCVHWM, 0)
         doors.bind(self._reports, orders.REPORTS)
-        self._context = context
         self._decoder = msgspec.msgpack.Decoder(orders.Report)
         self._processes: dict[int, Process] = {}
         self._known = {rank: _Known(rank) for rank in range(ranks)}
