@@ -136,7 +136,7 @@ def test_an_append_goes_on_where_the_system_wrote_less(
     record = made.append(fd, records[-1].end, *PAGES[1][:2], memoryview(PAGES[1][2]))
     monkeypatch.setattr(os, "pwritev", write)
 
-    def less(fd: int, parts: list[memoryview], offset: int, flags: int) -> int:
+    def less(fd: int, parts: list[memoryview], offset: int, flags: int = 0) -> int:
         part = next(part for part in parts if len(part))
         return read(fd, [part[: rng.randint(1, len(part))]], offset)
 
