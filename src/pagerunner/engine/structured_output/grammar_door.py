@@ -79,18 +79,14 @@ class GrammarDoor:
         self._refusal: InvalidRequestError | None = None  # of the tokenizer, for good
         self._closed = False
 
-    def check(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
-        """The grammar for the core. Waits for the check. The compiler's answer is remembered.
-
-        Args:
-            wanted: what the text must be.
-            source: a name for the client that asks. Clients get equal shares.
+    def check(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The grammar for the core of a text that must be as `wanted`. Waits for the check. The compiler's answer is remembered.
 
         Raises:
             InvalidRequestError: it is malformed, too large, or takes more than limits.MAX_GRAMMAR_SECONDS.
             RequestFailedError: it can't be checked now.
         """
-        job = self._join(wanted, source)
+        job = self._join(wanted, "")
         if isinstance(job, Grammar):
             return job
         try:
@@ -99,7 +95,7 @@ class GrammarDoor:
             self._leave(job)
 
     async def prepare(self, wanted: StructuredOutputsParams, source: str = "") -> Grammar:
-        """As `check`, for an event loop.
+        """As `check`, for an event loop, and a client that has the name `source`: clients get equal shares.
 
         A caller that is cancelled gives its grammar up. Raises what `check` raises.
         """

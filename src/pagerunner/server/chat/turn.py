@@ -71,13 +71,11 @@ class ChatTurn(msgspec.Struct, kw_only=True):
 class ChatRun(NamedTuple):
     """A turn on its way through the engine.
 
-    `outputs` starts the request when it is iterated. `params` are the turn's with what the text must be; `prompt` is what
-    the engine reads, as token ids.
+    `outputs` starts the request when it is iterated. `params` are the turn's with what the text must be.
     """
 
     plan: ChatPlan
     params: SamplingParams
-    prompt: list[int]
     outputs: AsyncGenerator[Indexed, None]
 
 
@@ -95,7 +93,7 @@ async def run_chat(service: Service, call: Call, turn: ChatTurn) -> ChatRun:
     outputs = service.run(
         call, [{"prompt_token_ids": prompt}], params, turn, names=names, kv_transfer=turn.kv_transfer_params
     )
-    return ChatRun(plan, params, prompt, outputs)
+    return ChatRun(plan, params, outputs)
 
 
 async def prompt_of(service: Service, turn: ChatTurn) -> list[int]:
