@@ -186,7 +186,7 @@ def throughput(
     from pagerunner.bench.floors import Ceilings
     from pagerunner.bench.shapes import QUANTIZED, SHAPES
     from pagerunner.bench.workloads import workload, write_model
-    from pagerunner.engine.startup.mixture import StepWeights, counting, touched_so_far
+    from pagerunner.engine.startup.step_weights import StepWeights, counting, touched_so_far
 
     # Experts are counted by graphs if they are captured in `counting`, and by other steps if they run in it.
     with tempfile.TemporaryDirectory() as directory, counting():

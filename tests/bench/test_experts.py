@@ -9,7 +9,7 @@ from pagerunner.bench.floors import Ceilings
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.bench.workloads import BenchRequest
 from pagerunner.cli.main import main
-from pagerunner.engine.startup.mixture import StepWeights
+from pagerunner.engine.startup.step_weights import StepWeights
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, WindowKV
 
 LAYERS, EXPERTS, ACTIVE = 3, 8, 2

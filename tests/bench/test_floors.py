@@ -15,8 +15,8 @@ from pagerunner.bench.runner import ThroughputReport
 from pagerunner.bench.workloads import BenchRequest, workload, write_model
 from pagerunner.cli import bench
 from pagerunner.config import EngineArgs
-from pagerunner.engine.startup.mixture import step_bytes
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.engine.startup.step_weights import step_bytes
 from pagerunner.errors import ConfigError
 
 CARD = Ceilings(4.35e12, 760e12)

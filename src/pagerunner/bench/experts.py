@@ -16,7 +16,7 @@ from pagerunner.bench.workloads import BenchRequest
 from pagerunner.memory.specs import ChunkedKV, FullKV, LatentKV, RecurrentState, Spec
 
 if TYPE_CHECKING:
-    from pagerunner.engine.startup.mixture import StepWeights
+    from pagerunner.engine.startup.step_weights import StepWeights
 
 _TOKENS = 1024  # of a page by which a token's share is told: a page's scales are little beside them
 

@@ -147,7 +147,7 @@ def _host_free_bytes() -> int:
 def _requests_report(namespace: argparse.Namespace, args: EngineArgs) -> ThroughputReport | LatencyReport:
     if namespace.what == "latency":
         return _measured(namespace, args, latency)
-    from pagerunner.engine.startup.mixture import counting
+    from pagerunner.engine.startup.step_weights import counting
 
     with counting():
         return _measured(namespace, args, throughput)
@@ -161,7 +161,7 @@ def _measured(
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
     if measure is throughput and args.num_ranks == 1:  # ranks are other processes
-        from pagerunner.engine.startup.mixture import touched_so_far
+        from pagerunner.engine.startup.step_weights import touched_so_far
 
         measure = functools.partial(throughput, touched=lambda: touched_so_far(llm.device))
     repetitions, warmups = _DEFAULTS[namespace.what]
@@ -200,7 +200,7 @@ def _with_limits(
 
     That is the share of experts that a mixture's steps touched; and what the card allows, if there is a card, or ceilings are given.
     """
-    from pagerunner.engine.startup.mixture import StepWeights, step_bytes
+    from pagerunner.engine.startup.step_weights import StepWeights, step_bytes
 
     bounded, ranks = namespace.ceilings is not None or llm.device == "cuda", args.num_ranks
     specs = [part.spec for group in llm.memory_plan.groups for part in group.layers]

@@ -12,6 +12,7 @@ from pagerunner.config import DTYPE_BYTES, Dtype, EngineArgs
 from pagerunner.layers.linear import Linear
 from pagerunner.layers.moe import Experts, Router
 from pagerunner.models.checkpoint.loader import Model, build_model, weights_bytes
+from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.ops.routing import counting_experts, touched_experts
 from pagerunner.ops.stored import Stored8
@@ -36,14 +37,13 @@ class StepWeights:
     @classmethod
     def read(cls, args: EngineArgs, dtype: str, device: str) -> StepWeights | None:
         """Of the model that `args` name; None if it isn't a mixture."""
-        model, size = _model(args, dtype, device)
+        config, model, size = _model(args, dtype, device)
         modules = list(model.modules())
         layers = [module for module in modules if isinstance(module, Experts)]
         if not layers:
             return None
         own = sum(tensor.nbytes for module in layers for tensor in module.weights.values())
         experts = layers[0].sizes.experts
-        config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
         head = config.vocab_size * config.hidden_size
         weights = sum(one.in_features * one.out_features for one in modules if isinstance(one, Linear))
         weights -= 0 if config.tie_word_embeddings else head
@@ -57,15 +57,15 @@ class StepWeights:
 
 def step_bytes(args: EngineArgs, dtype: str, device: str) -> int:
     """Bytes of the weights that a step of the model that `args` name reads if it uses all of them, as they are stored."""
-    return _model(args, dtype, device)[1]
+    return _model(args, dtype, device)[2]
 
 
-def _model(args: EngineArgs, dtype: str, device: str) -> tuple[Model, int]:
-    """The model without memory, and the bytes of its weights without an embedding of its own, of which a step looks up a few rows."""
+def _model(args: EngineArgs, dtype: str, device: str) -> tuple[ModelConfig, Model, int]:
+    """Its config, the model without memory, and the bytes of its weights without an embedding of its own, of which a step looks up a few rows."""
     config = read_model_config(args.model, None, args.hf_overrides, quantised=True, quantization=args.quantization)
     model = build_model(config, cast(Dtype, dtype), keep_forms=device == "cuda")
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
-    return model, weights_bytes(model) - table
+    return config, model, weights_bytes(model) - table
 
 
 def counting() -> AbstractContextManager[None]:
