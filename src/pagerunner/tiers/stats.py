@@ -77,6 +77,11 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_token: float = 0.0
     disk: DiskStats | None = None
 
+    @property
+    def usage(self) -> float:
+        """The share of the tier's bytes that hold something. Metrics read it by its name."""
+        return self.used_bytes / self.num_bytes if self.num_bytes else 0.0
+
 
 class ExchangeStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of pages lent to other engines and pulled from them; those named `_total` only grow. `loans` last, and `pulls` are under way."""
