@@ -102,6 +102,21 @@ def tell(peer: zmq.Socket[bytes], *messages: bytes | wire.ToCore) -> None:
         peer.send(one if isinstance(one, bytes) else msgspec.msgpack.encode(one))
 
 
+def test_a_core_tells_its_figures_before_the_first_request() -> None:
+    """So that a scrape of a new server finds the names of groups, host memory and adapters."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    own, peer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    own.bind("inproc://alone")
+    peer.connect("inproc://alone")
+    tell(peer, wire.Shutdown())
+    try:
+        CoreLoop(Scripted(iter(())), [own], stall_seconds=60).run()
+        told = msgspec.msgpack.decode(peer.recv(), type=wire.FromCore)
+        assert isinstance(told, wire.Updates) and told.stats is not None
+    finally:
+        context.destroy(0)
+
+
 def test_a_request_that_comes_in_the_step_of_its_process_end_never_runs() -> None:
     def script(peers: Peers) -> Iterator[None]:
         tell(peers[1], add("late", 1000))

@@ -82,6 +82,7 @@ class CoreLoop:
         for source in (*self._sockets, core.failure_fd):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
+        self._tell([], core.stats())  # so that metrics have every name before the first request
         while self._running:
             if not core.has_work:
                 self._wait(poller)
