@@ -26,8 +26,9 @@ from pagerunner.sched.teams import _together
 from pagerunner.server import app, launch, stats_log
 from pagerunner.server.metrics import Metrics
 from pagerunner.server.stats_log import StatsLog
-from pagerunner.tiers.stats import TierStats
+from pagerunner.tiers.stats import DiskStats, ExchangeStats, TierStats
 from pagerunner.types import EngineRequest, SamplingParams
+from pagerunner.types.lora import LoraStats
 
 NAMES = {
     "num_requests_running": "gauge",
@@ -169,6 +170,21 @@ def test_what_steps_were_thought_to_cost_is_shown_beside_what_they_took() -> Non
     text = metrics.render().decode()
     for name, value in (("predicted", 2.0), ("measured", 2.25), ("error", 0.5)):
         assert f'pagerunner:step_seconds_{name}_total{{engine="0",model_name="m"}} {value}' in text
+
+
+def test_what_an_engine_has_besides_is_shown_by_its_names() -> None:
+    """The tables name fields and properties of what a core counts, which no other code may read."""
+    metrics = Metrics("m")
+    tier = TierStats(num_bytes=400, used_bytes=100, disk=DiskStats(pages=7))
+    lora = LoraStats(
+        4, [], [], registered=3, resident=2, num_bytes=9, used_bytes=8, hits_total=7, fills_total=6, fill_bytes_total=5
+    )
+    metrics.on_stats(SchedulerStats(tier=tier, exchange=ExchangeStats(loans=2), lora=lora))
+    text = metrics.render().decode()
+    shown = {"vllm:kv_offload_cpu_cache_usage_perc": 0.25, "pagerunner:kv_offload_bytes": 400}
+    shown |= {"pagerunner:kv_disk_pages": 7, "pagerunner:kv_peer_loans": 2, "pagerunner:lora_adapters": 3}
+    for name, value in shown.items():
+        assert f'{name}{{engine="0",model_name="m"}} {float(value)}' in text, name
 
 
 def test_the_start_is_broken_down(server: RunningServer) -> None:
