@@ -39,10 +39,10 @@ class At:
             first, memory = tensor.untyped_storage().data_ptr(), torch.empty(0, dtype=tensor.dtype)
             memory.set_(tensor.untyped_storage())
             inside = left & (self.at >= first) & (self.at < first + memory.nbytes)
-            words = tensor.dtype == torch.uint8 and self.kind == torch.int64
+            words = tensor.dtype in (torch.uint8, torch.bfloat16) and self.kind in (torch.int32, torch.int64)
             if (tensor.dtype == self.kind or words) and inside.any():
                 left &= ~inside
-                memory = memory[: len(memory) // 8 * 8].view(torch.int64) if words else memory
+                memory = memory[: memory.nbytes // 8 * 8 // memory.itemsize].view(self.kind) if words else memory
                 found.append((memory, inside, (self.at[inside] - first) // self.kind.itemsize))
         assert not left.any(), "an address of no tensor"
         return found
@@ -75,7 +75,9 @@ class Shared(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """Panels of a tile's columns."""
+        """Panels of a tile's columns; or words of two elements."""
+        if len(shape) == self.dim():
+            return self.as_subclass(torch.Tensor).view(dtype).as_subclass(Shared)
         return self.unflatten(1, (shape[0], shape[2])).transpose(0, 1)
 
     def store(self, values: torch.Tensor) -> None:
@@ -156,7 +158,7 @@ def language(programs: list[int], cluster: int = 1) -> SimpleNamespace:
         cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
-        expand_dims=torch.unsqueeze, permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
+        expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, float32=torch.float32, int32=torch.int32,
         int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
     )  # fmt: skip

@@ -42,8 +42,17 @@ def turned(x, cos, sin, D, P):
     return x
 
 
+def pairs_of_codes(words, factors):
+    """Words of two numbers, from words of four codes."""
+    codes = words.contiguous().view(torch.float8_e4m3fn).unflatten(1, (-1, 4)).bfloat16()
+    numbers = codes * (factors & 0xFFFF).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
+    return numbers.view(torch.int32).unbind(-1)
+
+
 def launched(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool = False, **known: Any) -> Launched:
-    known |= {"_back": turned} | ({"_factors": lambda x: torch.exp2(x.float() - 127).bfloat16()} if fp8 else {})
+    known |= {"_back": turned}
+    if fp8:
+        known |= {"_factors": lambda x: torch.exp2(x.float() - 127).bfloat16(), "_pairs_of_codes": pairs_of_codes}
     found = Launched(vectors_fp8_gluon if fp8 else vectors_gluon, "vectors_kernel", **known)
     monkeypatch.setattr(kernels, "_gluon", {fp8: SimpleNamespace(vectors_kernel=found)}.__getitem__)
     monkeypatch.setattr(kernels, "has_gluon", lambda device: True)

@@ -5,7 +5,7 @@ Vectors are copied to where products read them. Codes, scales and rotary parts a
 memory once, in the bytes that they have there: 584 a slot of DeepSeek-V4 instead of 1,024. A token of a window is stored as a slot is.
 
 A slot is 448 codes of 7 blocks, and 64 rotary elements of the queries' type. A block's scale is a power of two, kept as the byte of its exponent. There isn't room in
-shared memory for all codes of a tile beside two tiles of numbers: the last block's are kept in registers.
+shared memory for all codes of a tile beside two tiles of numbers: the last block's are kept in registers, four in a word until they become numbers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from pagerunner.ops.kernels.vectors_gluon import (
 )
 
 LOW = gl.constexpr(gl.BlockedLayout([1, 16], [2, 16], [8, 1], [1, 0]))
-"""A slot's first 256 codes as they are copied, the next 128, the last 64, rotary parts, and scales."""
+"""A slot's first 256 codes as they are copied, the next 128, rotary parts, and scales."""
 HIGH = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-LAST = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))
 TURNED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 FEW = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0]))
 NUMBERS_HIGH = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
@@ -47,7 +46,18 @@ SCALED_LOW = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [8, 1, 1], [2, 
 SCALED_HIGH = gl.constexpr(gl.BlockedLayout([1, 1, 8], [2, 2, 8], [8, 1, 1], [2, 1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+"""`HELD` by words of two numbers."""
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.constexpr_function
+def _last(programs):
+    """A slot's last 64 codes, four in a word. Of what a cluster's programs have, Triton joins only what is laid out like this."""
+    registers, lanes = [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[8, 0], [16, 0], [32, 0]], [[0, 0]] if programs > 1 else [], [64, 16]
+    )
 
 
 @gluon.jit
@@ -61,6 +71,27 @@ def _panel(smem, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Some of a tile's elements: 64 of all its keys lie together. Triton has no slices of what a cluster's programs have."""
     PANELS: gl.constexpr = smem.shape[1] // COUNT
     return smem._reinterpret(smem.dtype, [PANELS, BN, COUNT], _laid(HELD, gl.num_ctas())).index(FIRST // COUNT)
+
+
+@gluon.jit
+def _words(smem, FIRST: gl.constexpr):
+    """64 of all elements of a tile, as words of two."""
+    return _panel(smem, FIRST, 64)._reinterpret(gl.int32, [BN, 32], _laid(PAIRS, gl.num_ctas()))
+
+
+@gluon.jit
+def _pairs_of_codes(words, factors):
+    """Numbers of four codes in a word, times two equal factors in a word. What is done to a code is as in `numbers_of_codes`.
+
+    That takes codes apart, which a thread would do as soon as it has asked for them, and wait for memory in each tile.
+    """
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
+        prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+        and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $3;
+        and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $1, a, $3; }""",
+        "=r,=r,r,r", [words, factors], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -83,8 +114,9 @@ def _make_numbers(room, last, target):
     low, high, scales, _ = room
     _convert(low, scales, target, 0, 4, _laid(COPIED, gl.num_ctas()), _laid(SCALED_LOW, gl.num_ctas()))  # fmt: skip
     _convert(high, scales, target, 4, 2, _laid(NUMBERS_HIGH, gl.num_ctas()), _laid(SCALED_HIGH, gl.num_ctas()))  # fmt: skip
-    factors = _factors((scales.load(gl.SliceLayout(1, _laid(LAST, gl.num_ctas()))) >> 48) & 255)
-    _panel(target, 384, 64).store(numbers_of_codes(last) * factors[:, None])
+    exponents = ((scales.load(gl.SliceLayout(1, _last(gl.num_ctas()))) >> 48) & 255).to(gl.int32)[:, None]
+    pairs = gl.join(*_pairs_of_codes(last, (exponents << 7) | (exponents << 23)))
+    _words(target, 384).store(gl.reshape(pairs, [BN, 32]))
 
 
 @gluon.jit
@@ -146,9 +178,11 @@ def _bring_codes(k_smem, room, window, slots, number, entry, key, stop, seen, pa
     at = entry * (gl.where(own, window[5], slots[5]) * 8) + inside * (gl.where(own, window[6], slots[6]) * 8)
     at = gl.multiple_of(gl.where(own, window[2], slots[2]) + at, 8).to(gl.pointer_type(gl.int64), bitcast=True)
     async_copy.async_copy_global_to_shared(few, at, mask=live)
-    at, there = _at(places, window[0], slots[0], 1, _laid(LAST, gl.num_ctas()))
-    x = gl.arange(0, 64, gl.SliceLayout(0, _laid(LAST, gl.num_ctas())))[None, :]
-    return gl.load(at + (x + 384), mask=there, other=0), live
+    WORDS: gl.constexpr = gl.pointer_type(gl.int32)
+    codes = (window[0].to(WORDS, bitcast=True), slots[0].to(WORDS, bitcast=True))
+    at, there = _at(places, *codes, 4, _last(gl.num_ctas()))
+    x = gl.arange(0, 16, gl.SliceLayout(0, _last(gl.num_ctas())))[None, :]
+    return gl.load(at + (x + 96), mask=there, other=0), live
 
 
 @gluon.jit
@@ -203,7 +237,7 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
     room = _room()
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
-    last = gl.zeros([BN, 64], gl.uint8, _laid(LAST, gl.num_ctas()))
+    last = gl.zeros([BN, 16], gl.int32, _last(gl.num_ctas()))
     key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
     if begin + BN > seen:
         wait_turn(PDL)
