@@ -162,7 +162,7 @@ def test_several_rows_have_their_adapters_in_their_own_product(
     own[0], own[1], layer = 0, -1, Fused.of(0, outputs, DEVICE)
     start = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE)
     assert joins_product(x, weight)
-    old = torch.randn(tokens, outputs[0] if "gated" in flags else sum(outputs), device=DEVICE).bfloat16()
+    old = torch.randn(tokens, sum(outputs), device=DEVICE).bfloat16()
     out = old.clone()
 
     def made() -> torch.Tensor:

@@ -177,11 +177,12 @@ class Linear(Module):
     ) -> torch.Tensor:
         """The output for `x`, or for `norm(x)`, of a product that `_joins`, or what `gated` makes of it; added to `residual`, if there is one."""
         assert self.adapted is not None
-        width = self.out_features // (2 if gated else 1)
-        out_TO = x_TI.new_empty(x_TI.shape[0], width) if residual_TO is None else residual_TO
+        tokens = x_TI.shape[0]
+        width = self.out_features // (2 if gated and tokens == 1 else 1)
+        out_TO = x_TI.new_empty(tokens, width) if residual_TO is None else residual_TO
         flags = {"gated": gated, "add": residual_TO is not None}
         weight_OI, bias_O = self.weights["weight"], self.weights.get("bias")
-        if x_TI.shape[0] > 1:
+        if tokens > 1:
             x_TI = x_TI if norm is None else norm(x_TI)
             return adapters.product(self.adapted, x_TI, weight_OI, bias_O, out_TO, **flags)
         own = None if norm is None else norm.parameters

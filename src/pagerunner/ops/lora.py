@@ -399,12 +399,11 @@ class Adapters:
         self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *,
         gated: bool = False, add: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer's own product and what adapters add, into `out` or added to it; `gated`, a new tensor. See `with_shrink_`."""
+        """The layer's own product and what adapters add, into `out` or added to it. `gated`: `out` is for gates and ups, and the result is another tensor. See `with_shrink_`."""
         own, self.known = (self.work, self.blocks, layer), True
         if gated:
-            y_T2O = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
-            inner = with_shrink_(y_T2O, x_TI, weight_OI, bias_O, *own)
-            return expand_silu(y_T2O, inner, *own, self.own_R, self.row_T, beside=True)
+            inner = with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own)
+            return expand_silu(out_TO, inner, *own, self.own_R, self.row_T, beside=True)
         expand_(out_TO, with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own, add=add), *own, beside=True)
         return out_TO
 
