@@ -198,13 +198,19 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
 def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
                   BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
-    """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens."""
+    """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens. The last program stores where experts' pairs begin."""
     wait_turn(PDL)
     start_next(PDL)
     block = tl.program_id(0)
     experts = tl.arange(0, BE)
     inside = experts < E
     index = tl.arange(0, BC)
+    tokens = block * BT + tl.arange(0, BT)
+    slots = tl.full((BT, BE), -1, tl.int32)
+    for a in tl.static_range(A):  # no load waits for another
+        ids = tl.load(experts_ptr + tokens * A + a, mask=tokens < num_tokens, other=-1)
+        slots = tl.where(ids[:, None] == experts[None, :], a, slots)
+    own = (slots >= 0).to(tl.int32)
     total = tl.zeros((BE,), tl.int32)
     before = tl.zeros((BE,), tl.int32)
     for first in range(0, num_blocks, BC):
@@ -213,15 +219,10 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
         total += tl.sum(counts, 0)
         before += tl.sum(tl.where((first + index < block)[:, None], counts, 0), 0)
     starts = tl.cumsum(total, 0) - total
-    tokens = block * BT + tl.arange(0, BT)
-    slots = tl.full((BT, BE), -1, tl.int32)
-    for a in tl.static_range(A):  # no load waits for another
-        ids = tl.load(experts_ptr + tokens * A + a, mask=tokens < num_tokens, other=-1)
-        slots = tl.where(ids[:, None] == experts[None, :], a, slots)
-    own = (slots >= 0).to(tl.int32)
-    places = (starts + before)[None, :] + tl.cumsum(own, 0) - own
-    tl.store(order_ptr + places, tokens[:, None] * A + slots, mask=slots >= 0)
-    if block == 0:
+    if block < num_blocks:
+        places = (starts + before)[None, :] + tl.cumsum(own, 0) - own
+        tl.store(order_ptr + places, tokens[:, None] * A + slots, mask=slots >= 0)
+    else:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
         _store_tiles(starts_ptr + E + 1, experts, starts, total, E, E, BE)
@@ -433,8 +434,8 @@ def route(
         BG=padded(routing.groups), ORDER=at_once, COUNT=counting, PADS=row_T is not None, num_warps=warps, **own,
     )  # fmt: skip
     if not at_once:
-        _place_kernel[(count,)](
+        _place_kernel[(count + 1,)](
             experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
-            BC=counted, COUNT=counting, num_warps=8, **dependent(device),
+            BC=counted, COUNT=counting, num_warps=4 if counted * padded(experts) <= _COUNTS else 8, **dependent(device),
         )  # fmt: skip
     return Routes(weights_TA, experts_TA, order_P, starts_E1, None if at_once and rows == 1 else tiles)
