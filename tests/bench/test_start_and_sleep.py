@@ -13,7 +13,7 @@ from pagerunner.bench.startup import measure_startup
 from pagerunner.cli.main import main
 from pagerunner.errors import PagerunnerError
 
-pytestmark = pytest.mark.days(2)  # each starts processes
+pytestmark = pytest.mark.days(3)  # each starts processes
 
 SMALL = ["--num-gpu-blocks-override", "64", "--max-model-len", "128", "--device", "cpu", "--quiet", "--json"]
 

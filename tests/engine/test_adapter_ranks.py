@@ -69,7 +69,7 @@ def answers(llm: LLM, wanted: list[LoRARequest | None]) -> list[list[tuple[int, 
     ]
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(4)
 @pytest.mark.parametrize(
     ("family", "ways"),
     [

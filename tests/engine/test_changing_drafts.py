@@ -98,7 +98,7 @@ def is_tie(model: str, output: Any, other: Any, params: SamplingParams) -> bool:
     return len(both) == 2 and abs(both[0] - both[1]) < 1e-4
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("chosen", ["at random", "by what pays"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, drafter: str, chosen: str) -> None:

@@ -238,7 +238,7 @@ def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixe
 AROUND = {"at once": {}} | CONDITIONS
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(4)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("condition", [[*AROUND][number] for number in share_of_the_day(len(AROUND), 7)])
 def test_contexts_around_every_boundary(models: Any, recorded: bool, condition: str) -> None:
@@ -273,7 +273,7 @@ NOTICED = {"nothing": (), "positions": (WINDOW, SPARSE, HEAVY), "a choice": (SPA
 """What a layer might take once, by the number of tokens, and use again, and in which kinds of layers that is seen."""
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(4)
 @pytest.mark.parametrize(("planted", "kind"), by_days(NOTICED, [WINDOW, SPARSE, HEAVY]))
 def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, planted: str

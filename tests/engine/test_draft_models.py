@@ -176,7 +176,7 @@ def test_tokens_are_those_without_a_drafter_in_graphs(followed: dict[str, object
     assert any(key.drafts == 2 for key in graphs.replays)
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_tokens_are_those_without_a_smaller_model(
     followed: dict[str, object], plain: Any, tmp_path: Path, condition: str
@@ -260,7 +260,7 @@ def test_drafts_behind_a_rows_last_fp8_page_are_not_stored(
         assert len(outputs[0].outputs[0].token_ids) == most
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_a_module_with_a_window_reads_nothing_behind_a_rows_pages(tmp_path: Path, block_size: int) -> None:
     """A long prompt takes pages that no later step reads, so its table has holes, where the module's last passes would look."""
@@ -277,7 +277,7 @@ def test_a_module_with_a_window_reads_nothing_behind_a_rows_pages(tmp_path: Path
     assert found[0] == found[1]
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> None:
     """Sinks and windows, of which the head's layer has none; and mixtures."""
@@ -297,7 +297,7 @@ def test_tokens_are_those_without_a_random_head(tmp_path: Path, family: str) -> 
     assert counts.num_drafts > 100
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("model", "drafts"), [("demo", {"method": "eagle3", "model": "demo-eagle3"}), ("demo-hybrid", {"method": "mtp"})]
@@ -328,7 +328,7 @@ def test_the_demos_heads_are_right_most_of_the_time() -> None:
         assert counts.mean_acceptance_length > 2.4, model
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_drafter_goes_on_after_sleep(followed: dict[str, object], level: int) -> None:
     drafts = {"method": "eagle", "model": followed["head"], "num_speculative_tokens": 3}

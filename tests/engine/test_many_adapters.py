@@ -239,7 +239,7 @@ def test_too_many_directories_that_do_not_answer(monkeypatch: pytest.MonkeyPatch
     own.close()
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("ways", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
 def test_a_name_that_changes_under_load_mixes_no_versions(
     base: Path, tmp_path: Path, forked: None, ways: dict[str, Any]
@@ -290,7 +290,7 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
     whole.close()
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("ways", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
 def test_forty_adapters_in_a_pool_that_holds_three(
     base: Path, tmp_path: Path, forked: None, ways: dict[str, Any]

@@ -45,7 +45,7 @@ def make(checkpoint) -> Iterator[Callable[..., Engine]]:
         engine.core._executor.close()
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "ways"), [("qwen3_next", TWO), ("gpt_oss", {"pipeline_parallel_size": 2})])
 def test_tokens_are_those_of_one_engine(make, family: str, ways: dict[str, Any]) -> None:
     alone = make(None, family)
@@ -67,7 +67,7 @@ def pair(make) -> tuple[Engine, Engine, list[int]]:
     return prefill, decode, prefill.tokens(prefill.add(PROMPT))
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_a_torn_part_of_one_rank_and_other_ways_to_divide_a_model(
     pair, make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_torn_part_of_one_rank_and_other_ways_to_divide_a_model(
         assert sentence in caplog.text
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_while_its_pages_are_pulled(pair, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     prefill, decode, wanted = pair

@@ -289,7 +289,7 @@ def test_a_prompt_goes_where_its_beginning_is_and_else_to_the_emptier_team(model
     run(core, [])
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_all_ranks_take_the_same_graphs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode graphs, mixed ones, and those of a team without rows. Steps with more tokens than any graph are eager on all ranks."""
     asked = [request(f"r{n}", [9 + n] * (1 + n), 8, presence_penalty=0.5 * (n == 1)) for n in range(5)]
@@ -368,7 +368,7 @@ def test_a_plan_counts_experts_once_for_all_ranks(model: Path) -> None:
 # Processes
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_teams_in_processes_sleep_wake_and_end_together(model: Path) -> None:
     """Tokens are those of one device before and after each sleep. The end of a rank is that of all teams, with its own sentence."""
     settings: dict[str, Any] = {"model": str(model), "use_tqdm": False, "skip_tokenizer_init": True} | LIMITS
@@ -404,7 +404,7 @@ def test_teams_in_processes_sleep_wake_and_end_together(model: Path) -> None:
     assert all(process.poll() is not None for process in executor._ranks.watch._processes.values())
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("token", "message"),
     [

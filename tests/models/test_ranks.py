@@ -76,7 +76,7 @@ def test_ranks_compute_the_whole_model(family: str, case: str, tmp_path: Path) -
     check(make_checkpoint(tmp_path, family, **FAMILIES[family], **sizes), size, tmp_path / "ranks")
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma3", "gpt_oss", "qwen3_moe", "llama4_text", "mistral3"])
 def test_ranks_compute_windows_sinks_and_mixtures(family: str, tmp_path: Path) -> None:
     """Every expert is divided; norms behind a half, caps of logits and routers see the ranks' sum."""
@@ -88,7 +88,7 @@ def test_matrices_in_panels_are_divided_too(family: str, tmp_path: Path) -> None
     check(MAKERS[family](tmp_path), 2, tmp_path / "ranks", panels=True)
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4"), ("qwen3_moe", "gptq")])
 def test_ranks_divide_experts_in_few_bits(family: str, kind: str, tmp_path: Path) -> None:
     names = {"gpt_oss": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
@@ -146,7 +146,7 @@ def test_a_rank_reads_its_own_experts_alone(together: bool, tmp_path: Path) -> N
     assert sum(read) == sum(tensor.numel() for module in model.modules() for tensor in module.weights.values())
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -168,7 +168,7 @@ def test_ranks_divide_whole_experts_in_few_bits(family: str, kind: str, tmp_path
     check(path, 2, tmp_path / "ranks", experts=True)
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "kind", ["compressed-tensors channel", "modelopt tensor", "fp8 block", "int4", "gptq", "awq", "nvfp4"]
 )
@@ -178,7 +178,7 @@ def test_ranks_divide_checkpoints_in_few_bits(kind: str, tmp_path: Path) -> None
     check(path, 2, tmp_path / "ranks")
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", ["compressed-tensors channel", "fp8 block", "int4", "nvfp4"])
 def test_ranks_divide_weights_that_stay_in_few_bits(kind: str, tmp_path: Path) -> None:
     """As on a CUDA device; products are computed by the kernels' twins."""

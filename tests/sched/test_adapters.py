@@ -42,7 +42,7 @@ class AdapterTraffic(Traffic):
 
     def make_adapters(self, data: st.DataObject) -> Adapters:
         self.adapters = self.books(slots := data.draw(st.integers(1, 3)))
-        self.most_pages = data.draw(st.sampled_from([1, 2, 3, 5]))
+        self.most_pages = data.draw(st.sampled_from([1, 3, 5, 8]))
         self.host = set[str]()
         self.adapters.copies = self.host
         self.versions = dict.fromkeys(NAMES, 0)

@@ -165,7 +165,7 @@ def two_but(server: Server, killed: set[int]) -> set[int]:
     return found
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_a_crashed_process_is_started_again_and_others_requests_go_on(
     text_side: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +234,7 @@ def serves(server: Server, pids: list[int]) -> bool:
         return all(open_streams(server, pid) for pid in pids)
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
     text_side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +255,7 @@ def test_a_process_that_was_stopped_is_replaced_and_its_successor_counts_on(
         assert sorted(tmp_path.glob("pagerunner-run-*/*.db")) == files and len(files) <= 8
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_a_core_that_is_killed_is_known_to_all_and_the_last_one_ends_the_server(
     text_side: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +282,7 @@ def test_a_core_that_is_killed_is_known_to_all_and_the_last_one_ends_the_server(
         assert server[0].wait(LONG) == 1
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, step_seconds=0.01)
@@ -297,7 +297,7 @@ def test_signals_drain_all_processes(number: signal.Signals, text_side: Path, mo
         until(lambda: not any(map(is_alive, pids)))
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_when_the_supervisor_is_killed_nothing_is_left(
     text_side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +311,7 @@ def test_when_the_supervisor_is_killed_nothing_is_left(
         assert not [*tmp_path.glob("pagerunner-run-*")]
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_what_is_left_when_all_are_killed_at_once_goes_with_the_next_start(
     text_side: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,7 @@ def test_sleep_and_pause_are_states_of_all(two: RunningServer) -> None:
     assert all(ask(two, "hello", rank).status_code == 200 for rank in (0, 1))
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
     text_side: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +197,7 @@ def test_the_end_of_one_engine_is_the_end_of_its_requests_alone(
             assert engine in server.get("/health").json()["error"]["message"]
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_when_one_engine_refuses_to_sleep_none_sleeps(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server(EngineArgs(model=str(text_side), data_parallel_size=2, enable_sleep_mode=True)) as server:
         client = server.engine.replicas[1].client
@@ -250,6 +250,7 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
     stall = stretched(1)
 
     def up() -> list[float]:
+        time.sleep(0.1)  # an answer takes a tenth of that to make and to read
         families = text_string_to_metric_families(two.get("/metrics").text)
         return [one.value for family in families if family.name == "pagerunner:engine_up" for one in family.samples]
 
@@ -281,7 +282,7 @@ def test_a_call_names_an_engine_that_hangs_and_leaves_the_others_alone(
     assert two.get("/is_paused").json() == {"is_paused": False}
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_an_engine_that_can_not_come_up_is_the_servers_error(text_side: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_options(monkeypatch, start="checkpoint_error")
     args = EngineArgs(model=str(text_side), data_parallel_size=2)
@@ -289,7 +290,7 @@ def test_an_engine_that_can_not_come_up_is_the_servers_error(text_side: Path, mo
         pass
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_two_real_engines_answer_alike(tmp_path: Path) -> None:
     args = EngineArgs(
         model=str(demo_path()),
@@ -315,7 +316,7 @@ def test_two_real_engines_answer_alike(tmp_path: Path) -> None:
         assert cached(tmp_path, prompt) == [0, 32]
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_a_rank_of_one_of_two_engines_is_killed_and_the_other_one_serves() -> None:
     args = EngineArgs(
         model=str(demo_path()),
@@ -344,7 +345,7 @@ def test_a_rank_of_one_of_two_engines_is_killed_and_the_other_one_serves() -> No
         assert ask(server, "hello", 1).status_code == 503
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(3)
 def test_teams_of_ranks_are_asked_for_and_shown_as_engines(tmp_path: Path) -> None:
     """Attention has two engines' pages and requests, and experts are divided between them."""
     model = make_window_checkpoint(tmp_path, "qwen3_moe")

@@ -22,7 +22,7 @@ from pagerunner.config import EngineArgs
 from pagerunner.logs import SparingLog
 from pagerunner.server import connection
 
-pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.days(2)]
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.days(3)]
 
 TOKENS = 60_000
 ASKED = {"prompt": "abc", "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 5}
