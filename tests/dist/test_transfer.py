@@ -109,7 +109,7 @@ def test_nccls_sockets_are_where_the_engines_are(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     before, seen = dict(os.environ), []
@@ -134,4 +134,5 @@ def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch:
     rank.receive(0)
     assert dict(os.environ) == before
     assert [(one["NCCL_SOCKET_IFNAME"], one["NCCL_NVLS_ENABLE"]) for one in seen[:2]] == [("lo", "1")] * 2
+    assert seen[0]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "else the log has a trace each second once the trainer has gone"
     assert seen[2] == before, "setting a variable beside threads that read one isn't safe"

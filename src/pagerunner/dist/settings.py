@@ -7,7 +7,12 @@ from collections.abc import Mapping
 
 from pagerunner.children import LOOPBACK, host_ip, interface
 
-_SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else a thread asks the trainer's store each second, and writes a trace each second once it has gone
+}
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
