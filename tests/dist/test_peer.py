@@ -184,6 +184,13 @@ def test_words_are_sent_with_the_round_to_its_half_of_the_room() -> None:
     assert (slots[1, 0, 1, :256, 0] == ones.view(torch.int32)).all()
 
 
+def test_numbers_of_words_that_are_no_multiple_of_16_have_one_kernel() -> None:
+    """The keys of 217 rows are 8,246 words: no graph has such a number, and only steps of one to seven rows have met it before the first request."""
+    odd = {peer_sums._few_words(words) for words in range(1, 2**17, 38) if words % 16}
+    assert odd == {peer_sums._few_words(38)}
+    assert len({peer_sums._few_words(words) for words in range(16, 2**17, 16)}) == 3
+
+
 def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
     """They would send three times their bytes in one; of two ranks, as many as in two."""
     launched: list[tuple[int, str]] = []

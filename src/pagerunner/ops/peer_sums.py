@@ -254,8 +254,11 @@ class PeerSums:
 
 
 def _few_words(num: int) -> int:
-    """Words of a unit, if units needn't be tokens: enough programs for few words, and few enough programs for many."""
-    return 256 if num <= 8192 else 512 if num <= 2**16 else 1024
+    """Words of a unit, if units needn't be tokens: enough programs for few words, and few enough programs for many.
+
+    Triton has a kernel of its own for numbers that are no multiple of 16. So that these have one, whatever the number is, all have the unit of few words.
+    """
+    return 256 if num <= 8192 or num % 16 else 512 if num <= 2**16 else 1024
 
 
 def _bare_words(num: int) -> int:

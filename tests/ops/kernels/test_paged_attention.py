@@ -11,6 +11,7 @@ from helpers.attention_cases import Case, plain
 from helpers.borders import set_borders
 from helpers.effort import TEST_DAY, by_days, effort
 from helpers.interpreter_floats import install
+from helpers.launches import compiled_for
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
 
@@ -262,6 +263,26 @@ def test_a_prefix_that_all_rows_share(monkeypatch: pytest.MonkeyPatch, case: Cas
     assert used[0][1] == 64  # of the 66 tokens, whole blocks of 16 pages
     check_attention(Case((plain(70, 1), plain(70, 1)), 2, 1, 2, 8), "cpu")
     assert used[-1][1] == 0
+
+
+def test_a_prefix_in_any_number_of_parts_has_one_schedule_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows have fewer parts of what they share. The kernel stores that number, and isn't compiled again for 1 or for multiples of 16."""
+    set_borders(monkeypatch, "attention", sharing_rows=2)
+    launched, run = [], type(kernels.schedule_kernel).run
+
+    def noting(kernel, *args, **how):
+        if kernel.fn.__name__ == "schedule_kernel":
+            launched.append(compiled_for(kernel, args, how))
+        return run(kernel, *args, **how)
+
+    monkeypatch.setattr(type(kernels.schedule_kernel), "run", noting)
+    parts = set()
+    splits = kernels._Call._shared_splits
+    monkeypatch.setattr(kernels._Call, "_shared_splits", lambda self: parts.add(splits(self)) or splits(self))
+    for multiprocessors in (1, 2, 8, 132):
+        monkeypatch.setattr(kernels, "multiprocessors", lambda _, count=multiprocessors: count)
+        check_attention(Case(SHARING[:2], 2, 1, 2, 8), "cpu")
+    assert len(parts) > 2 and len(set(launched)) == 1, (parts, set(launched))
 
 
 def test_rows_known_to_share_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,8 @@ def _divide_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["num_units", "num_rows", "window", "chunk", "num_counters", "least", "entry_tiles", "slices"]
-)
+    do_not_specialize=["num_units", "num_rows", "num_counters", "window", "chunk", "least", "shared_splits", "entry_tiles", "slices"]
+)  # fmt: skip
 def schedule_kernel(
     table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr, row_ptr, position_ptr,
     info_ptr, begin_ptr, unit_ptr, part_ptr, counter_ptr,
