@@ -22,6 +22,7 @@ class Limits(NamedTuple):
     and gathers more than `gathered` of a rank.
     `whole`: bare words of more bytes go token by token, with a product's parts and the norm, if they don't go in two rounds.
     `places`, a power of two: those of each bare word, which rounds take in turns. A launch of fewer rounds needs no fence (`_next_round`).
+    With `whole` no launch has more rounds than half of the places.
     """
 
     words: int
@@ -205,13 +206,14 @@ class PeerSums:
         how = {**self._how, "PROGRAMS": _BARE_PROGRAMS, "SLOT": _SLOT_WORDS, "DTYPE": dtype, **kind}
         how["PLACES"] = self.limits.places
         rooms = (self._bare_part, self._bare_rounds, num)
+        # all ranks go the same way, whether they have parts or not
         by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
         behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
         if norm is not None and normed is not None:
             assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
             eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
             behind = norm.weight_I.view(torch.int32), normed.view(-1).view(torch.int32)
-        if not self.limits.twice and (how["NORM"] or in_parts):
+        if by_token and how["ADD"] and not self.limits.twice:
             del how["RELAY"], how["ADD"]
             each = num // out.shape[0]
             part = 1 << (each - 1).bit_length()
@@ -229,7 +231,7 @@ class PeerSums:
         else:
             each = 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()
             each = part = min(_SLOT_WORDS, max(256, each))
-            if by_token:  # on all ranks, whatever each of them has
+            if by_token:
                 each = num // out.shape[0] // self._size
                 part = 1 << (each - 1).bit_length()
             self._kernels.peer_bare_twice[(min(_BARE_PROGRAMS, -(-num // (each * self._size))),)](

@@ -304,7 +304,8 @@ def peer_bare_token(
 ):  # fmt: skip
     """`peer_bare` with a token of EACH words for each program, which adds up parts before and computes the norm behind. NORM and PARTS as in `peer_bare_twice`.
 
-    A token is as many rounds as it fills slots, all at once. They are fewer than PLACES, so nothing is fenced: see `_next_round`.
+    A token is as many rounds as it fills slots, all at once. Nothing is fenced: with those of the launch before they are at most PLACES, so that
+    no place gets a word right after the launch that cleared it, see `_next_round`.
     """
     start_next(PDL)
     program, at = tl.program_id(0), tl.arange(0, PART)
