@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,12 @@ def check_all(comm: Comm) -> None:
     """Every call with every dtype, in inference mode as steps run; what comes is computed from the seeds here."""
     for dtype in DTYPES:
         for shape in SHAPES:
-            all_ranks = torch.stack([values(rank, shape, dtype).view(torch.uint8) if dtype.itemsize == 1 else values(rank, shape, dtype) for rank in range(comm.size)]).view(dtype)
+            all_ranks = torch.stack(
+                [
+                    values(rank, shape, dtype).view(torch.uint8) if dtype.itemsize == 1 else values(rank, shape, dtype)
+                    for rank in range(comm.size)
+                ]
+            ).view(dtype)
             x = values(comm.rank, shape, dtype)
             gathered = comm.all_gather(x)
             assert gathered.shape == (comm.size, *shape) and bits(gathered) == bits(all_ranks)
@@ -57,7 +61,9 @@ def check_all(comm: Comm) -> None:
             assert bits(x) == bits(sum_in_order(all_ranks)), (dtype, shape)
     columns = values(comm.rank, (6, 8), torch.float32)[:, ::2]
     comm.all_reduce_(columns)
-    assert bits(columns) == bits(sum_in_order(torch.stack([values(r, (6, 8), torch.float32)[:, ::2] for r in range(comm.size)])))
+    assert bits(columns) == bits(
+        sum_in_order(torch.stack([values(r, (6, 8), torch.float32)[:, ::2] for r in range(comm.size)]))
+    )
     for root in range(comm.size):
         for data in (b"", b"\x00", os.urandom(5) if root == comm.rank else b"12345", bytes(range(256)) * 4_000):
             told = comm.broadcast_bytes(data if root == comm.rank else None, root)
@@ -66,7 +72,11 @@ def check_all(comm: Comm) -> None:
 
 def listening() -> set[str]:
     """Addresses that this process listens on, in hexadecimal, with ports that belong to its file descriptors."""
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    }
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -108,7 +118,9 @@ def test_several_groups_stand_beside_each_other_in_a_process(tmp_path: Path) -> 
     found: dict[str, list[Any]] = {}
 
     def run(directory: Path) -> None:
-        found[directory.name] = in_threads(3, directory, lambda comm: comm.all_gather(torch.tensor([comm.rank])).tolist())
+        found[directory.name] = in_threads(
+            3, directory, lambda comm: comm.all_gather(torch.tensor([comm.rank])).tolist()
+        )
 
     threads = [threading.Thread(target=run, args=(directory,)) for directory in directories]
     for thread in threads:

@@ -26,7 +26,6 @@ from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.peer_sums import LIMITS, Limits, PeerSums, room_bytes
 
-
 interpreter_floats.install()
 pytestmark = pytest.mark.usefixtures("compiled_too")
 
@@ -54,8 +53,15 @@ ALL = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.parametrize(
     ("ranks", "calls", "bare", "once"),
     [
-        (2, 6, 0, 0), (3, 5, 0, 0), (4, 4, 700, 700), (2, 6, 2**20, 2**20), (3, 6, 2**20, 2**20), (5, 3, 2**20, 2**20), (8, 2, 2**20, 2**20),
-        (2, 6, 2**20, 0), (4, 8, 9000, 1000),
+        (2, 6, 0, 0),
+        (3, 5, 0, 0),
+        (4, 4, 700, 700),
+        (2, 6, 2**20, 2**20),
+        (3, 6, 2**20, 2**20),
+        (5, 3, 2**20, 2**20),
+        (8, 2, 2**20, 2**20),
+        (2, 6, 2**20, 0),
+        (4, 8, 9000, 1000),
     ],
 )
 def test_sums_of_mixed_sizes_are_the_twins_bits(
@@ -65,7 +71,9 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
     up to `once` bytes not in two rounds."""
     monkeypatch.setattr(peer_sums, "_PROGRAMS", 3)
     places = 4 if once < bare else 2
-    monkeypatch.setattr(peer_sums, "_BARE_PROGRAMS", 20 // places)  # which have as many rounds as places: a phase sends all of them
+    monkeypatch.setattr(
+        peer_sums, "_BARE_PROGRAMS", 20 // places
+    )  # which have as many rounds as places: a phase sends all of them
     monkeypatch.setattr(peer_sums, "_SLOT_BYTES", 4096)
     limits = Limits(0, 2**31, bare, once, places=places)
     rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
@@ -95,9 +103,15 @@ def test_sums_of_mixed_sizes_are_the_twins_bits(
 
 
 @pytest.mark.days(2)
-@pytest.mark.parametrize(("ranks", "limits"), [
-    (2, LIMITS[2]._replace(bare=0)), (3, LIMITS[3]._replace(bare=0)), (4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8)),
-])
+@pytest.mark.parametrize(
+    ("ranks", "limits"),
+    [
+        (2, LIMITS[2]._replace(bare=0)),
+        (3, LIMITS[3]._replace(bare=0)),
+        (4, Limits(0, 2**31, 2**20, 200)),
+        (2, Limits(0, 2**31, 2**20, whole=200, places=8)),
+    ],
+)
 def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
     ranks: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +123,18 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
     choose = random.Random(ranks)
     joined = 0
     for call in range(7 if limits.bare else 5):
-        x = numbers(choose, ranks, [(5, 96), (3, 1000), (9, 128), *((2, 1024), (9, 320)) * bool(limits.bare), *((1, 64), (4, 77)) * (not limits.bare)], ALL)
+        x = numbers(
+            choose,
+            ranks,
+            [
+                (5, 96),
+                (3, 1000),
+                (9, 128),
+                *((2, 1024), (9, 320)) * bool(limits.bare),
+                *((1, 64), (4, 77)) * (not limits.bare),
+            ],
+            ALL,
+        )
         residual, weight = torch.randn(x.shape[1:]).to(x.dtype), torch.randn(x.shape[-1]).to(x.dtype)
         norm = Norm(weight, 1e-6, offset=call % 2 == 1)
         total = residual + sum_in_order(x)
@@ -126,8 +151,12 @@ def test_a_sum_with_the_norm_behind_it_is_the_one_and_then_the_other(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("ranks", "limits"), [(4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8))])
-def test_a_sum_reads_what_a_rank_has_in_parts(ranks: int, limits: Limits, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "limits"), [(4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8))]
+)
+def test_a_sum_reads_what_a_rank_has_in_parts(
+    ranks: int, limits: Limits, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts in float32 are added up in their order and rounded, as a kernel before the sum would do. Tiles have more tokens than there are."""
     monkeypatch.setattr(peer_sums, "_SLOT_WORDS", 100 if ranks == 2 else 1024)  # a token fills two slots
     rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
@@ -152,7 +181,9 @@ def test_a_sum_reads_what_a_rank_has_in_parts(ranks: int, limits: Limits, normed
     assert not ends[0].takes_parts(9, 128, torch.float32) and not ends[0].takes_parts(1, 96, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("ranks", "limits"), [(4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8))])
+@pytest.mark.parametrize(
+    ("ranks", "limits"), [(4, Limits(0, 2**31, 2**20, 200)), (2, Limits(0, 2**31, 2**20, whole=200, places=8))]
+)
 def test_a_rank_with_parts_and_others_without_add_up_one_sum(ranks: int, limits: Limits) -> None:
     """Ranks whose shares of a product differ may have kernels of different kinds, also where no norm follows: behind a stage's last layer."""
     rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
@@ -220,7 +251,9 @@ def test_large_sums_of_four_ranks_go_in_two_rounds() -> None:
             return lambda *_, **__: launched.append(self._said)
 
     a_round = 4 * peer_sums._SLOT_WORDS * peer_sums._BARE_PROGRAMS
-    assert 2 * LIMITS[2].bare / a_round <= LIMITS[2].places, "no launch has a fence, and none uses places of the one before"
+    assert 2 * LIMITS[2].bare / a_round <= LIMITS[2].places, (
+        "no launch has a fence, and none uses places of the one before"
+    )
     for ranks, limits in LIMITS.items():
         end = PeerSums(torch.zeros(ranks, dtype=torch.int64), 0)
         names = "peer_units", "peer_bare", "peer_bare_twice"
@@ -323,7 +356,8 @@ def test_two_ranks_need_nobody_else() -> None:
     host: Any = SimpleNamespace(rank=0, size=2, calls=0, broadcast_bytes=lambda data, root: data or b"")
     memory: Any = SimpleNamespace(share=lambda size: (8, b"own"), open_shared=lambda handle: 16)
     nobody: Any = SimpleNamespace(rank=0, size=2, rehearsing=lambda: False)
-    host.broadcast_bytes = lambda data, root, told=iter([b"theirs", b""]): data if root == 0 else next(told)
+    told = iter([b"theirs", b""])
+    host.broadcast_bytes = lambda data, root: data if root == 0 else next(told)
     comm = peer.PeerComm(host, nobody, memory, lambda ranks: 64, lambda rooms, rank: OneProcess(theirs))
     x = torch.ones(3, 2).T
     comm.all_reduce_(x)
@@ -405,7 +439,7 @@ def test_ranks_have_all_rooms_or_all_have_none(tmp_path: Path) -> None:
     assert [rooms for rooms, _ in in_ranks(3, tmp_path / "all", act)] == [
         [100 * rank + (rank != own) for rank in range(3)] for own in range(3)
     ]
-    for number, (faulty, how, why) in enumerate(
+    for number, (faulty, how, why) in enumerate(  # noqa: B007  `act` reads them
         (
             ("shares", False, "cuMemAlloc failed: no memory"),
             ("opens", False, "device 1 has no way to device 2"),

@@ -38,7 +38,9 @@ def joined() -> tuple[Any, TransferGroup]:
 
 def test_pieces_come_into_memory_that_was_taken_before() -> None:
     sender, rank = joined()
-    with pytest.raises(CapacityError, match=r"^The largest piece of new weights takes 1048576.00 TiB, and .* Send smaller"):
+    with pytest.raises(
+        CapacityError, match=r"^The largest piece of new weights takes 1048576.00 TiB, and .* Send smaller"
+    ):
         rank.reserve(2**60)
     rank.reserve(100)
     with ThreadPoolExecutor(1) as thread:
@@ -54,13 +56,19 @@ def test_pieces_come_into_memory_that_was_taken_before() -> None:
 @pytest.mark.parametrize(
     ("comes", "declared", "said"),
     [
-        (60, 100, "sends a piece of 60 bytes, where update_weights has declared a piece of 100 bytes. dtype_names, shapes, packed"),
+        (
+            60,
+            100,
+            "sends a piece of 60 bytes, where update_weights has declared a piece of 100 bytes. dtype_names, shapes, packed",
+        ),
         (2**20, 100, "sends a piece of 1,048,576 bytes, where update_weights has declared a piece of 100 bytes"),
         (0, 100, "has sent its last piece, where update_weights has declared a piece of 100 bytes"),
         (60, 0, "sends a piece of 60 bytes, where update_weights has declared no more pieces"),
     ],
 )
-def test_a_piece_of_another_length_is_refused_before_a_byte_of_it_is_taken(comes: int, declared: int, said: str) -> None:
+def test_a_piece_of_another_length_is_refused_before_a_byte_of_it_is_taken(
+    comes: int, declared: int, said: str
+) -> None:
     sender, rank = joined()
     rank.reserve(100)
     rank._room.fill_(7)
@@ -76,7 +84,9 @@ def test_a_piece_of_another_length_is_refused_before_a_byte_of_it_is_taken(comes
 
 def test_a_trainer_that_does_not_announce_lengths_is_refused_when_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "ANNOUNCED", "another key")
-    with pytest.raises(InvalidRequestError, match=r"doesn't say how long its pieces are: its store has no key 'another key'"):
+    with pytest.raises(
+        InvalidRequestError, match=r"doesn't say how long its pieces are: its store has no key 'another key'"
+    ):
         joined()
 
 
@@ -93,7 +103,10 @@ def test_who_leaves_ends_what_the_trainer_waits_for() -> None:
 def test_a_trainer_does_not_wait_for_ever() -> None:
     sender, rank = joined()
     rank.leave()
-    sender._seconds, sender._group = 0.2, SimpleNamespace(broadcast=lambda *_: SimpleNamespace(is_completed=lambda: False))
+    sender._seconds, sender._group = (
+        0.2,
+        SimpleNamespace(broadcast=lambda *_: SimpleNamespace(is_completed=lambda: False)),
+    )
     with pytest.raises(RuntimeError, match=r"the server hasn't taken 4 bytes in 0\.2 seconds"):
         sender.send([("model.norm.weight", torch.ones(1))])
     assert sender._group is None
@@ -134,5 +147,7 @@ def test_nccl_is_told_what_it_needs_and_the_users_environment_stays(monkeypatch:
     rank.receive(0)
     assert dict(os.environ) == before
     assert [(one["NCCL_SOCKET_IFNAME"], one["NCCL_NVLS_ENABLE"]) for one in seen[:2]] == [("lo", "1")] * 2
-    assert seen[0]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "else the log has a trace each second once the trainer has gone"
+    assert seen[0]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", (
+        "else the log has a trace each second once the trainer has gone"
+    )
     assert seen[2] == before, "setting a variable beside threads that read one isn't safe"

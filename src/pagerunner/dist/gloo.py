@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
@@ -96,13 +96,17 @@ class GlooComm(Comm):
         found = x.new_empty(x.shape)
         if x.numel():
             with self._told("all_to_all"):
-                self._group.alltoall_base(_bytes(found), _bytes(x.contiguous()), [], [], self._timed(AllToAllOptions())).wait()
+                self._group.alltoall_base(
+                    _bytes(found), _bytes(x.contiguous()), [], [], self._timed(AllToAllOptions())
+                ).wait()
         return found
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """See Comm."""
         if (data is not None) != (self.rank == root):
-            raise ValueError(f"rank {self.rank} has {'bytes' if data is not None else 'no bytes'}, and rank {root} tells them")
+            raise ValueError(
+                f"rank {self.rank} has {'bytes' if data is not None else 'no bytes'}, and rank {root} tells them"
+            )
         size = torch.tensor([len(data or b"")])
         self._broadcast(size, root)
         held = torch.empty(int(size), dtype=torch.uint8)

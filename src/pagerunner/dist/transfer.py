@@ -32,7 +32,14 @@ class TransferGroup:
     """An engine's rank in a trainer's group. After an error it is of no use."""
 
     def __init__(
-        self, address: str, port: int, rank: int, size: int, backend: TransferBackend, device: torch.device, seconds: float
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        backend: TransferBackend,
+        device: torch.device,
+        seconds: float,
     ) -> None:
         """Join the trainer, whose store is at `address`. Waits for it, and for each piece later, for up to so many seconds.
 
@@ -77,7 +84,11 @@ class TransferGroup:
             self._room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             cuda = self._device.type == "cuda"
-            free = f"the device has {human_bytes(torch.cuda.mem_get_info(self._device)[0])}" if cuda else "the host has less"
+            free = (
+                f"the device has {human_bytes(torch.cuda.mem_get_info(self._device)[0])}"
+                if cuda
+                else "the host has less"
+            )
             raise CapacityError(
                 f"The largest piece of new weights takes {human_bytes(num_bytes)}, and {free}. Send smaller pieces (packed_buffer_size_bytes), "
                 "or leave more memory free (gpu_memory_utilization)."
