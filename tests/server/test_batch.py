@@ -137,8 +137,17 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, capsys: Any, 
     assert f"{target}, line 1, is no answer" in capsys.readouterr().err and target.read_text() == text
 
 
+def test_requests_are_no_answers(tmp_path: Path, capsys: Any) -> None:
+    """With a copy of the input as output every request would pass for answered."""
+    source, target = write(tmp_path / "in.jsonl", sum_line(10)), write(tmp_path / "copy.jsonl", sum_line(10))
+    assert batch(source, target, "--base-url", "http://127.0.0.1:1") == 2
+    assert f"{target}, line 1, is no answer" in capsys.readouterr().err
+    assert target.read_bytes() == source.read_bytes()
+
+
 def test_errors_are_asked_again_when_wanted(demo: RunningServer, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
+    target.symlink_to("real.jsonl")  # the answers stay where it leads to
     source = write(tmp_path / "in.jsonl", sum_line(10), sum_line(11, model="other"))
     assert batch(source, target, "--base-url", demo.url, "--quiet") == 0
     kept = next(line for line in target.read_text().splitlines() if '"sum-10"' in line)
@@ -147,7 +156,8 @@ def test_errors_are_asked_again_when_wanted(demo: RunningServer, tmp_path: Path)
     assert read(target)["sum-11"]["error"]["code"] == 404, "what has an answer is not asked again"
     assert batch(source, target, "--base-url", demo.url, "--quiet", "--retry-errors") == 0
     assert text_of(read(target)["sum-11"]) == "11 + 30 = 41"
-    assert target.read_text().splitlines()[0] == kept and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+    assert target.read_text().splitlines()[0] == kept and target.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl", "real.jsonl"]
 
 
 def test_a_server_that_goes_away_leaves_what_it_answered(tmp_path: Path, capsys: Any) -> None:

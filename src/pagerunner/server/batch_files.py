@@ -49,6 +49,7 @@ class _Streams(msgspec.Struct):
 
 class _Answered(msgspec.Struct):
     custom_id: str
+    response: Any
     error: Any = None
 
 
@@ -213,7 +214,8 @@ class AnswerFile:
         return end
 
     def _drop_errors(self, path: Path) -> None:
-        """Replace the file, in one operation, by a file without errors."""
+        """Replace the file, in one operation, by a file without errors. A link stays one."""
+        path = path.resolve()
         kept = path.with_name(f"{path.name}.kept")
         with path.open("rb") as lines, kept.open("wb") as target:
             for line in lines:
