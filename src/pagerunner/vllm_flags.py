@@ -154,6 +154,8 @@ def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -
         else:
             value = value if equals or name == "-O" else next(rest, "")
             if name in PASSED_OVER:
+                if not equals and (not value or value.startswith("--")):
+                    raise ConfigError(f"argument {name}: expected one argument.")
                 _tell(f"{name} {value}", name, tell)
             elif neutral.get(name) != value and not _asks_for_nothing(name, value):
                 raise _refusal(name, name)

@@ -224,6 +224,13 @@ def test_vllms_flags_whose_value_changes_nothing_are_passed_over_with_a_line(par
     assert len(said) == 2 and "--swap-space 4 changes nothing" in said[0] and "swapped" in said[1]
 
 
+@pytest.mark.parametrize("words", [("dir", "--swap-space"), ("--swap-space", "--port", "80")])
+def test_a_flag_that_is_passed_over_takes_no_other_flag_for_its_value(parse, words):
+    """The port would be left out, and 80 be the model."""
+    with pytest.raises(ConfigError, match="--swap-space: expected one argument"):
+        parse(*words)
+
+
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
