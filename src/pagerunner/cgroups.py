@@ -12,7 +12,7 @@ _OWN = Path("/proc/self/cgroup")
 def control_groups() -> Iterator[Path]:
     """Directories: this process's own group, and those around it. In a container the outermost is often the container's."""
     try:
-        line = next(line for line in _OWN.read_text().splitlines() if line.startswith("0::"))
+        line = next(line for line in _OWN.read_text(errors="surrogateescape").splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         line = "0::/"
     group = _ROOT / line.removeprefix("0::").strip("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -143,3 +144,12 @@ def test_files_in_the_page_cache_take_no_memory(group: Path) -> None:
         group, "1000000", 900_000, "anon 100000\nfile 800000\nshmem 50000\ninactive_file 600000\nactive_file 150000\n"
     )
     assert machine.available_memory() == 850_000
+
+
+def test_a_group_whose_files_and_name_can_not_be_read_as_text_ends_no_start(group: Path, tmp_path: Path) -> None:
+    strange = group.with_name(os.fsdecode(b"caf\xe9"))
+    strange.mkdir()
+    (tmp_path / "own").write_bytes(b"0::/pod/caf\xe9\n")
+    limit(strange, "1000000", 900_000)
+    (strange / "memory.stat").write_bytes(b"\nnothing\n\xff 5\nfile max\ninactive_file 50000\n")
+    assert machine.available_memory() == 150_000

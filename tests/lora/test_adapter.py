@@ -442,6 +442,12 @@ def test_a_file_takes_no_more_memory_than_an_adapter(
     file.write_bytes((2**24 + 1).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="has a header of 16,777,217 bytes, and at most 16,777,216"):
         read(path, targets)
+    names = [f"base_model.model.{Q}.lora_{side}.weight" for side in "AB"]
+    far = {"dtype": "F32", "data_offsets": [2**70, 2**70 + 1024]}
+    text = json.dumps(dict(zip(names, ({**far, "shape": [4, 64]}, {**far, "shape": [64, 4]}), strict=True))).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
+        read(path, targets)
 
 
 @pytest.mark.parametrize(

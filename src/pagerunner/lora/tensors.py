@@ -22,7 +22,7 @@ from pagerunner.lora.pauses import in_turns, pause
 MOST_HEADER_BYTES = 2**24
 """Names and shapes of a file, which are told apart with the interpreter's lock. Those of 48 layers with 128 experts, each with tensors of its own, have 6 MB."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_Whole = Annotated[int, msgspec.Meta(ge=0)]
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class _Entry(msgspec.Struct, gc=False):

@@ -88,7 +88,7 @@ def available_memory() -> int:
 def _numbers(path: Path) -> dict[str, int]:
     """The first number of each line that has a name before it; nothing if the file can't be read."""
     try:
-        lines = (line.split() for line in path.read_text().splitlines())
-        return {words[0]: int(words[1]) for words in lines}
+        lines = (line.split() for line in path.read_text(errors="replace").splitlines())
+        return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
     except OSError:
         return {}
