@@ -123,9 +123,8 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: boo
 def prefill(name: str, group: int, page: int) -> dict[str, Any]:
     """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
     tiles, queries = f"[128,64],{PANEL.value!r}", f"[{64 // group},{group},64],{QUERIES.value!r}"
-    types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>") | {
-        "q_desc": f"tensordesc<{name}{queries}>"
-    }
+    types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>")
+    types |= dict.fromkeys(("q_desc", "out_desc"), f"tensordesc<{name}{queries}>")
     pages = f"[{page or 128},64],{PANEL.value!r}"
     types |= dict.fromkeys(("kp_desc", "vp_desc"), f"tensordesc<{name}{pages}>") | {
         "table_ptr": "*i64",

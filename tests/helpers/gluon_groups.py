@@ -61,7 +61,7 @@ class Panels:
     """Panels of 64 columns in shared memory, as tiles of `shape` of several panels each."""
 
     def __init__(self, panels: torch.Tensor, shape: list[int]) -> None:
-        self.panels, self.shape = panels, shape
+        self.panels, self.shape, self.dtype = panels, shape, panels.dtype
 
     def index(self, at: int) -> Panels:
         count = self.shape[-1] // 64
@@ -70,6 +70,10 @@ class Panels:
 
     def load(self, layout: Any) -> torch.Tensor:
         return self.dense().as_subclass(Codes)
+
+    def store(self, values: torch.Tensor) -> None:
+        for panel, own in zip(self.panels.as_subclass(torch.Tensor), values.split(64, 1), strict=True):
+            panel.view(self.shape[0], 64).copy_(own.as_subclass(torch.Tensor))
 
     def permute(self, dims: tuple[int, int]) -> torch.Tensor:
         return self.dense().permute(dims)
@@ -93,7 +97,7 @@ class Room(Shared):
     """A buffer in shared memory whose panels may be taken together."""
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Panels:
-        return Panels(self, shape)
+        return Panels(self.reshape(-1, shape[-2], 64), shape)
 
 
 class Described:
@@ -103,13 +107,22 @@ class Described:
         self.tensor, self.shape, self.strides, self.block = tensor, shape, strides, block
         self.dtype, self.layout = tensor.dtype, None
 
-    def read(self, corner: list[Any]) -> torch.Tensor:
-        found = torch.zeros(self.block, dtype=self.tensor.dtype)
+    def _own(self, corner: list[Any]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """What there is of a block, and where in the block."""
         ends = [max(0, min(b, s - int(c))) for b, s, c in zip(self.block, self.shape, corner, strict=True)]
         whole = self.tensor.as_strided(self.shape, self.strides)
         own = tuple(slice(int(c), int(c) + end) for c, end in zip(corner, ends, strict=True))
-        found[tuple(slice(0, end) for end in ends)] = whole[own]
+        return whole[own], tuple(slice(0, end) for end in ends)
+
+    def read(self, corner: list[Any]) -> torch.Tensor:
+        found = torch.zeros(self.block, dtype=self.tensor.dtype)
+        own, inside = self._own(corner)
+        found[inside] = own
         return found
+
+    def write(self, corner: list[Any], smem: torch.Tensor) -> None:
+        own, inside = self._own(corner)
+        own.copy_(smem.as_subclass(torch.Tensor)[inside])
 
 
 def copied(desc: Described, corner: list[Any], barrier: Barrier, smem: torch.Tensor) -> None:
@@ -166,10 +179,15 @@ class Groups:
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: BARRIERS, init=lambda b, count: one(b).init(count), expect=lambda b, number: one(b).arrive(number),
-            arrive=lambda b: one(b).arrive(), wait=lambda b, parity, pred=True: one(b).wait(parity) if pred else None,
+            arrive=lambda b, pred=True: one(b).arrive() if pred else None, wait=lambda b, parity, pred=True: one(b).wait(parity) if pred else None,
         )  # fmt: skip
         known: dict[str, Any] = {name: getattr(value, "value", value) for name, value in self.names.items()}
-        known |= {"gl": gl, "mbarrier": mbarrier, "tma": SimpleNamespace(async_copy_global_to_shared=copied)}
+        tma = SimpleNamespace(
+            async_copy_global_to_shared=copied,
+            async_copy_shared_to_global=Described.write,
+            store_wait=lambda left: None,
+        )
+        known |= {"gl": gl, "mbarrier": mbarrier, "tma": tma}
         known |= {"warpgroup_mma": lambda a, b, acc, **how: multiply(whole(a), whole(b), acc, **how)}
         known |= {"warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps}
         known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known

@@ -7,7 +7,7 @@
   It is the one that takes blocks, and leaves beside a block's queries what the other warps must know of it.
 * Two groups of four warps have 64 rows of a block each. A group's scores of a tile are multiplied while its values of the tile before are, so that
   one group multiplies while the other one computes weights (FlashAttention-3, arXiv 2407.08608). Barriers by which the groups take turns brought
-  nothing.
+  nothing. Results go where a block's queries were, and are copied in bulk from there.
 
 Tiles that not all of a block's queries see come first: those of the newest tokens, then the end of the past. All others need no mask.
 Values of keys that don't exist are made zeros before they are multiplied: what lies there may be no number.
@@ -35,7 +35,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 N = gl.constexpr(128)
 """Keys of a tile, rows of a block, and elements of a head."""
 STAGES = gl.constexpr(2)
-"""Tiles of keys, of values, and blocks of queries ahead."""
+"""Tiles of keys and of values at once."""
+BLOCKS = gl.constexpr(3)
+"""Blocks of queries and results at once."""
 FACTS = gl.constexpr(8)
 """Room for what is known of a block: head of keys, first token of the row, new tokens (0: there are no more blocks), past, first query."""
 FACT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -75,8 +77,8 @@ def _fact(facts, slot, at: gl.constexpr):
 @gluon.jit
 def _next_block(facts, q_full, turn):
     """Wait for a block and its queries: its facts."""
-    slot = turn % STAGES
-    mbarrier.wait(q_full.index(slot), turn // STAGES & 1)
+    slot = turn % BLOCKS
+    mbarrier.wait(q_full.index(slot), turn // BLOCKS & 1)
     token, num_new, past = _fact(facts, slot, 1), _fact(facts, slot, 2), _fact(facts, slot, 3)
     return _fact(facts, slot, 0), token, num_new, past, _fact(facts, slot, 4)
 
@@ -151,13 +153,11 @@ def _begin_block(item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, star
     num_new = gl.load(starts_ptr + row + 1) - token
     past = gl.load(lengths_ptr + row) - num_new
     first = (index - gl.load(part_ptr + row)) * BT
-    slot = turn % STAGES
-    mbarrier.wait(q_empty.index(slot), turn // STAGES & 1 ^ 1)
-    _leave(facts, slot, 0, head)
-    _leave(facts, slot, 1, token)
-    _leave(facts, slot, 2, num_new)
-    _leave(facts, slot, 3, past)
-    _leave(facts, slot, 4, first)
+    slot = turn % BLOCKS
+    mbarrier.wait(q_empty.index(slot), turn // BLOCKS & 1 ^ 1)
+    left = head, token, num_new, past, first
+    for at in gl.static_range(5):
+        _leave(facts, slot, at, left[at])
     gl.thread_barrier()
     mbarrier.expect(q_full.index(slot), N * N * 2)
     for part in gl.static_range(4):
@@ -171,8 +171,8 @@ def _begin_block(item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, star
 @gluon.jit
 def _end(facts, q_full, q_empty, turn, taken_ptr):
     """Tell the groups that there are no more blocks, and leave zeros for the next launch, if no program takes any more."""
-    slot = turn % STAGES
-    mbarrier.wait(q_empty.index(slot), turn // STAGES & 1 ^ 1)
+    slot = turn % BLOCKS
+    mbarrier.wait(q_empty.index(slot), turn // BLOCKS & 1 ^ 1)
     _leave(facts, slot, 2, 0)
     gl.thread_barrier()
     mbarrier.arrive(q_full.index(slot))
@@ -210,25 +210,18 @@ def _copy(q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, fact
 
 
 @gluon.jit
-def _clear(v_smem, slot, valid):
-    """Make the values of a tile's keys from `valid` on zeros. Both groups do so: each before it multiplies them."""
-    if valid < N:
-        for part in gl.static_range(N // 16):
-            rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, CLEARED))
-            if valid < part * 16 + 16:
-                for half in gl.static_range(2):
-                    own = v_smem.index(slot * 2 + half).slice(part * 16, 16)
-                    own.store(gl.where((rows < valid)[:, None], own.load(CLEARED), 0.0))
-        fence_async_shared()
-        gl.thread_barrier()
-
-
-@gluon.jit
-def _wait_values(v_smem, v_full, step, valid):
-    """Wait for a tile's values, of which `valid` exist."""
+def _wait_values(v_parts, v_full, step, valid):
+    """Wait for a tile's values, of which `valid` exist. The others are made zeros by both groups: by each before it multiplies them."""
     slot = step % STAGES
     mbarrier.wait(v_full.index(slot), step // STAGES & 1)
-    _clear(v_smem, slot, valid)
+    if valid < N:
+        for part in range(valid // 16, N // 16):
+            rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, CLEARED))
+            for half in gl.static_range(2):
+                own = v_parts.index((slot * 2 + half) * (N // 16) + part)
+                own.store(gl.where((rows < valid)[:, None], own.load(CLEARED), 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
 
 
 @gluon.jit
@@ -264,7 +257,26 @@ def _mask(scores, i, of_new, masked, diagonal, past, query_M, num_new):
 
 
 @gluon.jit
-def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
+def _leave_results(acc, c, room, panels, block, out, G: gl.constexpr):
+    """Results go where the block's queries were, and from there in bulk, if all of the group's tokens are the row's."""
+    head, token, num_new, first = block
+    out_desc, out_ptr, out_st, out_sh = out
+    room.store(acc.to(out_ptr.dtype.element_ty))
+    own = first + c * (64 // G)
+    if own + 64 // G <= num_new:
+        fence_async_shared()
+        gl.thread_barrier()
+        for half in gl.static_range(2):
+            tma.async_copy_shared_to_global(out_desc, [token + own, head * G, half * 64], panels[half])
+    else:
+        m, d = gl.arange(0, 64, gl.SliceLayout(1, STORED)), gl.arange(0, N, gl.SliceLayout(0, STORED))
+        own_query, q_head = own + m // G, head * G + m % G
+        at = out_ptr + ((token + own_query).to(gl.int64) * out_st + q_head * out_sh)[:, None]
+        gl.store(at + d[None, :], room.load(STORED), mask=(own_query < num_new)[:, None])
+
+
+@gluon.jit
+def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
              PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's blocks."""
     BT: gl.constexpr = N // G
@@ -273,14 +285,15 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
     wait_turn(PDL)
     k_tiles = k_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
     v_tiles = v_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
-    q_tiles = q_smem._reinterpret(dtype, [STAGES * 2, 64, N], PANEL)
+    v_parts = v_smem._reinterpret(dtype, [STAGES * 2 * N // 16, 16, 64], PANEL)
+    q_tiles = q_smem._reinterpret(dtype, [BLOCKS * 2, 64, N], PANEL)
     step, turn = 0, 0
     head, token, num_new, past, first = _next_block(facts, q_full, turn)
     while num_new > 0:
         of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
         m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         query_M = first + m // G
-        q = q_tiles.index(turn % STAGES * 2 + c)
+        q = q_tiles.index(turn % BLOCKS * 2 + c)
         mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
         scores = _begin_scores(q, k_tiles, step)
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -289,12 +302,14 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
         highest = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SUMS))
         weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SUMS))
         weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index((turn + BLOCKS - 1) % BLOCKS), pred=turn > 0)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         acc = gl.zeros([64, N], gl.float32, SUMS)
         mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 1)
         for i in range(1, masked):
             step += 1
-            _wait_values(v_smem, v_full, step - 1, valid)
+            _wait_values(v_parts, v_full, step - 1, valid)
             scores = _begin_scores(q, k_tiles, step)
             sums = warpgroup_mma(p, v_tiles.index((step - 1) % STAGES), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -306,7 +321,7 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
             acc *= shrink[:, None]
-        _wait_values(v_smem, v_full, step, valid)
+        _wait_values(v_parts, v_full, step, valid)
         for i in range(masked, total):
             step += 1
             mbarrier.wait(v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
@@ -320,25 +335,32 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
             acc *= shrink[:, None]
-        mbarrier.arrive(q_empty.index(turn % STAGES))
         mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
         sums = warpgroup_mma(p, v_tiles.index(step % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(v_empty.index(step % STAGES))
         step += 1
         acc *= (1.0 / gl.where(weight > 0, weight, 1.0))[:, None]
-        y = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORED)
-        own_m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORED))
-        own_query, q_head = first + own_m // G, head * G + own_m % G
-        at = out_ptr + ((token + own_query).to(gl.int64) * out_st + q_head * out_sh)[:, None]
-        d = gl.arange(0, N, gl.SliceLayout(0, STORED))
-        gl.store(at + d[None, :], y, mask=(own_query < num_new)[:, None])
+        at = turn % BLOCKS * 2 + c
+        block = head, token, num_new, first
+        _leave_results(
+            acc, c, q, (q_smem.index(at * 2), q_smem.index(at * 2 + 1)), block, (out_desc, out_ptr, out_st, out_sh), G
+        )
         turn += 1
         head, token, num_new, past, first = _next_block(facts, q_full, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    found = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(found.index(i), count=arrivals)
+    return found
 
 
 @gluon.jit(do_not_specialize=["num_rows", "K"])
-def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
+def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
                          part_ptr, taken_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
                          PDL: gl.constexpr):  # fmt: skip
     """Heads of 128 elements in halves, in groups of G (1 to 64, a power of two), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
@@ -347,28 +369,18 @@ def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_ptr, out_
     """
     start_next(PDL)
     dtype: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64 // G, G, 64], q_desc.layout)
-    facts = gl.allocate_shared_memory(gl.int32, [STAGES * FACTS, 1], FACT)
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCKS * 4, 64 // G, G, 64], q_desc.layout)
+    facts = gl.allocate_shared_memory(gl.int32, [BLOCKS * FACTS, 1], FACT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    q_full, q_empty = _barriers(BLOCKS, 1), _barriers(BLOCKS, 2)
     fence_async_shared()
     c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
     gl.warp_specialize([
-        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G, PDL)),
-        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, out_st, out_sh, scale, G, PDL)),
+        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, PDL)),
+        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, PDL)),
         (_copy, (q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
                  table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, PAGE, PAGED, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

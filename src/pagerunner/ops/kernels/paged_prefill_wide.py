@@ -94,14 +94,13 @@ def run(
     """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros."""
     q, k, v, out = heads
     gluon, group = _gluon(), q.shape[1] // k.shape[1]
-    queries = gluon.TensorDescriptor(
-        q, [q.shape[0], q.shape[1], SIZE], [q.stride(0), SIZE, 1], [64 // group, group, 64], gluon.QUERIES.value
-    )
+    box, layout = [64 // group, group, 64], gluon.QUERIES.value
+    queries, results = (gluon.TensorDescriptor(x, [*x.shape], [x.stride(0), SIZE, 1], box, layout) for x in (q, out))
     new = _rows(k, SIZE), _rows(v, SIZE)
     old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
     page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
     gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
-        queries, *new, *old, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
+        queries, *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
         K=k.shape[1], G=group, PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
     )  # fmt: skip
 
