@@ -374,15 +374,16 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
         if tile + step < stop:
             _copy(k_smem.index(1 - now), place, D)
         async_copy.commit_group()
+        async_copy.wait_group(1)
+        fence_async_shared()  # it waits for loads, too, so look-ups are behind it
+        gl.thread_barrier()
+        scores = _score(q_smem, k_smem.index(now))
         key, number = key + step, after
         after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
         entry = _entry(
             window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
         )
-        async_copy.wait_group(1)
-        fence_async_shared()
-        gl.thread_barrier()
-        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
+        scores = warpgroup_mma_wait(0, deps=(scores,))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
         gl.thread_barrier()
