@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -220,9 +221,23 @@ def test_ctrl_c_ends_a_loaded_engine_with_130():
     process.stdin.flush()
     assert process.stdout.readline() == "12 + 30 = 42\n"
     process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # Python may be about to end
     _, err = process.communicate(timeout=LONG)
     assert process.returncode == 130
     assert "interrupted" in err and "Traceback" not in err
+
+
+def test_ctrl_c_in_the_code_of_a_text_ends_with_130_too(tmp_path):
+    """As of a dataclass, while libraries are imported: Python would end by the signal."""
+    text = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
+    program = (
+        f"from pagerunner.cli import main as m; m._dispatch = lambda words: exec({text!r}); raise SystemExit(m.main())"
+    )
+    (tmp_path / "interrupted.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=LONG, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "pagerunner: interrupted.\n")
 
 
 def test_plan_draws_the_arena_as_text_and_into_a_file(tmp_path, capsys):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 import traceback
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PagerunnerError as error:
         return _report(f"error: {_sentence(error)}", 2, debug)
     except KeyboardInterrupt:
+        _ignore_interrupts(argv)
         return _report("interrupted.", 130, debug)
     except BrokenPipeError:
         # The rest of the buffer can't be written. Without this the interpreter would complain about it at exit.
@@ -60,6 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the last resort: a bug of ours is reported and not shown raw
         what = f"internal error: {_one_line(described(error))}"
         return _report(what if debug else f"{what} (--debug shows where)", 1, debug)
+    finally:
+        _ignore_interrupts(argv)
+
+
+def _ignore_interrupts(argv: Sequence[str] | None) -> None:
+    """Let a Ctrl-C not end the process by its signal, status -2, while Python ends it with an exit code. SIGTERM still does."""
+    if argv is None:  # this is the process's own command line
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Python ends by the signal if that has interrupted the code of a text, such as a library's dataclass, whoever has caught it.
+        # The code of another text, of which a named tuple is made, lets it forget that.
+        namedtuple("Nothing", ())
 
 
 def _dispatch(words: list[str]) -> int:
