@@ -341,6 +341,10 @@ def test_each_request_takes_one_of_the_adapters() -> None:
 def test_a_server_that_is_not_there(capsys: Any) -> None:
     assert main(["bench", "serve", "--port", "9", "--quiet"]) == 2
     assert "No model server answers at http://127.0.0.1:9/v1/models" in capsys.readouterr().err
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9/v1/", "--quiet"]) == 2
+    assert "No model server answers at http://127.0.0.1:9/v1/models" in capsys.readouterr().err
+    assert main(["bench", "serve", "--port", "70000"]) == 2
+    assert "--port: must be in [0, 65535], got 70000" in capsys.readouterr().err
 
 
 def test_series_of_gaps_are_of_all_requests() -> None:

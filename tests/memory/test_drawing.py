@@ -33,7 +33,7 @@ def test_text_has_a_character_per_slab_and_counts_per_group() -> None:
     state = ArenaState((0, 0, 1) + (FREE,) * 147, ({0: "x"}, {}))
     lines = arena_text(plan, state).splitlines()
     assert "".join(lines[1:4]).replace(" ", "") == "Aab" + "." * 147
-    assert lines[4].strip() == "A full: 2 slabs, 1 pages held"
+    assert lines[4].strip() == "A full: 2 slabs, 1 page held"
     assert lines[6].strip() == ". free: 147 slabs"
 
 

@@ -119,7 +119,7 @@ def test_every_line_is_answered_and_errors_are_of_their_line(demo: RunningServer
 def test_a_run_goes_on_after_what_is_there(demo: RunningServer, tmp_path: Path, capsys: Any) -> None:
     source = write(tmp_path / "in.jsonl", *(sum_line(number) for number in range(10, 20)))
     target = tmp_path / "out.jsonl"
-    assert batch(source, target, "--base-url", demo.url, "--quiet") == 0
+    assert batch(source, target, "--base-url", f"{demo.url}/v1", "--quiet") == 0
     lines = target.read_text().splitlines(keepends=True)
     target.write_text("".join(lines[:4]) + lines[4][:50])  # cut off in the middle of a line
     assert batch(source, target, "--base-url", demo.url) == 0

@@ -21,8 +21,17 @@ from pagerunner.bench.drafts import draft_counts
 from pagerunner.bench.http_client import Timeouts
 from pagerunner.bench.serve_data import DATASETS, ServeRequest, custom_requests, random_requests, sharegpt_requests
 from pagerunner.bench.serving import DETAILS, METRICS, Planned, Sample, Target, arrivals, report, series, summarize
-from pagerunner.cli.options import Parser, add_common_options, decimal, not_negative, parse_number, positive, seconds
-from pagerunner.cli.session import note, show_progress
+from pagerunner.cli.options import (
+    Parser,
+    add_common_options,
+    decimal,
+    not_negative,
+    parse_number,
+    port_number,
+    positive,
+    seconds,
+)
+from pagerunner.cli.session import note, server_url, show_progress
 from pagerunner.demo import find_model
 from pagerunner.errors import ConfigError
 
@@ -48,7 +57,7 @@ def build_parser() -> Parser:
     add("--backend", default="openai", help="openai (completions; also called vllm) or openai-chat (default: openai)")
     add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
     add("--host", default="127.0.0.1", help="(default: %(default)s)")
-    add("--port", type=positive, default=8000, help="(default: %(default)s)")
+    add("--port", type=port_number, default=8000, help="(default: %(default)s)")
     add("--endpoint", metavar="PATH", help="(default: the backend's)")
     add("--model", help="model directory, demo or served name (default: the first that the server names)")
     add("--served-model-name", metavar="NAME", help="name in requests, where it isn't --model")
@@ -108,7 +117,7 @@ def run(namespace: argparse.Namespace) -> int:
     times = _times(namespace)
     if namespace.backend not in BACKENDS:
         raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {namespace.backend!r}.")
-    base = (namespace.base_url or f"http://{namespace.host}:{namespace.port}").rstrip("/")
+    base = server_url(namespace.base_url or f"http://{namespace.host}:{namespace.port}")
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGERUNNER_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     model, root = _find_model(namespace, base, headers)

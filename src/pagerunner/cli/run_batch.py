@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from pagerunner.cli.options import Parser, add_common_options, add_engine_options, add_lora_modules, flag_of, positive
-from pagerunner.cli.session import note, resolve_model, show_progress
+from pagerunner.cli.session import note, resolve_model, server_url, show_progress
 from pagerunner.config import EngineArgs
 from pagerunner.errors import ConfigError
 from pagerunner.types.lora import LoRARequest, parse_module
@@ -121,7 +121,9 @@ async def _serve(namespace: argparse.Namespace, answering: Answering) -> bool:
     """Run `answering` against the named server or one of our own; whether the user interrupted it."""
     if namespace.base_url is not None:
         key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGERUNNER_API_KEY")
-        await answering(namespace.base_url, {"Authorization": f"Bearer {key}"} if key else {}, lambda: False)
+        await answering(
+            server_url(namespace.base_url), {"Authorization": f"Bearer {key}"} if key else {}, lambda: False
+        )
         return False
     from pagerunner.server.launch import check_modules
 

@@ -34,6 +34,11 @@ def note(namespace: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def server_url(url: str) -> str:
+    """The address of a server in front of its paths, of one that may be given as OpenAI's clients take it, `http://host:8000/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def show_progress(namespace: argparse.Namespace) -> bool:
     """Whether progress bars make sense: a person watches stderr and didn't ask for quiet."""
     return not namespace.quiet and sys.stderr.isatty()

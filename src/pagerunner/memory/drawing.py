@@ -82,8 +82,10 @@ def arena_text(plan: MemoryPlan, state: ArenaState) -> str:
     counts = Counter(state.slab_group)
     for number, group in enumerate(plan.groups):
         held = len(state.page_owner[number])
-        lines.append(f"  {_letter(number).upper()} {group.name}: {counts[number]:,} slabs, {held:,} pages held")
-    lines.append(f"  {_letter(FREE)} free: {counts[FREE]:,} slabs")
+        lines.append(
+            f"  {_letter(number).upper()} {group.name}: {_of(counts[number], 'slab')}, {_of(held, 'page')} held"
+        )
+    lines.append(f"  {_letter(FREE)} free: {_of(counts[FREE], 'slab')}")
     return "\n".join(lines)
 
 
@@ -98,6 +100,10 @@ def _cell(plan: MemoryPlan, state: ArenaState, slab: int, slabs: int, part: int,
     held = state.page_owner[number]
     letter = _letter(number)
     return letter.upper() if any(page in held for page in range(first, stop)) else letter
+
+
+def _of(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _letter(group: int) -> str:
@@ -118,7 +124,7 @@ def arena_svg(plan: MemoryPlan, state: ArenaState) -> str:
     width = 20 + _COLUMNS * (_CELL + 4)
     some = "" if drawn == plan.num_slabs else f" (the first {drawn:,} are drawn)"
     title = (
-        f"{human_bytes(plan.kv_bytes)} of pages: {plan.num_slabs:,} slabs of {human_bytes(plan.slab_bytes)}{some}, "
+        f"{human_bytes(plan.kv_bytes)} of pages: {_of(plan.num_slabs, 'slab')} of {human_bytes(plan.slab_bytes)}{some}, "
         f"max_model_len {plan.max_model_len:,}"
     )
     parts = [
@@ -201,7 +207,8 @@ def _legend_svg(
     for row, (name, color, count) in enumerate([*names, ("free", "#cccccc", counts[FREE])]):
         y = top + 20 * row
         yield f'<rect x="11" y="{y}" width="12" height="12" fill="none" stroke="{color}" stroke-width="2"/>'
-        yield f'<text x="30" y="{y + 11}">{escape(name)}: {count:,} slabs</text>'
+        slabs = _of(count, "slab")
+        yield f'<text x="30" y="{y + 11}">{escape(name)}: {slabs}</text>'
     for row, owner in enumerate(owners):
         y = top + 20 * row
         yield f'<rect x="400" y="{y}" width="12" height="12" fill="{_fill(owner, hues)}"/>'
