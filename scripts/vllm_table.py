@@ -31,7 +31,7 @@ SAME = frozenset(
     --enforce-eager --hf-overrides --hf-token --kv-cache-memory-bytes --kv-cache-metrics-sample --log-config-file
     --long-prefill-token-threshold --max-log-len --max-num-seqs --port --return-tokens-as-token-ids
     --revision --root-path --seed --served-model-name --skip-tokenizer-init --tokenizer-revision --uvicorn-log-level
-    --enable-lora --max-loras --max-cpu-loras
+    --enable-lora --max-loras --max-cpu-loras --cudagraph-capture-sizes
     --disable-access-log-for-endpoints --per-request-spec-decode-metrics --response-role --chat-template-content-format --code-revision
     --scheduling-policy --enable-request-id-headers --enable-log-outputs --h11-max-header-count --limit-concurrency""".split()
 )
@@ -50,7 +50,7 @@ DIFFERS = {
     "beginning; one engine's crash ends its requests alone. `LLM` is one engine. See [Several engines](server.md#several-engines)",
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
-    "--api-key": "repeatable; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",
+    "--api-key": "repeatable as well; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",
     "--tool-call-parser": "four parsers, see [Tools](server.md#tools)",
     "--reasoning-parser": "three parsers, see [Reasoning](server.md#reasoning)",
     "--tokenizer": "a directory or a hub name with `tokenizer.json`; other kinds of tokenizer are not read",
@@ -64,7 +64,6 @@ DIFFERS = {
     "--kv-cache-dtype": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, `float32`, `bfloat16`, `float16`; fp8 pages carry their own scales",
     "--block-size": "1, 2, 4, 8 or a multiple of 16; 16 by default on every device",
     "--load-format": "`auto`, `safetensors` or `dummy`; other formats may run code when they are read",
-    "--cudagraph-capture-sizes": "numbers separated by commas",
     "--attention-backend": "`auto`, `triton`, `cpu`, `torch_ref` or `flashinfer`; mostly `auto`",
     "--generation-config": "`auto` or `vllm`; not a directory",
     "--structured-outputs-config": "`disable_any_whitespace`; the only `backend` is `guidance`",

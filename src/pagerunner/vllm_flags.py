@@ -121,32 +121,38 @@ PASSED_OVER: dict[str, str] = {
 }
 """Flags with a value that changes nothing, here as in today's vLLM, and what is said about them."""
 _METRICS, _SAMPLE = "--kv-cache-metrics", "--kv-cache-metrics-sample"
+TOGETHER = frozenset((_METRICS, f"--no-{_METRICS[2:]}", "--data-parallel-size-local", "--data-parallel-rank"))
+"""Flags that mean something beside others only, so that `screen` needs all words."""
+_TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("false", "null", "[]", "{}")  # of files and of keyword arguments
 
 
-def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -> list[str]:
+def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True, whole: bool = True) -> list[str]:
     """`words` without vLLM's flags that ask for what is done anyway. Flags in `known` are the parser's own.
 
-    The log names flags that are passed over, if `tell`.
+    The log names flags that are passed over, if `tell`. Without `whole` there may be other words elsewhere.
 
-    vLLM's switch for sampling pages becomes vLLM's default sample, unless `words` have one.
+    vLLM's switch for sampling pages becomes vLLM's default sample, unless `words` have one. Where it is off, nothing is sampled.
 
     Raises:
         ConfigError: one asks for something that isn't there; it says what.
     """
     kept: list[str] = []
     rest = iter(words)
+    sampled: bool | None = None
     engines = _engines(words)
     neutral = {"--data-parallel-size-local": engines, "--data-parallel-rank": "0" if engines == "1" else None}
     for word in rest:
         if word == "--":
-            return [*kept, word, *rest]
+            rest = iter((word, *rest))
+            break
         name, equals, value = word.partition("=")
         name = "-O" if word.startswith("-O") else name  # -O3
-        if name in (_METRICS, "--no-kv-cache-metrics") and _SAMPLE in known:
-            if name == _METRICS and value.lower() not in _FALSE and not any(one.startswith(_SAMPLE) for one in words):
-                kept.append(f"{_SAMPLE}=0.01")
+        if name in (_METRICS, _negated(_METRICS)) and _SAMPLE in known:
+            if equals and value.lower() not in (*_TRUE, *_FALSE):
+                raise ConfigError(f"{name} must be true or false, got {value!r}.")
+            sampled = (name == _METRICS) != (value.lower() in _FALSE)
         elif name in known or not (name in REFUSED or name in PASSED_OVER or _without_value(name)):
             kept.append(word)
         elif _without_value(name):
@@ -157,9 +163,11 @@ def screen(words: Sequence[str], known: Collection[str], *, tell: bool = True) -
                 if not equals and (not value or value.startswith("--")):
                     raise ConfigError(f"argument {name}: expected one argument.")
                 _tell(f"{name} {value}", name, tell)
-            elif neutral.get(name) != value and not _asks_for_nothing(name, value):
+            elif neutral.get(name) != value and not _asks_for_nothing(name, value) and (whole or name not in neutral):
                 raise _refusal(name, name)
-    return kept
+    if sampled is not None and not (sampled and any(word.startswith(_SAMPLE) for word in words)):
+        kept.append(f"{_SAMPLE}={0.01 if sampled else 0}")
+    return [*kept, *rest]
 
 
 def screen_arguments(values: Mapping[str, object], known: Collection[str]) -> dict[str, object]:
@@ -208,7 +216,8 @@ def _asks_for_nothing(flag: str, value: str) -> bool:
         except ValueError:
             return False
         return not (any(limits.values()) if isinstance(limits, dict) else limits)
-    return value.lower() in _NONE or value in NEUTRAL.get(flag, ())
+    switch = flag.startswith(("--enable-", "--disable-"))
+    return value.lower() in (*_NONE, *(_FALSE if switch else ())) or value in NEUTRAL.get(flag, ())
 
 
 def _tell(given: str, flag: str, tell: bool) -> None:

@@ -50,7 +50,7 @@ seed: null
 
 def test_a_file(parse):
     namespace = parse(text=FILE)
-    assert (namespace.model, namespace.port, namespace.api_key) == ("from-file", 9000, ["one", "two"])
+    assert (namespace.model, namespace.port, namespace.api_key) == ("from-file", 9000, [["one"], ["two"]])
     assert (namespace.served_model_name, namespace.quiet) == (["a", "b"], False)
     del namespace.served_model_name
     args = engine_args(namespace, "m")
@@ -70,7 +70,7 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(parse):
     words = ("model", "--max_num_seqs=6", "--api-key", "mine", "--enable-prefix-caching")
     namespace = parse(*words, text=FILE, **environ)
     assert (namespace.model_tag, namespace.model) == ("model", None)
-    assert (namespace.port, namespace.max_num_seqs, namespace.api_key) == (9001, 6, ["mine"])
+    assert (namespace.port, namespace.max_num_seqs, namespace.api_key) == (9001, 6, [["mine"]])
     assert (namespace.enforce_eager, namespace.enable_prefix_caching) == (False, True)
 
 
@@ -117,6 +117,14 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(parse):
         ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs is given twice"),
         ("[port]", "must hold keys and values, got a list"),
         ("a: [", "is not valid YAML"),
+        ("port: &a {x: *a}", "is not valid YAML: Circular reference"),
+        ("hf-overrides: &a [*a]", "is not valid YAML: Circular reference"),
+        ("port: " + "[" * 20_000, "lists or mappings in one another too many times"),
+        ("port: !!int x", "is not valid YAML: invalid literal"),
+        ("port: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("hf-overrides: {? 2001-01-01 : 1}", "is not valid YAML: keys must be str"),
+        ("kv-cache-metrics: 7", "serve.yaml: --kv-cache-metrics must be true or false, got '7'"),
+        ("data-parallel-size-local: 1\ndata-parallel-size: 2", "--data-parallel-size-local is vLLM's flag"),
     ],
 )
 def test_bad_files(parse, text, sentence):
@@ -166,6 +174,10 @@ def test_vllms_flags_that_ask_for_what_is_there_are_passed_over(parse):
         (("--lora-dtype=float16",), "for other forms of adapters"),
         (("--cpu-offload-gb",), "offloading"),
         (("--max-model-length", "5"), "did you mean --max-model-len?"),
+        (("-dcp1",), "unknown flag -dcp1; did you mean -dcp 1?"),
+        (("-tp2",), "unknown flag -tp2; did you mean -tp 2?"),
+        (("--enable-dbo=1",), "--enable-dbo is vLLM's flag"),
+        (("--kv-cache-metrics=maybe",), "--kv-cache-metrics must be true or false, got 'maybe'"),
     ],
 )
 def test_vllms_flags_for_what_is_not_there_are_refused(parse, words, sentence):
@@ -188,6 +200,12 @@ def test_vllms_flags_for_what_is_not_there_are_refused(parse, words, sentence):
         ((), "kv-cache-metrics-sample: 0.2\nkv-cache-metrics: true", 0.2),
         (("--kv-cache-metrics",), "kv-cache-metrics-sample: 0.2", 0.2),
         (("--kv-cache-metrics-sample=0.3",), "kv-cache-metrics: true", 0.3),
+        (("--kv-cache-metrics", "--kv-cache-metrics"), None, 0.01),
+        (("--kv-cache-metrics", "--no-kv-cache-metrics"), None, 0.0),
+        (("--no-kv-cache-metrics", "--kv-cache-metrics"), None, 0.01),
+        (("--no-kv-cache-metrics", "--kv-cache-metrics-sample=0.2"), None, 0.0),
+        (("--no-kv-cache-metrics",), "kv-cache-metrics: true", 0.0),
+        ((), "kv-cache-metrics: null", 0.0),
     ],
 )
 def test_vllms_switch_for_sampling_pages_has_vllms_default(parse, words, text, share):
@@ -248,6 +266,31 @@ def test_engines_that_are_all_here_may_be_said_to_be(parse, words, refused):
         return
     with pytest.raises(ConfigError, match=f"{refused} is vLLM's flag for several devices"):
         parse("dir", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "environ"),
+    [
+        ((), "data-parallel-size: 2\ndata-parallel-size-local: 2", {}),
+        (("-dp", "2"), "data-parallel-size-local: 2", {}),
+        (("--data-parallel-size-local", "2"), "data_parallel_size: 2", {}),
+        ((), "data-parallel-size-local: 2\ndata-parallel-size: 9", {"PAGERUNNER_DATA_PARALLEL_SIZE": "2"}),
+        ((), "data-parallel-rank: 0\ndata-parallel-size-local: null", {"PAGERUNNER_ENABLE_DBO": "0"}),
+    ],
+)
+def test_engines_that_are_all_here_may_be_said_to_be_wherever_their_number_stands(parse, words, text, environ):
+    assert parse("dir", *words, text=text, **environ).model_tag == "dir"
+
+
+def test_a_file_goes_with_a_model_behind_two_dashes(parse):
+    assert parse("--", "dir", text="port: 77").port == 77
+
+
+@pytest.mark.parametrize("words", [("1", "2", "8"), ("1,2", "8"), ("1,2,8",)])
+def test_sizes_and_keys_have_blanks_between_as_in_vllm(parse, words):
+    namespace = parse("dir", "--cudagraph-capture-sizes", *words, "--api-key", "a", "b")
+    assert engine_args(namespace, "dir").cudagraph_capture_sizes == (1, 2, 8)
+    assert namespace.api_key == [["a", "b"]]
 
 
 def test_a_flag_that_is_passed_over_is_said_once_with_a_config_file_too(parse, caplog):

@@ -239,7 +239,7 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
     module = types.ModuleType("pagerunner.server.launch")
     module.run_server = lambda args, **options: calls.append((args, options)) or 0
     monkeypatch.setitem(sys.modules, "pagerunner.server.launch", module)
-    words = ["serve", "dir", "--port", "0", "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "4"]
+    words = ["serve", "dir", "--port", "0", "--api-key", "k1", "k2", "--max-num-seqs", "4"]
     words += ["--device", "cpu"]
     words += ["--served-model-name", "one", "two", "--admin-key", "a", "--allowed-origin", "https://x.example"]
     words += ["--shutdown-timeout", "5"]
@@ -272,6 +272,12 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
         "otlp_traces_endpoint": None,
         "api_server_count": 1,
     }
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_behind_a_flag_of_several_words_is_not_taken_for_one_of_them(flag, capsys):
+    assert main(["serve", flag, "one", "dir"]) == 2
+    assert f"no model is named; if dir is it, put it before {flag}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,15 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(size) for size in text.split(","))
 
 
+class _Sizes(argparse.Action):
+    """Numbers with blanks between, as in vLLM, or commas, or both."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, tuple(size for sizes in values for size in sizes))
+
+
 def positive(text: str, least: int = 1) -> int:
     """A whole number of at least `least`.
 
@@ -311,14 +320,14 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message} (see `{self.prog} --help`).")
 
-    def parse(self, argv: Sequence[str], *, tell: bool = True) -> argparse.Namespace:
-        """Parse `argv`; flags and positional arguments may be mixed. See `screen` for `tell`.
+    def parse(self, argv: Sequence[str], *, tell: bool = True, whole: bool = True) -> argparse.Namespace:
+        """Parse `argv`; flags and positional arguments may be mixed. See `screen` for `tell` and `whole`.
 
         Raises:
             ConfigError: a flag is unknown, incomplete, or has a value that can't be read.
         """
         known = {option for action in self._actions for option in action.option_strings}
-        words = screen([_dashed(word) for word in _joined(argv, known)], known, tell=tell)
+        words = screen([_dashed(word) for word in _joined(argv, known)], known, tell=tell, whole=whole)
         namespace, extra = self.parse_known_intermixed_args(words)
         if extra:
             self.error(self._explain(extra))
@@ -337,6 +346,8 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {extra[0]!r}{model}"
         name = flag.split("=", 1)[0]
         known = [option for action in self._actions for option in action.option_strings]
+        if (joined := re.fullmatch(r"(-[a-z]+)(\d+)", name)) and joined[1] in (*known, *REFUSED):
+            return f"unknown flag {name}; did you mean {joined[1]} {joined[2]}?"
         near = difflib.get_close_matches(name, known, n=1)
         return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
@@ -392,6 +403,8 @@ def _add_engine_option(
         if field.name == "quantization" and not parser.prog.endswith(" serve"):
             short = ()  # other verbs have no -q, as --quiet would be expected of it
         several: dict[str, Any] = {"nargs": "+"} if field.name == "lora_target_modules" else {}
+        if convert is _parse_sizes:
+            several = {"nargs": "+", "action": _Sizes}
         group.add_argument(flag, *short, type=convert, metavar=shown, default=argparse.SUPPRESS, help=text, **several)
 
 

@@ -31,8 +31,8 @@ def build_parser() -> ConfiguredParser:
     common.add_argument(
         "--port", type=port_number, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    key_help = "key that clients must send; repeatable; in $PAGERUNNER_API_KEY the process list doesn't show it"
-    common.add_argument("--api-key", action="append", metavar="KEY", help=key_help)
+    key_help = "keys of which clients must send one; in $PAGERUNNER_API_KEY the process list doesn't show it"
+    common.add_argument("--api-key", action="append", nargs="+", metavar="KEY", help=key_help)
     names_help = "names of the model in answers and metrics; the first is the one that answers carry by default"
     common.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names_help)
     add_engine_options(parser, without=("served_model_name", "max_in_flight", "poison_fresh_pages"))
@@ -87,8 +87,10 @@ def run(namespace: argparse.Namespace) -> int:
     """Serve until interrupted."""
     namespace.model = one_model(namespace)
     names = namespace.served_model_name or []
-    if namespace.model is None and len(names) > 1:
-        raise ConfigError(f"no model is named; if {names[-1]} is it, put it before --served-model-name.")
+    keys = namespace.api_key or []
+    for flag, given in (("--served-model-name", names), *(("--api-key", some) for some in keys)):
+        if namespace.model is None and len(given) > 1:
+            raise ConfigError(f"no model is named; if {given[-1]} is it, put it before {flag}.")
     del namespace.served_model_name
     args, _ = resolve_model(namespace)
     set_up_logging(namespace.log_level or ("warning" if namespace.quiet else "info"))
@@ -105,7 +107,7 @@ def run(namespace: argparse.Namespace) -> int:
         host=namespace.host,
         port=namespace.port,
         api_server_count=namespace.api_server_count,
-        api_keys=namespace.api_key or (),
+        api_keys=[key for some in keys for key in some],
         admin_keys=namespace.admin_key or (),
         allowed_origins=namespace.allowed_origin or (),
         drain_seconds=namespace.shutdown_timeout,

@@ -18,7 +18,7 @@ import yaml
 from pagerunner import limits
 from pagerunner.cli.options import SPEC_FLAGS, Parser
 from pagerunner.errors import ConfigError
-from pagerunner.vllm_flags import screen
+from pagerunner.vllm_flags import TOGETHER, screen
 
 PREFIX = "PAGERUNNER_"
 _NO_FLAGS = (
@@ -43,13 +43,13 @@ class ConfiguredParser(Parser):
         )
         self.add_argument("--config", metavar="FILE", help=text)
 
-    def parse(self, argv: Sequence[str], *, tell: bool = True) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str], *, tell: bool = True, whole: bool = True) -> argparse.Namespace:
         """Parse `argv`, with what the environment and the file say of flags that it doesn't have.
 
         Raises:
             ConfigError: a flag, key or variable is unknown, or has a value that can't be read; it says where.
         """
-        alone = super().parse(argv, tell=False)  # for `--config`; the whole is parsed in the end
+        alone = super().parse(argv, tell=False, whole=False)  # for `--config`; the whole is parsed in the end
         found: dict[str, list[str]] = {}
         variables = self._variables()
         path = alone.config or variables.pop("config", None)
@@ -60,13 +60,16 @@ class ConfiguredParser(Parser):
         if getattr(alone, "model_tag", None) is not None:
             given.add("model")
         more = [word for dest, one in found.items() if dest not in given for word in one]
-        return super().parse([*argv, *more], tell=tell)
+        end = [*argv, "--"].index("--")
+        return super().parse([*argv[:end], *more, *argv[end:]], tell=tell, whole=whole)
 
     def _option(self, word: str) -> str | None:
         """The destination of the flag that `word` begins with."""
         name = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in SPEC_FLAGS:
             name = "--speculative-config"
+        if name in TOGETHER:
+            return name.removeprefix("--no-").removeprefix("--").replace("-", "_")
         return next((action.dest for action in self._actions if name in action.option_strings), None)
 
     def _variables(self) -> dict[str, str]:
@@ -88,9 +91,15 @@ class ConfiguredParser(Parser):
             dest = str(key).replace("-", "_")
             flag = "--" + dest.replace("_", "-")
             try:
+                if value is None and flag in TOGETHER:
+                    continue
                 if dest not in actions or dest == "config":
-                    text = value if isinstance(value, str) else json.dumps(value, default=str)
-                    for word in screen([f"{flag}={text}"], [f"--{name.replace('_', '-')}" for name in actions]):
+                    words = [f"{flag}={value if isinstance(value, str) else json.dumps(value, default=str)}"]
+                    screened = screen(words, [f"--{name.replace('_', '-')}" for name in actions], whole=False)
+                    if flag in TOGETHER:
+                        found[str(self._option(flag))] = words
+                        continue
+                    for word in screened:
                         if (meant := self._option(word)) in (None, "config"):
                             raise ConfigError(self._unknown(what, str(key), actions))
                         if meant == "speculative_config":  # each sets another of its keys
@@ -128,15 +137,15 @@ def _flag_words(action: argparse.Action, value: Any) -> list[str]:
     if isinstance(value, bool):
         raise ConfigError(f"{flag[2:]} must be a value, got {value!r}.")
     if isinstance(value, dict):
-        return [f"{flag}={json.dumps(value)}"]
+        return [f"{flag}={json.dumps(value, default=str)}"]
     if not isinstance(value, list):
         return [f"{flag}={value}"]
     if not all(isinstance(item, (str, int, float)) for item in value):
         raise ConfigError(f"{flag[2:]} must be a list of plain values, got {value!r}.")
-    if action.nargs == "+":
-        return [flag, *map(str, value)]
     if isinstance(action, argparse._AppendAction):
         return [f"{flag}={item}" for item in value]
+    if action.nargs == "+":
+        return [flag, *map(str, value)]
     return [f"{flag}={','.join(map(str, value))}"]
 
 
@@ -155,9 +164,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 def _read(path: str) -> dict[str, Any]:
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
+        json.dumps(values, default=str)  # what the flags of JSON are made of: no circles
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ConfigError(f"the config file {path} has lists or mappings in one another too many times.") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"the config file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if values is None:
         return {}
