@@ -38,10 +38,10 @@ PRELOADED = (
 READ_AT_IMPORT = ("PAGERUNNER_LIMIT_", "OMP_", "GOMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_", "PYTHON")
 """Beginnings of the variables that Python reads when it starts, and those modules when they are imported."""
 HARMLESS = (
-    "PYTHONPATH", "OMP_WAIT_POLICY", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHONPATH", "OMP_WAIT_POLICY", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
-"""Of these, those that make no difference: the path is set again, one thread waits for nobody, and CPUs have no multicast. Caches' places, which
-torch's compiler sets for its process and all that it starts, are looked up when they are needed."""
+"""Beginnings of those that make no difference: the path is set again, one thread waits for nobody, and CPUs have neither NCCL nor multicast. Caches'
+places, which torch's compiler sets for its process and all that it starts, are looked up when they are needed."""
 MODULES = (
     "pagerunner",
     "pagerunner.engine.core.process",
@@ -61,7 +61,7 @@ def _read_at_import(environ: Any) -> set[tuple[str, str]]:
     return {
         (name, value)
         for name, value in environ.items()
-        if name.startswith(READ_AT_IMPORT) and name not in HARMLESS and not _is_time_limit(name)
+        if name.startswith(READ_AT_IMPORT) and not name.startswith(HARMLESS) and not _is_time_limit(name)
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.patience import LONG
 from helpers.programs import Popen, run_python
+from pagerunner.engine.core.executors import places
 
 ORIGINAL = frozenset(os.environ)
 
@@ -96,6 +97,14 @@ def test_what_a_fork_can_not_do_is_started() -> None:
     ):
         done = Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **how).communicate()[0]  # type: ignore[arg-type]
         assert done == b"False\n"
+
+
+def test_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine sets for them could keep them from it. Then each would take 2 s of computing in every test, and nobody would see why."""
+    given = list[dict[str, str]]()
+    monkeypatch.setattr(places, "start", lambda program, environ, **how: given.append(environ))
+    places._begin()
+    assert run_python("import sys; print('torch' in sys.modules)", (), given[0]).stdout == "True\n"
 
 
 def test_a_forked_program_has_the_limits_of_its_environment() -> None:
