@@ -22,7 +22,7 @@ from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.garbage import seldom_collected
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.engine.core.messages import StartUp
-from pagerunner.engine.frontend.frontend import build_frontend, check_options
+from pagerunner.engine.frontend.frontend import build_frontend, check_options, check_tokenizer
 from pagerunner.engine.frontend.input_processor import (
     POOLING_PARAMS,
     Prompt,
@@ -117,7 +117,7 @@ class LLM:
                 "LLM is one engine: start one in each of several processes, each with its own CUDA_VISIBLE_DEVICES."
             )
         check_options(args)
-        args = fetch_checkpoint(args, show_progress=use_tqdm)
+        args = check_tokenizer(fetch_checkpoint(args, show_progress=use_tqdm))
         with EarlyRanks(args) as early:
             self._core, self._config = _loaded(args, early, use_tqdm)
         self._frontend = build_frontend(args, self._core.memory_plan.max_model_len)

@@ -26,7 +26,7 @@ from pagerunner.attention.calls import Heads, Projection
 from pagerunner.attention.capability import HALVES, HEADS, SINKS, SOFTCAP, Capabilities, memory_form
 from pagerunner.attention.paired import PairedBackend
 from pagerunner.batch import StepRows
-from pagerunner.engine.worker import build, worker
+from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
 from pagerunner.layers.attention import PagedAttention
 from pagerunner.memory import specs
@@ -267,7 +267,7 @@ def test_one_plan_a_step_and_group_whatever_the_layers() -> None:
 def test_a_backend_that_nobody_knows_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "load_model", lambda *args: pytest.fail("weights are read"))
+    monkeypatch.setattr(build, "materialize", lambda *args: pytest.fail("weights are read"))
     with pytest.raises(ConfigError, match="attention_backend must be auto or one of triton, .*, got 'FLASH_ATTN'"):
         LLM(
             str(MODELS["gpt-oss"](tmp_path)), attention_backend="FLASH_ATTN", skip_tokenizer_init=True, max_model_len=64

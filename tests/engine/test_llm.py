@@ -342,6 +342,14 @@ def test_broken_checkpoints_are_named(tmp_path: Path, damage: Any, message: str)
         LLM(str(path), max_model_len=64, use_tqdm=False)
 
 
+def test_a_missing_tokenizer_is_told_before_weights_are_read(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    for name in ("tokenizer.json", "model.safetensors"):
+        (path / name).unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        LLM(str(path), max_model_len=64, use_tqdm=False)
+
+
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     with pytest.raises(PagerunnerError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))

@@ -38,7 +38,7 @@ from pagerunner.engine.core.client import (
     LoadedCore,
     launch_cores,
 )
-from pagerunner.engine.frontend.frontend import check_options
+from pagerunner.engine.frontend.frontend import check_options, check_tokenizer
 from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import EngineDeadError
 from pagerunner.logs import set_up_logging
@@ -88,7 +88,7 @@ async def supervise(args: EngineArgs, listener: socket.socket, host: str, count:
 
     async def load() -> tuple[EngineArgs, list[LoadedCore]]:
         await asyncio.to_thread(check_options, args)
-        fetched = await asyncio.to_thread(fetch_checkpoint, args)
+        fetched = check_tokenizer(await asyncio.to_thread(fetch_checkpoint, args))
         return fetched, await launch_cores(fetched, factory, stall, count)
 
     with StopSignals().installed() as stop:

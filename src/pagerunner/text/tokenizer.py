@@ -46,10 +46,7 @@ class Tokenizer:
         Raises:
             CheckpointError: tokenizer.json is missing or unreadable, or a file beside it is not JSON.
         """
-        directory = Path(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(_no_tokenizer(directory))
+        directory, file = Path(path), tokenizer_file(path)
         try:
             backend = TokenizersTokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for any fault in the file
@@ -200,12 +197,15 @@ def end_token_ids(model: Sequence[int], tokenizer: Tokenizer | None) -> tuple[in
     return tuple(dict.fromkeys([*model, *([] if own is None else [own])]))
 
 
-def _no_tokenizer(directory: Path) -> str:
-    """What to do about a missing tokenizer.json."""
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer.json of a model directory. Raises CheckpointError, which says what to do, if there is none."""
+    directory = Path(path)
+    if (file := directory / "tokenizer.json").is_file():
+        return file
     others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (directory / name).is_file()]
     if not others:
-        return f"{directory} has no tokenizer.json; give a tokenizer directory, or skip_tokenizer_init."
-    return (
+        raise CheckpointError(f"{directory} has no tokenizer.json; give a tokenizer directory, or skip_tokenizer_init.")
+    raise CheckpointError(
         f"{directory} has {others[0]}, but no tokenizer.json, which is the one form that is read. Convert it once, with "
         f"transformers installed: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(DIRECTORY); then give that "
         "directory as tokenizer."

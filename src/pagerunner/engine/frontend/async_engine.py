@@ -20,7 +20,7 @@ from pagerunner.engine.core.client import DEFAULT_FACTORY, STALL_SECONDS, Loaded
 from pagerunner.engine.core.forks import HomeProcess
 from pagerunner.engine.core.live import LiveState
 from pagerunner.engine.frontend.adapters import EngineAdapters
-from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options
+from pagerunner.engine.frontend.frontend import Frontend, build_frontend, check_options, check_tokenizer
 from pagerunner.engine.frontend.input_processor import (
     Prompt,
     Truncation,
@@ -129,7 +129,7 @@ class AsyncEngine:
             EngineDeadError: the core's process ended while loading.
         """
         await asyncio.to_thread(check_options, args)
-        args = await asyncio.to_thread(fetch_checkpoint, args)
+        args = check_tokenizer(await asyncio.to_thread(fetch_checkpoint, args))
         cores = cores or await launch_cores(args, core_factory, stall_seconds)
         try:
             length = min(core.ready.max_model_len for core in cores)

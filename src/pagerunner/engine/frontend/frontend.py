@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from pagerunner.config import EngineArgs
 from pagerunner.engine.frontend.drafts import DraftLog
@@ -18,7 +19,7 @@ from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.pooling import Pooler, read_pooler
 from pagerunner.models.configs.reader import read_model_config
 from pagerunner.text.chat_template import ChatTemplate
-from pagerunner.text.tokenizer import Tokenizer, end_token_ids
+from pagerunner.text.tokenizer import Tokenizer, end_token_ids, tokenizer_file
 from pagerunner.types import SamplingParams
 
 
@@ -49,6 +50,13 @@ def check_options(args: EngineArgs) -> None:
         ChatTemplate.from_option(args.chat_template)
     read_structured_outputs_config(args.structured_outputs_config)
     read_options(args.speculative_config)
+
+
+def check_tokenizer(args: EngineArgs) -> EngineArgs:
+    """`args`. A checkpoint without a tokenizer is refused before its weights are read: raises CheckpointError."""
+    if not args.skip_tokenizer_init and (Path(args.model) / "config.json").is_file():
+        tokenizer_file(args.tokenizer or args.model)
+    return args
 
 
 def build_frontend(args: EngineArgs, max_model_len: int) -> Frontend:

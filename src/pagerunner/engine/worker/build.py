@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pagerunner.attention.base import AttentionBackend
-from pagerunner.attention.select import select_backends
+from pagerunner.attention.select import Backend, select_backends
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, Stage, union
 from pagerunner.engine.startup.machine import ranks_share_devices
@@ -83,8 +83,9 @@ def load_model(
     comm: Comm,
     stage: Stage | None,
     teams: Comm | None,
-) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None]]:
-    """The model, its share if it is one of several ranks', the arena's region that holds its weights, and what fills that region again.
+) -> tuple[Model, Share | None, torch.Tensor, Callable[[], None], list[Backend]]:
+    """The model, its share if it is one of several ranks', the arena's region that holds its weights, what fills that region again, and
+    the backends of the plan's groups. What the model or its attention can't do is refused before weights are read.
 
     `comm` joins the ranks of one stage, or of one team; `teams` those of all teams, if there are several.
     """
@@ -113,6 +114,9 @@ def load_model(
             if drafter is not None and isinstance(share.whole, Model):
                 drafter_share = share_of_drafter(share.whole, share)
                 join_ranks(drafter, drafter_share, comm)
+        dtype, scores, fixed = getattr(torch, config.dtype), resolved.model.attention_scores, config.batch_invariant
+        backend = config.attention_backend
+        backends = select_backends(resolved.plan.groups, backend, device, dtype, scores, batch_invariant=fixed)
 
     def fill_weights() -> None:
         with torch.inference_mode():  # weights that were made in this mode change only in it
@@ -132,7 +136,7 @@ def load_model(
         if config.batch_invariant and device.type == "cuda":
             check_fixed(model)
     meter.loaded_bytes = 0 if config.load_format == "dummy" else weights.nbytes
-    return model, share, weights, fill_weights
+    return model, share, weights, fill_weights, backends
 
 
 def make_runner(
@@ -145,23 +149,15 @@ def make_runner(
     stage: Stage | None,
     teams: Comm | None,
     transfers: Transfers | None,
-    table: AdapterTable | None = None,
+    table: AdapterTable | None,
+    backends: list[Backend],
 ) -> ModelRunner:
     """The runner with its tables and state, none of which depends on how many slabs get mapped. `comm` joins the ranks of one stage.
-    `table` says where adapters lie, if requests may have some.
+    `table` says where adapters lie, if requests may have some. `backends` serve the plan's groups.
     """
     config, plan = resolved.config, resolved.plan
     everybody = teams or (comm if stage is None else stage.world)
     ranks = config.num_ranks
-    dtype = getattr(torch, config.dtype)
-    backends = select_backends(
-        plan.groups,
-        config.attention_backend,
-        device,
-        dtype,
-        resolved.model.attention_scores,
-        batch_invariant=config.batch_invariant,
-    )
     pages = Pages(plan, kv_bytes, poison=config.poison_fresh_pages, static_scales=resolved.kv_scales)
     drafts = config.speculative
     tables = PageTables(plan, device, keep_ends=model.drafter is not None)

@@ -19,7 +19,6 @@ from functools import partial
 import msgspec
 import torch
 
-from pagerunner.attention.select import check_name
 from pagerunner.dist.base import Comm, Stage, gathered_bytes
 from pagerunner.dist.gloo import GlooComm, GlooStage
 from pagerunner.dist.nccl import NcclComm, NcclStage
@@ -287,7 +286,6 @@ def load_worker(
         CapacityError, CheckpointError: the sentence says what to change.
     """
     config, plan, memory = resolved.config, resolved.plan, resolved.card
-    check_name(config.attention_backend)  # before weights are read
     comm = comm or NullComm()
     rank = teams.rank if teams is not None else comm.rank if stage is None else stage.world.rank
     device = torch.device("cuda", device_of_rank(rank)) if config.device == "cuda" else torch.device(config.device)
@@ -311,7 +309,8 @@ def load_worker(
         with meter.phase("ranks", "communicators"):
             staged = ranks_share_devices()
             stage = StagedStage(stage, rehearsing) if staged else NcclStage(stage, device, rehearsing)
-    model, share, weights, fill_weights = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
+    loaded = load_model(resolved, device, arena, meter, progress, comm, stage, teams)
+    model, share, weights, fill_weights, backends = loaded
     with meter.phase("pages"):
         kv_bytes = arena.reserve("kv", plan.kv_bytes, mapped=plan.first_bytes)
     with meter.phase("adapters"):
@@ -319,7 +318,7 @@ def load_worker(
     with meter.phase("tables", "tables and sampling state"):
         transfers = make_transfers(resolved, kv_bytes, card)
         table = None if adapters is None else adapters.table
-        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, table)
+        runner = make_runner(resolved, device, model, share, kv_bytes, comm, stage, teams, transfers, table, backends)
     expect_kernels(device, True)
     if card is not None or runner.num_graphs:
         with meter.phase("warm-up", "activations and kernels"):
