@@ -24,12 +24,13 @@ DRAFTED_TOKENS = 4  # of a row with drafts, at once
 
 
 @triton.jit
-def _input(
-    x, state, entries, channel, in_range, token, first, replayed, by_one, x_stride, channels, taps, JOURNAL: tl.constexpr
-):  # fmt: skip
+def _input(source, channel, in_range, token, by_one, taps, JOURNAL: tl.constexpr):
     """A row's input at `token`, in x's dtype. Before the row's first token of the step come its accepted drafts, and before them
     what its state holds. If a row takes tokens one after another (`by_one`), each is rounded as a state is for those after it.
+
+    `source`: the step's inputs, the row's state and journal; its first token, how many accepted drafts are before it, and the channels.
     """
+    x, x_stride, state, entries, first, replayed, channels = source
     value = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=in_range & (token >= first), other=0.0)
     before = token - first + replayed
     held = tl.load(state + (taps - 1 + before) * channels + channel, mask=in_range & (before < 0), other=0.0)
@@ -45,15 +46,16 @@ def _input(
 
 @triton.jit
 def _output(
-    x, own, entries, weight, bias, channel, mask, token, first, replayed, by_one, x_stride, channels, weight_stride,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr,
-):  # fmt: skip
+    source, weights, channel, mask, token, by_one, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr
+):
     """Outputs of one token or several. Tokens and what belongs to them are in the first dimension, or are one number."""
+    weight, weight_stride, bias = weights
+    _, _, _, _, _, _, channels = source
     in_range = channel < channels
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
         late = by_one & (tap < TAPS - 1)  # the token's own input isn't rounded
-        value = _input(x, own, entries, channel, mask, at, first, replayed, late, x_stride, channels, TAPS, JOURNAL)
+        value = _input(source, channel, mask, at, late, TAPS, JOURNAL)
         factor = tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0).to(tl.float32)
         if tap == 0:
             total = value.to(tl.float32) * factor
@@ -79,54 +81,50 @@ def _tokens(
     slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
     entry = tl.load(table + slot * table_stride, mask=real, other=0)
     held = tl.load(accepted + row, mask=real, other=-1) if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
-    found = _output(
-        x, state + entry * state_stride, journal + entry * journal_stride, weight, bias, channel,
-        real & (channel < channels), token, first, tl.maximum(held, 0), held >= 0, x_stride, channels, weight_stride,
-        TAPS, HAS_BIAS, JOURNAL,
-    )  # fmt: skip
+    own, entries = state + entry * state_stride, journal + entry * journal_stride
+    mask = real & (channel < channels)
+    source = (x, x_stride, own, entries, first, tl.maximum(held, 0), channels)
+    found = _output(source, (weight, weight_stride, bias), channel, mask, token, held >= 0, TAPS, HAS_BIAS, JOURNAL)
     target = out + token.to(tl.int64) * channels + channel
     tl.store(target, found.to(out.dtype.element_ty), mask=(token < num_tokens) & (channel < channels))
 
 
 @triton.jit
-def _keep(
-    x, state, entries, target, channel, in_range, first, replayed, upto, x_stride, channels,
-    TAPS: tl.constexpr, JOURNAL: tl.constexpr,
-):  # fmt: skip
+def _keep(source, target, channel, in_range, upto, TAPS: tl.constexpr, JOURNAL: tl.constexpr):
     """Write the state before token `upto` to `target`, oldest first, which may be the state itself."""
+    _, _, _, _, _, _, channels = source
     for tap in tl.static_range(TAPS - 1):
         at = upto - (TAPS - 1) + tap
-        value = _input(
-            x, state, entries, channel, in_range, at, first, replayed, True, x_stride, channels, TAPS, JOURNAL
-        )
+        value = _input(source, channel, in_range, at, True, TAPS, JOURNAL)
         tl.store(target + tap * channels + channel, value.to(target.dtype.element_ty), mask=in_range)
 
 
 @triton.jit
 def _one_token(
-    x, out, state, own, weight, bias, row, token, channel, in_range, positions, save_start, save_position, save_target,
-    channels, x_stride, weight_stride, HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, x_stride, out, state, own, weights, row, token, channel, in_range, positions, saves, channels,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Output and state of a row that has one token, and no accepted drafts before it."""
-    total = _output(
-        x, own, own, weight, bias, channel, in_range, token, token, 0, False, x_stride, channels, weight_stride,
-        TAPS, HAS_BIAS, 0,
-    )  # fmt: skip
+    save_start, save_position, save_target = saves
+    source = (x, x_stride, own, own, token, 0, channels)
+    total = _output(source, weights, channel, in_range, token, False, TAPS, HAS_BIAS, 0)
     tl.store(out + tl.cast(token, tl.int64) * channels + channel, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
         for save in range(tl.load(save_start + row), tl.load(save_start + row + 1)):
             there = in_range & (tl.load(save_position + save) == tl.load(positions + token) + 1)
             copy = state + tl.load(save_target + save) // ITEM
-            _keep(x, own, own, copy, channel, there, token, 0, token + 1, x_stride, channels, TAPS, 0)
-    _keep(x, own, own, own, channel, in_range, token, 0, token + 1, x_stride, channels, TAPS, 0)
+            _keep(source, copy, channel, there, token + 1, TAPS, 0)
+    _keep(source, own, channel, in_range, token + 1, TAPS, 0)
 
 
 @triton.jit
-def _gates(
-    gate, gate_out, entries, row, first, end, certain, replayed, num_tokens, gate_stride,
-    OUTPUTS: tl.constexpr, JOURNAL: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
-    """Accepted drafts' gates go from the journal to their places behind the step's tokens, and drafts' gates into the journal."""
+def _gates(gate, gate_stride, gate_out, entries, row, tokens, num_tokens, OUTPUTS: tl.constexpr, JOURNAL: tl.constexpr,
+           HEADS: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    """Accepted drafts' gates go from the journal to their places behind the step's tokens, and drafts' gates into the journal.
+
+    `tokens`: the row's, as `row_tokens` gives them.
+    """
+    first, end, certain, replayed, _ = tokens
     head = tl.arange(0, BH)
     inside = head < HEADS
     for at in range(replayed):
@@ -158,7 +156,9 @@ def _rows(
     row, column = tl.program_id(0), tl.program_id(1)
     channel = column * BC + tl.arange(0, BC)
     in_range = channel < channels
-    first, end, certain, replayed, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    tokens = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    first, end, certain, replayed, by_one = tokens
+    weights, saves = (weight, weight_stride, bias), (save_start, save_position, save_target)
     if OUTPUTS:
         for token in range(end, tl.load(query_start + row + 1)):
             tl.store(
@@ -172,16 +172,12 @@ def _rows(
     if JOURNAL > 0:
         which = column - tl.cdiv(channels, BC)
         if which == 0:
-            _gates(
-                gate, gate_out, gate_journal + entry * journal_stride, row, first, end, certain, replayed, num_tokens,
-                gate_stride, OUTPUTS, JOURNAL, HEADS, BH,
-            )  # fmt: skip
+            held = gate_journal + entry * journal_stride
+            _gates(gate, gate_stride, gate_out, held, row, tokens, num_tokens, OUTPUTS, JOURNAL, HEADS, BH)
         if GATES > 1:
             if which == 1:
-                _gates(
-                    gate_2, gate_2_out, gate_2_journal + entry * journal_stride, row, first, end, certain, replayed, num_tokens,
-                    gate_2_stride, OUTPUTS, JOURNAL, HEADS, BH,
-                )  # fmt: skip
+                held = gate_2_journal + entry * journal_stride
+                _gates(gate_2, gate_2_stride, gate_2_out, held, row, tokens, num_tokens, OUTPUTS, JOURNAL, HEADS, BH)
         if which >= 0:
             return
     own = state + entry * state_stride
@@ -189,19 +185,17 @@ def _rows(
     if OUTPUTS:
         if (replayed == 0) & (end == first + 1):  # as when drafts don't pay
             _one_token(
-                x, out, state, own, weight, bias, row, first, channel, in_range, positions, save_start, save_position,
-                save_target, channels, x_stride, weight_stride, HAS_SAVES, ITEM, TAPS, HAS_BIAS,
+                x, x_stride, out, state, own, weights, row, first, channel, in_range, positions, saves, channels,
+                HAS_SAVES, ITEM, TAPS, HAS_BIAS,
             )  # fmt: skip
             return
+    source = (x, x_stride, own, entries, first, replayed, channels)
     if JOURNAL > 0:
         stop = end if OUTPUTS else first
         for begin in range(first - replayed, stop, BT):
             many, there = (begin + tl.arange(0, BT))[:, None], channel[None, :]
             mask = (many < stop) & in_range[None, :]
-            found = _output(
-                x, own, entries, weight, bias, there, mask, many, first, replayed, by_one, x_stride, channels, weight_stride,
-                TAPS, HAS_BIAS, JOURNAL,
-            )  # fmt: skip
+            found = _output(source, weights, there, mask, many, by_one, TAPS, HAS_BIAS, JOURNAL)
             to = out + behind(many, first, replayed, row, num_tokens, JOURNAL).to(tl.int64) * channels + there
             tl.store(to, found.to(out.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # all is read before anything is written
@@ -210,8 +204,8 @@ def _rows(
         upto = save_token(save_position, save, stop, shift, certain)
         there = in_range & (upto > first - replayed) & (upto <= certain)
         target = state + tl.load(save_target + save) // ITEM
-        _keep(x, own, entries, target, channel, there, first, replayed, upto, x_stride, channels, TAPS, JOURNAL)
-    _keep(x, own, entries, own, channel, in_range, first, replayed, certain, x_stride, channels, TAPS, JOURNAL)
+        _keep(source, target, channel, there, upto, TAPS, JOURNAL)
+    _keep(source, own, channel, in_range, certain, TAPS, JOURNAL)
     if JOURNAL > 0:
         tl.debug_barrier()
         for token in range(certain, tl.minimum(end, certain + JOURNAL)):
@@ -234,9 +228,10 @@ def _step(
         tl.store(target, tl.zeros((BC,), dtype=out.dtype.element_ty), mask=in_range)
         return
     own = state + state_entry(table, slots, row, table_stride) * state_stride
+    weights, saves = (weight, weight_stride, bias), (save_start, save_position, save_target)
     _one_token(
-        x, out, state, own, weight, bias, row, row, channel, in_range, positions, save_start, save_position, save_target,
-        channels, x_stride, weight_stride, HAS_SAVES, ITEM, TAPS, HAS_BIAS,
+        x, x_stride, out, state, own, weights, row, row, channel, in_range, positions, saves, channels,
+        HAS_SAVES, ITEM, TAPS, HAS_BIAS,
     )  # fmt: skip
 
 

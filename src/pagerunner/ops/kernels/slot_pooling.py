@@ -37,10 +37,11 @@ BLOCK_PLACES = 64  # tokens of a slot whose inputs are on their way together
 
 
 @triton.jit
-def _inputs(
-    x, state, journal, position, channel, mask, first, start, base, x_stride, W: tl.constexpr, C: tl.constexpr, JOURNAL: tl.constexpr
-):  # fmt: skip
-    """A row's inputs at positions [BW, 1], float32; see `_Ring` of the twin."""
+def _inputs(ring, position, channel, mask, W: tl.constexpr, C: tl.constexpr, JOURNAL: tl.constexpr):
+    """A row's inputs at positions [BW, 1], float32; see `_Ring` of the twin. `ring`: where new inputs, those before and drafts are; the row's
+    first token, its position, and the first position that the state doesn't hold.
+    """
+    x, x_stride, state, journal, first, start, base = ring
     new = position >= start
     token = tl.cast(first, tl.int64) + position - start
     value = tl.load(x + token * x_stride + channel, mask=mask & new, other=0.0).to(tl.float32)
@@ -53,15 +54,17 @@ def _inputs(
 
 
 @triton.jit
-def _half(
-    x, state, journal, bias, most, total, found, place, before, channel, inside, last, first, start, base, x_stride,
-    RATIO: tl.constexpr, W: tl.constexpr, C: tl.constexpr, JOURNAL: tl.constexpr,
-):  # fmt: skip
-    """Take some of a slot's tokens into the running softmax: those at `place` [BW, 1] of the slot that is `before` slots before."""
+def _half(ring, bias, sums, place, before, channel, inside, last, RATIO: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+          JOURNAL: tl.constexpr):  # fmt: skip
+    """Take some of a slot's tokens into the running softmax: those at `place` [BW, 1] of the slot that is `before` slots before.
+
+    `sums`: the largest gate, the sum of weights, and that of weighted values.
+    """
+    most, total, found = sums
     position = last - RATIO * (before + 1) + 1 + place
     mask = (place < RATIO) & (position >= 0) & inside
-    value = _inputs(x, state, journal, position, channel, mask, first, start, base, x_stride, W, C, JOURNAL)
-    gate = _inputs(x, state, journal, position, C // 2 + channel, mask, first, start, base, x_stride, W, C, JOURNAL)
+    value = _inputs(ring, position, channel, mask, W, C, JOURNAL)
+    gate = _inputs(ring, position, C // 2 + channel, mask, W, C, JOURNAL)
     gate += tl.load(bias + place * (C // 2) + channel, mask=mask, other=0.0)
     gate = tl.where(mask, gate, float("-inf"))
     larger = tl.maximum(most, tl.max(gate, 0))
@@ -71,38 +74,27 @@ def _half(
 
 
 @triton.jit
-def _slot(
-    x, state, journal, bias, out, block, last, first, start, base, x_stride,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
+def _slot(ring, bias, out, block, last, D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr,
+          BC: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     """BC elements of the slot whose last token is at position `last`."""
     W: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
     C: tl.constexpr = 4 * D if OVERLAP else 2 * D
     element = block * BC + tl.arange(0, BC)
     channel, inside = element[None, :], (element < D)[None, :]
-    most = tl.full((BC,), -1.0e30, tl.float32)
-    total = tl.zeros((BC,), tl.float32)
-    found = tl.zeros((BC,), tl.float32)
+    sums = (tl.full((BC,), -1.0e30, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32))
     for at in range(0, RATIO, BW):
         place = (at + tl.arange(0, BW))[:, None]
         if OVERLAP:
-            most, total, found = _half(
-                x, state, journal, bias, most, total, found, place, 1, channel, inside, last, first, start, base, x_stride,
-                RATIO, W, C, JOURNAL,
-            )  # fmt: skip
+            sums = _half(ring, bias, sums, place, 1, channel, inside, last, RATIO, W, C, JOURNAL)
         own = channel + D if OVERLAP else channel
-        most, total, found = _half(
-            x, state, journal, bias, most, total, found, place, 0, own, inside, last, first, start, base, x_stride,
-            RATIO, W, C, JOURNAL,
-        )  # fmt: skip
+        sums = _half(ring, bias, sums, place, 0, own, inside, last, RATIO, W, C, JOURNAL)
+    _, total, found = sums
     tl.store(out + element, found / tl.where(total > 0, total, 1.0), mask=element < D)
 
 
 @triton.jit
-def _ring(
-    x, state, journal, target, block, upto, least, mask, first, start, base, x_stride,
-    D: tl.constexpr, W: tl.constexpr, STRIPS: tl.constexpr, JOURNAL: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
+def _keep(ring, target, block, upto, least, mask, D: tl.constexpr, W: tl.constexpr, STRIPS: tl.constexpr, JOURNAL: tl.constexpr,
+          BC: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     """Write to `target` a ring of what comes before position `upto`, and not before `least`."""
     element = block * BC + tl.arange(0, BC)
     oldest = tl.maximum(upto - W, least)
@@ -111,51 +103,43 @@ def _ring(
         there = mask & (position < upto) & (element < D)[None, :]
         for strip in tl.static_range(STRIPS):
             channel = strip * D + element[None, :]
-            value = _inputs(
-                x, state, journal, position, channel, there, first, start, base, x_stride, W, STRIPS * D, JOURNAL
-            )
+            value = _inputs(ring, position, channel, there, W, STRIPS * D, JOURNAL)
             tl.store(target + (position + W) % W * (STRIPS * D) + channel, value, mask=there)
 
 
 @triton.jit
 def _row(
-    x, states, journals, bias, out, row, block, table, slots, query_start, seq_lens, positions, accepted, save_start, save_position,
-    save_target, x_stride, state_stride, journal_stride, table_stride, out_stride,
+    pooling, out, row, block, pages, where, saves, out_stride,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, JOURNAL: tl.constexpr, HAS_SAVES: tl.constexpr,
     OUTPUTS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """BC elements of one pooling of a row: with OUTPUTS its slots, then the states to save, its own, and its drafts."""
+    x, x_stride, states, journals, bias = pooling
+    table, table_stride, slots, state_stride, journal_stride = pages
+    _, _, positions, _ = where
+    save_start, save_position, save_target = saves
     W: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
     STRIPS: tl.constexpr = 4 if OVERLAP else 2
-    first, end, certain, replayed, _ = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+    first, end, certain, replayed, _ = row_tokens(*where, row, JOURNAL)
     if first < end:
         entry = state_entry(table, slots, row, table_stride)
         state, journal = states + entry * state_stride, journals + entry * journal_stride
         start = tl.cast(tl.load(positions + first), tl.int32)
-        base = start - replayed
+        ring = (x, x_stride, state, journal, first, start, start - replayed)
         if OUTPUTS:
             for token in range(first, end):
                 last = start + token - first
                 if (last + 1) % RATIO == 0:
                     own = out + tl.cast(token, tl.int64) * out_stride
-                    _slot(
-                        x, state, journal, bias, own, block, last, first, start, base, x_stride,
-                        D, RATIO, OVERLAP, JOURNAL, BC, BW,
-                    )  # fmt: skip
+                    _slot(ring, bias, own, block, last, D, RATIO, OVERLAP, JOURNAL, BC, BW)
         at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
         for save in range(at, stop):
             upto = save_token(save_position, save, stop, shift, certain)
             there = (upto > first - replayed) & (upto <= certain)
             target = states + tl.load(save_target + save) // 4
-            _ring(
-                x, state, journal, target, block, start + upto - first, -W, there, first, start, base, x_stride,
-                D, W, STRIPS, JOURNAL, BC, BW,
-            )  # fmt: skip
+            _keep(ring, target, block, start + upto - first, -W, there, D, W, STRIPS, JOURNAL, BC, BW)
         tl.debug_barrier()  # all is read before the row's own state changes
-        _ring(
-            x, state, journal, state, block, start + certain - first, base, True, first, start, base, x_stride,
-            D, W, STRIPS, JOURNAL, BC, BW,
-        )  # fmt: skip
+        _keep(ring, state, block, start + certain - first, start - replayed, True, D, W, STRIPS, JOURNAL, BC, BW)
         if JOURNAL > 0:
             tl.debug_barrier()
             element = block * BC + tl.arange(0, BC)
@@ -177,17 +161,18 @@ def _rows_kernel(
     """A program for a row and BC elements of the first pooling, and behind these for BC elements of the second."""
     start_next_and_wait(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
+    pages = (table, table_stride, slots, state_stride, journal_stride)
+    where, saves = (query_start, seq_lens, positions, accepted), (save_start, save_position, save_target)
     parts: tl.constexpr = (D + BC - 1) // BC
     if block < parts:
+        pooling = (x, x_stride, states, journals, bias)
         _row(
-            x, states, journals, bias, out, row, block, table, slots, query_start, seq_lens, positions, accepted, save_start,
-            save_position, save_target, x_stride, state_stride, journal_stride, table_stride, out_stride,
-            D, RATIO, OVERLAP, JOURNAL, HAS_SAVES, OUTPUTS, BC, BW,
+            pooling, out, row, block, pages, where, saves, out_stride, D, RATIO, OVERLAP, JOURNAL, HAS_SAVES, OUTPUTS, BC, BW
         )  # fmt: skip
     elif D_2 > 0:
+        pooling = (x_2, x_2_stride, states_2, journals_2, bias_2)
         _row(
-            x_2, states_2, journals_2, bias_2, out + D, row, block - parts, table, slots, query_start, seq_lens, positions,
-            accepted, save_start, save_position, save_target, x_2_stride, state_stride, journal_stride, table_stride, out_stride,
+            pooling, out + D, row, block - parts, pages, where, saves, out_stride,
             D_2, RATIO, OVERLAP, JOURNAL, HAS_SAVES, OUTPUTS, BC, BW,
         )  # fmt: skip
 
@@ -219,15 +204,19 @@ def _tokens_kernel(
         own = out + token.to(tl.int64) * out_stride
         parts: tl.constexpr = (D + BC - 1) // BC
         if block < parts:
-            _slot(
-                x, states + entry * state_stride, journals + entry * journal_stride, bias, own, block, last, first, start,
-                base, x_stride, D, RATIO, OVERLAP, JOURNAL, BC, BW,
-            )  # fmt: skip
+            ring = (x, x_stride, states + entry * state_stride, journals + entry * journal_stride, first, start, base)
+            _slot(ring, bias, own, block, last, D, RATIO, OVERLAP, JOURNAL, BC, BW)
         elif D_2 > 0:
-            _slot(
-                x_2, states_2 + entry * state_stride, journals_2 + entry * journal_stride, bias_2, own + D, block - parts, last,
-                first, start, base, x_2_stride, D_2, RATIO, OVERLAP, JOURNAL, BC, BW,
-            )  # fmt: skip
+            ring = (
+                x_2,
+                x_2_stride,
+                states_2 + entry * state_stride,
+                journals_2 + entry * journal_stride,
+                first,
+                start,
+                base,
+            )
+            _slot(ring, bias_2, own + D, block - parts, last, D_2, RATIO, OVERLAP, JOURNAL, BC, BW)
         token = tl.min(tl.where(done & (token_T > token), token_T, num_tokens), 0)
 
 
@@ -273,11 +262,10 @@ def pool_slots(
 
 @triton.jit
 def _finish(
-    pooled, weight, cos, sin, page, rope, scales, eps,
-    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr, MIXED: tl.constexpr, root,
+    pooled, weight, angles, page, rope, scales, eps, root, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one slot's vector, and store it at `page`; `cos` and `sin` are its token's.
+    """Norm and rotate one slot's vector, and store it at `page`; `angles` are where its token's cosines and sines are.
 
     FP8: C elements become codes, each BLOCK with a scale, and the others go to `rope`. If MIXED isn't 0, all 2**MIXED are mixed before.
     """
@@ -286,7 +274,7 @@ def _finish(
     dtype = weight.dtype.element_ty
     x = tl.load(pooled + element, mask=inside, other=0.0).to(dtype).to(tl.float32)
     factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
-    y = ready(x, factor, cos, sin, eps, D, P, BD, dtype)
+    y = ready(x, factor, *angles, eps, D, P, BD, dtype)
     if FP8 is None:
         tl.store(page + element, y.to(page.dtype.element_ty), mask=inside)
     else:
@@ -317,30 +305,14 @@ def _store_kernel(
             rope += entry * rope_page + slot * rope_slot
             scales += entry * scale_page + slot * scale_slot
             _finish(
-                row,
-                weight,
-                cos + angle,
-                sin + angle,
-                place,
-                rope,
-                scales,
-                eps,
-                D,
-                P,
-                BD,
-                C,
-                BLOCK,
-                FP8,
-                FP8_MAX,
-                0,
-                root,
-            )
+                row, weight, (cos + angle, sin + angle), place, rope, scales, eps, root, D, P, BD, C, BLOCK, FP8, FP8_MAX, 0
+            )  # fmt: skip
         elif D_2 > 0:
             place_2 = page_2 + entry * page_2_stride + slot * slot_2_stride
             scales_2 += entry * scale_2_page + slot * scale_2_slot
             _finish(
-                row + D, weight_2, cos + angle, sin + angle, place_2, rope, scales_2, eps_2, D_2, P, BD_2, D_2, BLOCK_2, FP8, FP8_MAX,
-                MIXED, root,
+                row + D, weight_2, (cos + angle, sin + angle), place_2, rope, scales_2, eps_2, root,
+                D_2, P, BD_2, D_2, BLOCK_2, FP8, FP8_MAX, MIXED,
             )  # fmt: skip
 
 
