@@ -14,6 +14,7 @@ from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.compiler import needs_compiler
 from helpers.effort import TEST_DAY, share_of_the_day
+from helpers.recount import recount
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
@@ -90,7 +91,7 @@ def same(path: str, new_tokens: int, *, hits: bool = True, **options: Any) -> LL
             assert mine == theirs or (mine < theirs and length - 2 - 1 - theirs < DRAFTS)
     assert llm.stats().spec.num_draft_tokens > 0
     manager = llm._core._scheduler.manager
-    manager.check_integrity()
+    recount(manager)
     assert not any(manager.pool.used)
     return llm
 

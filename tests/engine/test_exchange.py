@@ -20,6 +20,7 @@ from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import LONG, until
 from helpers.ports import free_port
+from helpers.recount import recount, recount_pool
 from pagerunner import LLM
 from pagerunner.config import EngineArgs
 from pagerunner.engine.core.core import EngineCore
@@ -131,10 +132,10 @@ class Engine:
             core._stop_exchange("end")
             assert not core._exchange.busy and not len(core._exchange.loans)
         scheduler = core._scheduler
-        scheduler.manager.check_integrity()
+        recount(scheduler.manager)
         assert not any(scheduler.manager.pool.used)
         if scheduler.tiers is not None:
-            scheduler.tiers.host.pool.check()
+            recount_pool(scheduler.tiers.host.pool)
             assert not any(scheduler.tiers.host.pool.used)
 
 

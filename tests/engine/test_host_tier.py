@@ -12,6 +12,7 @@ from helpers.effort import by_days
 from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import until
+from helpers.recount import recount, recount_pool
 from pagerunner import LLM, SamplingParams
 from pagerunner import llm as llm_module
 from pagerunner.config import EngineArgs
@@ -75,9 +76,9 @@ def nothing_held(llm: LLM) -> None:
     below = scheduler.tiers.below
     if below is not None:  # a disk's writes hold their pages, and an engine doesn't wait for them
         until(lambda: below.settle() or not below._writes)
-    scheduler.manager.check_integrity()
+    recount(scheduler.manager)
     assert not any(scheduler.manager.pool.used) and not scheduler.tiers.busy
-    scheduler.tiers.host.pool.check()
+    recount_pool(scheduler.tiers.host.pool)
     assert not any(scheduler.tiers.host.pool.used)
 
 

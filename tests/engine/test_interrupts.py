@@ -29,6 +29,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_directory
 from helpers.effort import TEST_DAY, by_days, effort, share_of_the_day
 from helpers.patience import LONG
+from helpers.recount import recount, recount_adapters
 from pagerunner import LLM, LoRARequest, SamplingParams
 from pagerunner.engine.core.interrupts import HeldInterrupts
 from pagerunner.errors import RequestFailedError
@@ -94,7 +95,7 @@ def check_empty(llm: LLM) -> None:
     assert stats.running == stats.waiting == 0
     assert all(group.pages_in_use == 0 for group in stats.groups)
     scheduler = llm._core._scheduler
-    scheduler.manager.check_integrity()
+    recount(scheduler.manager)
     assert sorted(scheduler._state.free_slots) == [0, 1, 2, 3]
     assert llm._outputs.request_ids == []
 
@@ -222,7 +223,7 @@ def test_an_interrupt_at_any_line_of_the_work_on_adapters_ends_the_call_and_noth
         with interrupted_at(llm, step, line, rooms) as ran, contextlib.suppress(KeyboardInterrupt):
             answers()
         assert answers() == expected, ran[-1]
-        llm._core.adapters.books.check([])
+        recount_adapters(llm._core.adapters.books, [])
         check_empty(llm)
 
 

@@ -23,6 +23,7 @@ from helpers.adapters import random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import LONG, until
+from helpers.recount import recount, recount_adapters
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 from pagerunner.engine.core.core import EngineCore
 from pagerunner.lora import loader as loader_module
@@ -71,8 +72,8 @@ def account(engine: Engine) -> dict[str, Any]:
         core.step() if core.has_work else core.poll_adapters(0.01)
     loader, scheduler = loader_of(core), core._scheduler
     until(lambda: loader.idle)
-    core.adapters.books.check([])
-    scheduler.manager.check_integrity()
+    recount_adapters(core.adapters.books, [])
+    recount(scheduler.manager)
     gc.collect()
     state = scheduler.memory_state()
     assert state.adapters is not None and not any(one.requests or one.used for one in state.adapters.there)
@@ -278,7 +279,7 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
             core.adapters.begin(LoRARequest("x", 1, str(here), load_inplace=True))
         for _ in range(rng.randrange(6)):
             engine.step()
-            books.check(core._scheduler._state.sequences.values())
+            recount_adapters(books, core._scheduler._state.sequences.values())
         if turn % 10 == 9:
             engine.take(core.sleep(1, "keep") or ())
             assert books.stats([]).resident == 0
@@ -318,8 +319,8 @@ def test_forty_adapters_in_a_pool_that_holds_three(
             came.pop(gone)
         for _ in range(rng.randrange(8)):
             engine.step()
-            core.adapters.books.check(scheduler._state.sequences.values())
-            scheduler.manager.check_integrity()
+            recount_adapters(core.adapters.books, scheduler._state.sequences.values())
+            recount(scheduler.manager)
         if turn % 20 == 19:
             engine.take(core.sleep(1, "keep") or ())
             assert not any(scheduler.manager.pool.used) and core.adapters.books.stats([]).num_bytes == 0

@@ -23,6 +23,7 @@ from engine.test_host_tier import run
 from helpers.families import MAKERS
 from helpers.once import made_once
 from helpers.patience import LONG, patient, until
+from helpers.recount import recount
 from pagerunner import LLM
 from pagerunner.config import DiskTierConfig
 from pagerunner.engine.core.executors import pages
@@ -58,7 +59,7 @@ def settled(llm: LLM) -> DiskStats:
         llm._core.step()
     for team in getattr(scheduler, "teams", [scheduler]):
         until(lambda team=team: team.tiers.settle() or not team.tiers.below._writes)
-        team.manager.check_integrity()
+        recount(team.manager)
         assert not any(team.manager.pool.used) and not any(team.tiers.host.pool.used) and not team.tiers.busy
     disk = llm.stats().tier.disk
     assert isinstance(disk, DiskStats)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from helpers.recount import recount_pool
 from helpers.traffic import Traffic
 from pagerunner.memory import growth, rules
 from pagerunner.tiers import below, bounds
@@ -129,6 +130,6 @@ class HostTraffic(Traffic):
         if hasattr(self, "scheduler") and not self.failed:
             self.finish()
             assert not any(self.tiers.host.pool.used), "host pages are in use after the last transfer"
-            self.tiers.host.pool.check()
+            recount_pool(self.tiers.host.pool)
             self.scheduler.clear_tiers()
         super().teardown()

@@ -6,6 +6,7 @@ from typing import Any
 
 from helpers.page_checker import PageChecker
 from helpers.plans import mixed
+from helpers.recount import recount
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.scheduler import Scheduler
@@ -62,7 +63,7 @@ class Bench:
         before = len(self.plans)
         while self.scheduler.has_work:
             self.step()
-        self.manager.check_integrity()
+        recount(self.manager)
         assert not any(self.manager.pool.used)
         return self.plans[before:]
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from helpers.page_checker import MOST_DRAFTS, PageChecker, expected_output
 from helpers.plans import MOST_IN_FLIGHT, mixed, one_group, two_groups
+from helpers.recount import recount
 from pagerunner.config import SpeculativeConfig
 from pagerunner.errors import CapacityError, InvalidRequestError
 from pagerunner.memory.manager import KVManager
@@ -372,7 +373,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "manager"):
-            self.manager.check_integrity()
+            recount(self.manager)
 
     def end_transfers(self) -> None:
         """No transfer is under way any more."""
@@ -393,7 +394,7 @@ class Traffic(RuleBasedStateMachine):
         assert set(self.ended) == set(self.requests)
         if (spec := self.scheduler.stats().spec) is not None:
             assert self.drafts == [spec.num_drafts, spec.num_draft_tokens, spec.num_accepted_tokens]
-        self.manager.check_integrity()
+        recount(self.manager)
         assert not any(self.manager.pool.used), "pages are still in use after the last request"
         if not self.caching and not any(self.manager.index.adapters):
             assert self.manager.pool.free_slabs == self.plan.num_slabs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from helpers.plans import one_group
+from helpers.recount import recount
 from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.types.lora import AdapterInfo
@@ -26,7 +27,7 @@ def filled(manager: KVManager, *, well: bool = True) -> list[int]:
     pages = list(grant.adapter.pages)
     manager.end_fill(grant.adapter, well=well)
     manager.release(grant)
-    manager.check_integrity()
+    recount(manager)
     return pages
 
 

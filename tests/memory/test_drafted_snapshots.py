@@ -12,6 +12,7 @@ import pytest
 from helpers.effort import TEST_DAY, effort
 from helpers.memory_bench import tokens
 from helpers.plans import mixed
+from helpers.recount import recount
 from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.prefix import PrefixChain
@@ -130,7 +131,7 @@ def live(seed: int, tamper: Tamper = lambda grant: None, megabytes: float = 0.6,
                 device.manager.release(text.grant)
                 ended.append(text.tokens)
                 running.remove(text)
-        device.manager.check_integrity()
+        recount(device.manager)
     return device
 
 
@@ -169,7 +170,7 @@ def test_a_snapshot_is_asked_for_until_a_plan_must_have_passed_it() -> None:
         there = manager._snapshots.find(chain, 64) if len(chain.hashes) >= 4 else NO_PAGE
         assert (there != NO_PAGE) == (low >= 63), "found when a plan was made that must have passed it"
     assert asked == [[], [64], [64], [64], [64], [], []]
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_of_two_snapshots_that_are_unsure_at_once_one_stays_in_the_end() -> None:
@@ -187,7 +188,7 @@ def test_of_two_snapshots_that_are_unsure_at_once_one_stays_in_the_end() -> None
         manager.publish(grant, text, low + 1)
     found = [position for position in (64, 128, 192) if manager._snapshots.find(chain, position) != NO_PAGE]
     assert found == [192]
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_a_plan_asks_for_two_snapshots_of_a_row_at_most() -> None:
@@ -202,4 +203,4 @@ def test_a_plan_asks_for_two_snapshots_of_a_row_at_most() -> None:
         asked.append([save.position for save in manager.end_plan([(grant, 50, high + 1)])])
     assert asked == [[64], [64, 128], [64, 128], [64, 128]]
     manager.release(grant)
-    manager.check_integrity()
+    recount(manager)

@@ -6,6 +6,7 @@ import pytest
 
 from helpers.memory_bench import Bench, tokens
 from helpers.plans import one_group, two_groups
+from helpers.recount import recount, recount_pool
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.leases import Lease
 from pagerunner.memory.manager import KVManager
@@ -39,7 +40,7 @@ def begin(manager: KVManager, what: str, prompt: list[int]) -> Lease | None:
 def begun(manager: KVManager, what: str, prompt: list[int]) -> Lease:
     lease = begin(manager, what, prompt)
     assert lease is not None
-    manager.check_integrity()
+    recount(manager)
     return lease
 
 
@@ -54,7 +55,7 @@ def test_a_page_that_is_stored_outlives_its_request_and_is_cache_only_when_the_t
     version = manager.version
     assert manager.end_transfer(lease.number, well=True) == lease.keys
     assert manager.version != version and lease.state == "ended"
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_the_plan_names_the_bytes_of_both_memories() -> None:
@@ -89,7 +90,7 @@ def test_nothing_is_stored_that_cannot_be_found_nor_where_running_requests_were_
     assert begin(manager, "store", TOKENS[:64]) is None and begin(manager, "load", TOKENS[500:532]) is None
     assert begun(manager, "store", TOKENS[:16]).pages != [[]], "one page is left over"
     assert manager.grow(running, 0, 80) == 80
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_admission_waits_for_pages_that_make_its_hit_longer_and_for_no_others() -> None:
@@ -102,7 +103,7 @@ def test_admission_waits_for_pages_that_make_its_hit_longer_and_for_no_others() 
     manager.end_transfer(lease.number, well=True)
     grant = manager.admit(1, manager.chain(), TOKENS[:80], 79)
     assert grant is not None and grant.cached_tokens == 64 and grant.pages == lease.pages
-    manager.check_integrity()
+    recount(manager)
 
 
 @pytest.mark.parametrize("doubtful", [False, True])
@@ -111,7 +112,7 @@ def test_of_a_failed_load_nothing_is_found_and_its_pages_come_back_when_it_can_w
     lease = begun(manager, "load", TOKENS[:64])
     if doubtful:
         manager.quarantine(lease.number)
-        manager.check_integrity()
+        recount(manager)
         grant = manager.admit(0, manager.chain(), TOKENS[:64], 63)
         assert grant is not None and grant.cached_tokens == 0, "nobody waits for it"
         assert manager.grow(grant, 0, 64) and not set(grant.pages[0]) & set(lease.pages[0])
@@ -119,7 +120,7 @@ def test_of_a_failed_load_nothing_is_found_and_its_pages_come_back_when_it_can_w
         assert manager.admit(0, manager.chain("x"), TOKENS[:80], 0) is None, "4 of 8 pages are nobody's"
     manager.end_transfer(lease.number, well=False)
     assert manager.admit(0, manager.chain("x"), TOKENS[:128], 0) is not None
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_pages_of_a_failed_store_are_found_and_nothing_is_vouched_for_of_what_was_quarantined() -> None:
@@ -133,7 +134,7 @@ def test_pages_of_a_failed_store_are_found_and_nothing_is_vouched_for_of_what_wa
     for lease in (store, load):
         assert manager.end_transfer(lease.number, well=True) == [[]]
     assert not manager.index.pages[0].keys() & set(load.keys[0])
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_what_arrives_after_a_reset_or_is_distrusted_is_not_published() -> None:
@@ -148,7 +149,7 @@ def test_what_arrives_after_a_reset_or_is_distrusted_is_not_published() -> None:
     for lease in (first, second):
         manager.end_transfer(lease.number, well=True)
     assert not manager.index.pages[0] and manager.pool.free_slabs == manager.plan.num_slabs
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_what_was_read_of_a_distrusted_page_is_not_vouched_for() -> None:
@@ -181,7 +182,7 @@ def test_pages_of_a_transfer_stay_where_they_are_and_other_slabs_are_emptied() -
     assert pool.tidy(0.0, 1000) == ([], 0), "the rest is pinned"
     pool.unpin(0, kept[:3])
     assert pool.tidy(0.0, 1000)[0]
-    pool.check()
+    recount_pool(pool)
 
 
 def test_a_running_request_waits_for_a_transfer_and_nobody_is_preempted_for_its_pages() -> None:

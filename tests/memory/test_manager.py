@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.plans import one_group, two_groups
+from helpers.recount import recount
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.stats import memory_stats
@@ -41,10 +42,10 @@ def test_a_hit_takes_the_pages_that_are_there_and_leaves_one_token_to_compute() 
     assert second.pages[0][:3] == first.pages[0][:3] and second.pages[0][3] != first.pages[0][3]
     third = admit(manager, TOKENS[:65], 2)
     assert third.cached_tokens == 64 and third.pages[0][:4] == first.pages[0]
-    manager.check_integrity()
+    recount(manager)
     for grant in (first, second, third):
         manager.release(grant)
-    manager.check_integrity()
+    recount(manager)
     assert manager.pool.used == [0] and len(manager.pool.cached[0]) == 4, (
         "the duplicate of page 3 and the open page are free"
     )
@@ -56,7 +57,7 @@ def test_admission_counts_what_running_prefills_were_promised() -> None:
     first = admit(manager, TOKENS[:128], grow=16)
     assert manager.pool.used == [1]
     assert manager.admit(1, manager.chain("x"), TOKENS[:48], 47) is None
-    manager.check_integrity()
+    recount(manager)
     second = admit(manager, TOKENS[100:130], 1)
     assert manager.grow(first, 16, 128) and not manager.grow(first, 128, 129)
     manager.release(second)
@@ -69,7 +70,7 @@ def test_a_failed_admission_changes_nothing_and_costs_no_version() -> None:
     version = manager.version
     assert manager.admit(1, manager.chain(), TOKENS[:64] + TOKENS[:64], 127) is None
     assert manager.version == version
-    manager.check_integrity()
+    recount(manager)
     assert len(manager.take_table_writes()) == 1
 
 
@@ -84,7 +85,7 @@ def test_without_caching_only_a_family_shares_and_only_while_one_of_it_runs() ->
         grants.append(grant)
     assert [grant.cached_tokens for grant in grants] == [0, 32, 0]
     manager.release(grants[0])
-    manager.check_integrity()
+    recount(manager)
     late = manager.admit(0, manager.chain(parent_id="a"), tokens, 39)
     assert late is not None and late.cached_tokens == 32
     for grant in (grants[1], grants[2], late):
@@ -114,7 +115,7 @@ def test_a_reset_makes_everything_unfindable_even_what_running_requests_publish_
     manager.publish(grant, TOKENS, 64)
     assert not manager.index.pages[0] and not manager.pool.cached[0]
     manager.release(grant)
-    manager.check_integrity()
+    recount(manager)
     assert manager.reset_prefix_cache() is True
     assert manager.pool.free_slabs == manager.plan.num_slabs
 
@@ -128,7 +129,7 @@ def test_distrusted_pages_cannot_be_found_whether_cached_or_in_use() -> None:
     manager.release(other)
     manager.distrust(other.chain, 0)
     assert admit(manager, TOKENS[300:364], 2).cached_tokens == 0
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_table_writes_carry_only_what_is_new_and_entries_are_addresses() -> None:
@@ -180,21 +181,21 @@ def test_scattered_pages_are_moved_together_when_another_group_needs_their_slab(
     assert now == [moved.get(plan.page_offset(0, page), plan.page_offset(0, page)) for page in keep]
     writes = [write for write in manager.take_table_writes() if write.group == 0]
     assert writes[0].first == 0 and writes[0].entries == plan.table_entries(0, grant.pages[0])
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_integrity_check_sees_lost_and_doubly_owned_pages() -> None:
     manager = KVManager(one_group(20))
     grant = admit(manager, TOKENS[:64])
-    manager.check_integrity()
+    recount(manager)
     lost = grant.pages[0].pop()
     with pytest.raises(AssertionError):
-        manager.check_integrity()
+        recount(manager)
     grant.pages[0].append(grant.pages[0][0])
     with pytest.raises(AssertionError):
-        manager.check_integrity()
+        recount(manager)
     grant.pages[0][-1] = lost
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_usage_is_the_share_of_bytes_in_use() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helpers.plans import mixed
+from helpers.recount import recount
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
 from pagerunner.types import StateSave
@@ -28,7 +29,7 @@ def compute(manager: KVManager, prompt: list[int]) -> tuple[Grant, list[StateSav
     assert grant is not None and grant.cached_tokens == 0 and manager.grow(grant, 0, len(prompt))
     manager.publish(grant, prompt, len(prompt))
     saves = manager.end_plan([(grant, 0, len(prompt))])
-    manager.check_integrity()
+    recount(manager)
     return grant, saves
 
 
@@ -41,7 +42,7 @@ def test_a_prompt_waits_for_its_snapshots_page_until_the_others_first_tokens() -
     assert manager.version != version, "who waits is tried again"
     grant = admit(manager, B, slot=1)
     assert grant is not None and grant.snapshot_positions == [80]
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_a_prompt_does_not_wait_for_those_that_generate() -> None:
@@ -51,7 +52,7 @@ def test_a_prompt_does_not_wait_for_those_that_generate() -> None:
     assert admit(manager, B, slot=1) is None
     manager.has_first_token(first)
     assert admit(manager, B, slot=1) is not None
-    manager.check_integrity()
+    recount(manager)
 
 
 def test_who_has_its_first_token_without_a_snapshot_lets_others_try_again() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, rule
 
 from helpers.effort import effort
 from helpers.plans import two_groups
+from helpers.recount import recount_adapters
 from helpers.traffic import Traffic, expect_failure, plans, run_until
 from pagerunner.memory import manager
 from pagerunner.memory.adapters import AdapterLease, AdapterPages, adapter_keys
@@ -125,7 +126,7 @@ class AdapterTraffic(Traffic):
             super().step(fault)
         finally:
             self.checker.run = run  # type: ignore[method-assign]
-        self.adapters.check(self.all())
+        recount_adapters(self.adapters, self.all())
         self.reads += self.adapters.take_reads()
         for fill in self.adapters.take_fills():  # behind the step that was launched
             assert self.launched, "what the step before moves may lie there"

@@ -9,6 +9,7 @@ from collections.abc import KeysView
 
 import pytest
 
+from helpers.recount import recount
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.prefix import PageKey, PrefixChain
@@ -81,7 +82,7 @@ class Engine:
         found: dict[str, int] = {}
         for _ in range(5_000):
             if not self.scheduler.has_work:
-                self.manager.check_integrity()
+                recount(self.manager)
                 return found
             found |= self.step()
         raise AssertionError("requests are left")

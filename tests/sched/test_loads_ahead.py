@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.recount import recount
 from pagerunner.memory.leases import Leases
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
@@ -107,7 +108,7 @@ class Engine:
         """Until all requests have ended and nothing is stored or loaded."""
         for _ in range(most):
             if not self.scheduler.has_work:
-                self.manager.check_integrity()
+                recount(self.manager)
                 self.tiers.settle()
                 assert not any(self.manager.pool.used) and not any(self.tiers.host.pool.used)
                 return

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers.recount import recount
 from pagerunner.memory.manager import KVManager
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import FullKV, RecurrentState, Spec
@@ -138,7 +139,7 @@ class Engine:
         found = 0
         for _ in range(10_000):
             if not self.scheduler.has_work:
-                self.manager.check_integrity()
+                recount(self.manager)
                 return found
             found += self.step()
         raise AssertionError("requests are left")
@@ -280,10 +281,10 @@ def test_a_snapshot_stays_until_its_prompts_first_token_is_known_and_no_longer()
     engine.add("one", prompt(1), max_tokens=8)
     used = engine.manager.pool.used
     engine._launch()
-    engine.manager.check_integrity()
+    recount(engine.manager)
     assert used[0] == 2, "its state and the snapshot"
     engine.step()
-    engine.manager.check_integrity()
+    recount(engine.manager)
     assert used[0] == 1, "a request that generates holds its state alone"
     engine.run()
     assert used[0] == 0

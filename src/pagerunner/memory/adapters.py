@@ -183,29 +183,6 @@ class AdapterPages:
             return Counter()
         return Counter(page for lease in self._leases for page in _held(lease))
 
-    def pinned(self, group: int) -> Counter[int]:
-        """As many that mustn't move."""
-        if group != self.group:
-            return Counter()
-        return Counter(page for lease in self._leases if lease.filling for page in lease.pages)
-
-    def check(self, users: Counter[AdapterLease | None]) -> None:
-        """Recount. Raises AssertionError where the books disagree with the leases that sequences have."""
-        there, adapters = self._index.pages[self.group], self._index.adapters[self.group]
-        assert self._index.num_of_adapter == Counter(adapters.values()), "how many pages an adapter has"
-        assert all(there.get(self._index.keys[self.group][page]) == page for page in adapters), (
-            "a page that nobody finds"
-        )
-        for lease in self._leases:
-            assert lease.users == users.pop(lease, 0), "users of a lease"
-            assert lease.users or lease.filling, "a lease of nobody"
-            keys = adapter_keys(lease.digest, len(lease.pages))
-            assert not any(there.get(keys[number]) == lease.pages[number] for number in lease.missing), (
-                "found too early"
-            )
-            assert not lease.missing or lease.filling, "nobody fills what is missing"
-        assert not users, "a lease that has ended"
-
 
 def _held(lease: AdapterLease) -> list[int]:
     return [page for page in lease.pages if page != NO_PAGE]

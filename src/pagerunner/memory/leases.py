@@ -15,7 +15,6 @@ Example: a prompt's 512 pages are copied to the host. Its request ends meanwhile
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 from typing import Literal
@@ -230,24 +229,6 @@ class Leases:
     def num_kept(self, group: int) -> int:
         """Pages of the group that are kept for requests that wait."""
         return sum(len(lease.pages[group]) for lease in self._kept)
-
-    # -- proof
-
-    def holders(self, group: int) -> Counter[int]:
-        """How many leases each page of the group is in."""
-        leases = (*self._saving, *self._kept, *self._transfers.values())
-        return Counter(page for lease in leases for page in lease.pages[group]) + self._adapters.holders(group)
-
-    def check(self) -> None:
-        """Recount. Raises AssertionError where a page is pinned that no transfer uses, or a key arrives that none brings."""
-        for group, arriving in enumerate(self.arriving):
-            leases = (*self._kept, *self._transfers.values())
-            pinned = Counter(page for lease in leases for page in lease.pages[group])
-            assert pinned + self._adapters.pinned(group) == self._pool.pinned[group], "pinned pages"
-            brought = {
-                key for lease in self._transfers.values() if lease.state == "arriving" for key in lease.keys[group]
-            }
-            assert brought == arriving.keys(), "arriving keys"
 
 
 def _lacking(keys: Sequence[PageKey], *held: dict[PageKey, int]) -> Iterable[PageKey]:

@@ -19,7 +19,7 @@ from pagerunner.memory.admission import Admission, Awaited
 from pagerunner.memory.books import Books
 from pagerunner.memory.events import BlockLog, LoggedIndex
 from pagerunner.memory.forks import Forks, prompt_key
-from pagerunner.memory.grant import NO_PAGE, Grant, Promises, Refusal
+from pagerunner.memory.grant import Grant, Promises, Refusal
 from pagerunner.memory.growth import Growth
 from pagerunner.memory.holdings import Holdings
 from pagerunner.memory.leases import Lease, Leases
@@ -396,24 +396,3 @@ class KVManager:
         """Share of the page memory's bytes that is in use, 0 to 1."""
         groups = zip(self.plan.groups, self.pool.used, strict=True)
         return sum(group.page_bytes * used for group, used in groups) / self.plan.kv_bytes
-
-    def check_integrity(self) -> None:
-        """Recount: every page is free, cached or in use, and held by exactly as many grants and leases as its count says.
-
-        Raises:
-            AssertionError: the books don't balance; this is a bug of the manager.
-        """
-        self.pool.check()
-        snapshots = self._snapshots.check(self._books.grants)
-        for group, refs in enumerate(self.pool.refs):
-            counts: dict[int, int] = dict(self._leases.holders(group))
-            for grant in self._books.grants:
-                pages = [page for page in grant.pages[group][grant.first[group] :] if page != NO_PAGE]
-                assert len(pages) == grant.num_pages[group], f"group {group}: pages held"
-                for page in pages:
-                    counts[page] = counts.get(page, 0) + 1
-            assert counts == refs, f"group {group}: grants and leases hold {counts}, the pool counts {refs}"
-            promised = snapshots[group] + sum(grant.promise[group] for grant in self._books.grants)
-            assert promised == self._promises.by_group[group], "promises"
-        self._moves.check()
-        self._leases.check()

@@ -113,16 +113,6 @@ class PageMoves:
             if other == page
         ]
 
-    def check(self) -> None:
-        """Recount. Raises AssertionError where the holders of a page aren't found."""
-        for group, refs in enumerate(self._pool.refs):
-            leased = self._leases.holders(group)
-            held = [{page for page in grant.pages[group] if page >= 0} for grant in self._grants]
-            for page, count in refs.items():
-                expected = sum(page in pages for pages in held)
-                found = self.holders(group, page, count)
-                assert len(found) == expected == count - leased[page], f"holders of page {page}"
-
 
 def _has(grant: Grant, group: int, number: int, page: int) -> bool:
     pages = grant.pages[group]

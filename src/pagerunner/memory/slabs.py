@@ -524,47 +524,6 @@ class SlabPool:
         self.index.move(group, source, target)
         self.release(group, (source,))
 
-    # -- proof
-
-    def check(self) -> None:
-        """Recount everything. Raises AssertionError with what disagrees."""
-        free = [*self._free_slabs, *range(self._unused_slabs, self.num_slabs)]
-        assert len(free) == len(set(free)) == self.free_slabs, "free slabs"
-        assert not self.owner.keys() & set(free), "a free slab is owned"
-        assert self.owner.keys() == self._slab_free.keys() == self._slab_used.keys(), "slab books"
-        for group, per_slab in enumerate(self.per_slab):
-            refs, cached = self.refs[group], self.cached[group]
-            assert min(refs.values(), default=1) > 0, "reference count below 1"
-            assert self.used[group] == len(refs), "pages in use"
-            assert len(self.index.keys[group]) == len(self.index.pages[group]), "index sides differ"
-            for key, page in self.index.pages[group].items():
-                assert self.index.keys[group][page] == key, "index sides differ"
-                assert page in refs or page in cached, f"page {page} is findable but free"
-            owned = [slab for slab, owner in self.owner.items() if owner == group]
-            assert self._owned[group] == len(owned), "owned slabs"
-            loose = sum(self._num_free(group, slab) for slab in self._open[group])
-            assert self.free_in_slabs(group) == loose, "free pages"
-            assert all(page in refs for page in self.pinned[group]), "a pinned page isn't in use"
-            for page in (*refs, *cached):
-                assert self.owner.get(page // per_slab) == group, f"page {page} lies in a slab of another group"
-            self._check_slabs(group, owned)
-
-    def _check_slabs(self, group: int, owned: Sequence[int]) -> None:
-        refs, cached, per_slab = self.refs[group], self.cached[group], self.per_slab[group]
-        busy = 0
-        for slab in owned:
-            pages = range(slab * per_slab, (slab + 1) * per_slab)
-            used = sum(page in refs for page in pages)
-            kept = sum(page in cached for page in pages)
-            loose = [*self._slab_free[slab], *range(self._unlisted.get(slab, pages.stop), pages.stop)]
-            assert all(page not in refs and page not in cached for page in loose), "a free page is also held"
-            assert used + kept + len(set(loose)) == per_slab and len(set(loose)) == len(loose), "pages lost"
-            assert used == self._slab_used[slab] and (slab in self._open[group]) == bool(loose), "slab state"
-            assert used or kept, "an empty slab is still owned"
-            assert (slab in self._idle[group]) == (used == 0), "idle slabs"
-            busy += used > 0
-        assert busy == self._busy[group], "busy slabs"
-
 
 class _Spread:
     """One group's slabs while pages move: `order` from the emptiest to the fullest, emptied up to position `at`.

@@ -238,14 +238,6 @@ class Snapshots:
             self._leases.saved(lease)
         self.unplan(grant, FOREVER)
 
-    def check(self, grants: Iterable[Grant]) -> list[int]:
-        """Recount: the pages by group that are promised to snapshots. Raises AssertionError when what is planned isn't what `grants` will take."""
-        planned: Counter[tuple[int, PageKey]] = Counter()
-        for grant in grants:
-            planned += _planned(grant) if self.has_state else Counter()
-        assert planned == self._planned, "planned snapshots"
-        return [planned.total() * one for one in self._one]
-
 
 def _planned(grant: Grant, end: int = FOREVER) -> Counter[tuple[int, PageKey]]:
     """The snapshots up to position `end` that a grant is to take."""

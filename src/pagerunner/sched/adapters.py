@@ -305,37 +305,6 @@ class Adapters:
             there=there,
         )
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Recount. Raises AssertionError where the books disagree with each other or with these sequences, which are all there are."""
-        sequences = list(sequences)
-        assert self._unfinished == Counter(one.adapter.digest for one in sequences if one.adapter is not None), (
-            "digests"
-        )
-        for place, slot in enumerate(self._slots):
-            users = {one.request_id: one for one in sequences if one.adapter_slot == place}
-            assert slot.users == users, "users"
-            assert slot.digest or not (users or slot.filling or slot.reading or slot.pages), "an empty slot is used"
-            assert (slot.lease is not None) is (slot.filling > 0), "a fill of nothing"
-        in_slots = {slot.digest: place for place, slot in enumerate(self._slots) if slot.digest}
-        assert self._place == in_slots, "two slots have one adapter, or one that nobody finds"
-        assert {fill.number for fill in self._fills} <= {slot.filling for slot in self._slots}, "a fill for nobody"
-        leases = Counter(one.grant.adapter for one in sequences if one.grant is not None and one.adapter is not None)
-        self.manager.adapters.check(leases)
-        for sequence in sequences:
-            if sequence.adapter is None:
-                assert sequence.adapter_slot < 0 and not sequence.awaits_adapter, "it has no adapter"
-                continue
-            assert sequence.grant is None or sequence.adapter_slot >= 0, "runs without a slot"
-            if sequence.adapter_slot >= 0:
-                slot = self._slots[sequence.adapter_slot]
-                assert slot.digest == sequence.adapter.digest, "another one's slot"
-                assert sequence.awaits_adapter is (sequence.grant is not None and slot.filling > 0), "waits for nothing"
-                if sequence.grant is not None and sequence.grant.adapter is not None:
-                    lease = sequence.grant.adapter
-                    assert slot.pages == lease.pages or lease in self.manager.adapters.moving, (
-                        "the table says another place"
-                    )
-
     def _gives(self, sequence: Sequence) -> bool:
         """Give the sequence a slot, if it may have one. Whether it may be admitted then: its adapter is there, or in host memory."""
         if sequence.adapter_slot < 0 and not self._assign(sequence):
