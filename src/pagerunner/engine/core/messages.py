@@ -123,81 +123,74 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
-class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+class Numbered(msgspec.Struct, frozen=True):
+    """What is answered: the answer has the same id."""
+
+    call_id: int
+
+
+class Sleep(Numbered, frozen=True, tag="sleep"):
     """Call `core.sleep(level, mode)`."""
 
-    call_id: int
     level: int
     mode: str
 
 
-class PrepareSleep(msgspec.Struct, frozen=True, tag="prepare_sleep"):
+class PrepareSleep(Numbered, frozen=True, tag="prepare_sleep"):
     """Call `core.prepare_sleep(level, mode)`."""
 
-    call_id: int
     level: int
     mode: str
 
 
-class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+class WakeUp(Numbered, frozen=True, tag="wake_up"):
     """Call `core.wake_up(tags)`."""
 
-    call_id: int
     tags: list[str] | None
 
 
-class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
+class ChangeWeights(Numbered, frozen=True, tag="change_weights"):
     """Call `core.change_weights(change)`."""
 
-    call_id: int
     change: WeightChange
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+class LoadAdapter(Numbered, frozen=True, tag="load_adapter"):
     """Call `core.adapters.begin(request, named=False)`. The answer, the digest, comes when the adapter has been read. The name is its from a `NameAdapter` on."""
 
-    call_id: int
     request: LoRARequest
 
 
-class NameAdapter(msgspec.Struct, frozen=True, tag="name_adapter"):
+class NameAdapter(Numbered, frozen=True, tag="name_adapter"):
     """Call `core.adapters.name(name)`, or `drop`: what the frontend's load has read gets its name, or is forgotten."""
 
-    call_id: int
     name: str
     drop: bool = False
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+class UnloadAdapter(Numbered, frozen=True, tag="unload_adapter"):
     """Call `core.adapters.remove(name)`."""
 
-    call_id: int
     name: str
 
 
-class ReadSleepLevel(msgspec.Struct, frozen=True, tag="read_sleep_level"):
+class ReadSleepLevel(Numbered, frozen=True, tag="read_sleep_level"):
     """Read `core.sleep_level`, which is None while the engine is awake."""
 
-    call_id: int
 
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+class ResetPrefixCache(Numbered, frozen=True, tag="reset_prefix_cache"):
     """Call `core.reset_prefix_cache()`."""
 
-    call_id: int
 
-
-class ReadMemory(msgspec.Struct, frozen=True, tag="read_memory"):
+class ReadMemory(Numbered, frozen=True, tag="read_memory"):
     """Call `core.memory_state(team)`."""
 
-    call_id: int
     team: int = 0
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
+class Watch(Numbered, frozen=True, tag="watch"):
     """Call `core.watch(since, team)`."""
 
-    call_id: int
     since: int
     team: int = 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from pagerunner.config import EngineArgs
-from pagerunner.engine.core.messages import StartUp, WireError
+from pagerunner.engine.core.messages import Numbered, StartUp, WireError
 from pagerunner.engine.startup.machine import DeviceMemory
 from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.worker.ways import Ways
@@ -48,10 +48,9 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     meeting: str = ""
 
 
-class TakePages(msgspec.Struct, frozen=True, tag="take_pages"):
+class TakePages(Numbered, frozen=True, tag="take_pages"):
     """Call `LoadedWorker.map_pages(num_bytes)`. `weights` has all ranks' `Loaded.weights`, in their order: a page depends on all of them."""
 
-    call_id: int
     num_bytes: int
     weights: list[str]
 
@@ -62,38 +61,33 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     plan: StepPlan
 
 
-class PrepareSleep(msgspec.Struct, frozen=True, tag="prepare_sleep"):
+class PrepareSleep(Numbered, frozen=True, tag="prepare_sleep"):
     """Call `Worker.prepare_sleep(level)`."""
 
-    call_id: int
     level: int
 
 
-class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+class Sleep(Numbered, frozen=True, tag="sleep"):
     """Call `Worker.sleep(level)`."""
 
-    call_id: int
     level: int
 
 
-class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+class WakeUp(Numbered, frozen=True, tag="wake_up"):
     """Call `Worker.wake_up(tags)`."""
 
-    call_id: int
     tags: list[str] | None
 
 
-class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
+class ChangeWeights(Numbered, frozen=True, tag="change_weights"):
     """Call `Worker.change_weights(change)`."""
 
-    call_id: int
     change: RankChange
 
 
-class Compare(msgspec.Struct, frozen=True, tag="compare"):
+class Compare(Numbered, frozen=True, tag="compare"):
     """Call `Worker.state_digest()`, or `weights_digest()`, which differs from rank to rank."""
 
-    call_id: int
     of_weights: bool = False
 
 
@@ -122,10 +116,8 @@ class CancelPages(msgspec.Struct, frozen=True, tag="cancel_pages"):
     """End what hasn't begun of all reads and writes."""
 
 
-class ClosePages(msgspec.Struct, frozen=True, tag="close_pages"):
+class ClosePages(Numbered, frozen=True, tag="close_pages"):
     """Close the rank's store of pages, which writes what it was given for some seconds. The rank answers when that is done. Nothing follows."""
-
-    call_id: int
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag="read_adapter"):
