@@ -20,7 +20,7 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, LatentCall, Projection
 from pagerunner.attention.capability import HALVES, SOFTCAP, Capabilities
-from pagerunner.attention.host_planned import PlanFence, RowPages, max_pages
+from pagerunner.attention.host_planned import PlanFence, RowPages
 from pagerunner.attention.paged_mla import absorb, to_values
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.paged_attention import prepare_heads_, store_kv_
@@ -119,7 +119,10 @@ class PlanState:
             buffers: tuple[torch.Tensor, ...] | None = None
             if self.shape is not None:
                 rows = self.shape.rows
-                sizes = (rows + 1, rows + 1, max_pages(inputs, rows), rows)
+                most_pages = rows * int(
+                    inputs.page_table.shape[1]
+                )  # each row may have as many as its table has columns
+                sizes = (rows + 1, rows + 1, most_pages, rows)
                 buffers = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
             found = self.wrappers[key] = (make(self.workspace, buffers), PlanFence(device))
         return found

@@ -87,8 +87,3 @@ class PlanFence:
     def __exit__(self, *error: object) -> None:
         if self._copied is not None:
             self._copied.record()
-
-
-def max_pages(inputs: PlanInputs, rows: int) -> int:
-    """How many pages the rows of a graph may have: each as many as its table has columns."""
-    return rows * int(inputs.page_table.shape[1])

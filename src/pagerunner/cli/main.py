@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PagerunnerError as error:
-        return _report(f"error: {_sentence(error)}", 2, debug)
+        return _report(f"error: {_one_line(str(error)) or type(error).__name__}", 2, debug)
     except KeyboardInterrupt:
         _ignore_interrupts(argv)
         return _report("interrupted.", 130, debug)
@@ -98,10 +98,6 @@ def _dispatch(words: list[str]) -> int:
     if limits.FAULTS and verb not in _WITHOUT_ENGINE:  # said before torch is loaded, which takes seconds
         raise ConfigError(" ".join(limits.FAULTS))
     return int(module.run(namespace))
-
-
-def _sentence(error: BaseException) -> str:
-    return _one_line(str(error)) or type(error).__name__
 
 
 def _one_line(text: str) -> str:

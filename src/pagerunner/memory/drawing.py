@@ -116,7 +116,8 @@ def arena_svg(plan: MemoryPlan, state: ArenaState) -> str:
     With more than 1,024 slabs the first ones are drawn, and the title says so. A run of pages of one owner is one strip.
     """
     drawn = min(plan.num_slabs, _SVG_CELLS)
-    owners = sorted({owner for pages in state.page_owner for owner in pages.values()}, key=_owner_order)
+    names = {owner for pages in state.page_owner for owner in pages.values()}
+    owners = sorted(names, key=lambda owner: (owner == CACHED, len(owner), owner))
     hues = {owner: place * 137 % 360 for place, owner in enumerate(owners)}
     legend_top = 40 + -(-drawn // _COLUMNS) * (_CELL + 4)
     shown_owners = owners[:24]
@@ -142,10 +143,6 @@ def arena_svg(plan: MemoryPlan, state: ArenaState) -> str:
         parts += _slab_svg(plan, state.slab_group[slab], slab, strips, hues)
     parts += _legend_svg(plan, state, shown_owners, len(owners), hues, legend_top)
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _owner_order(owner: str) -> tuple[bool, int, str]:
-    return owner == CACHED, len(owner), owner
 
 
 Strip = tuple[str, float, float]  # owner ("" is nobody), from and to as shares of the slab

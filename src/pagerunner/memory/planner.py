@@ -79,7 +79,8 @@ def plan_memory(
     if longest >= wanted:
         return plan
     if auto and longest >= 2:
-        return replace(plan, groups=tuple(_with_width(group, longest) for group in plan.groups), max_model_len=longest)
+        wide = tuple(replace(group, table_width=group.rule.table_width(longest)) for group in plan.groups)
+        return replace(plan, groups=wide, max_model_len=longest)
     raise _too_small(plan, 2 if auto else wanted, longest)
 
 
@@ -268,10 +269,6 @@ def _cut(
         longest=lambda cut: made(cut).longest(max_model_len),
     )
     return made(cut)
-
-
-def _with_width(group: GroupPlan, max_model_len: int) -> GroupPlan:
-    return replace(group, table_width=group.rule.table_width(max_model_len))
 
 
 def _too_small(plan: MemoryPlan, wanted: int, longest: int) -> CapacityError:

@@ -391,15 +391,15 @@ def _middles(shape: tuple[int, int], packing: Packing) -> torch.Tensor:
     return torch.full(shape, word - (1 << 32 if word >> 31 else 0), dtype=torch.int32)
 
 
-def _put_nibbles(target: Target, packed: torch.Tensor) -> None:
-    target.put_codes(_nibbles(packed.view(torch.uint8)))
-
-
 def _bytes(packing: Packing, target: Target, name: str, dtype: torch.dtype = torch.uint8) -> dict[str, Sink]:
     """fp4 numbers, two in a byte."""
     shape = target.codes.shape[0], target.codes.shape[1]
     axes: Axes = ("outputs", packing.inputs(2))
-    return {name: PackSink(shape, dtype, lambda x: _put_nibbles(target, x), target.scales.device, axes)}
+
+    def put(packed: torch.Tensor) -> None:
+        target.put_codes(_nibbles(packed.view(torch.uint8)))
+
+    return {name: PackSink(shape, dtype, put, target.scales.device, axes)}
 
 
 def _scales(packing: Packing, target: Target, dtype: torch.dtype, check: ScaleCheck) -> Sink:

@@ -54,7 +54,8 @@ class HostBuffers:
         if buffer is None:
             buffer = self._make(size)
         holder = _Holder()
-        gone = weakref.finalize(holder, self._give_back, buffer)
+        # without the lock, as the collector may call this in a thread that has it
+        gone = weakref.finalize(holder, self._spare.append, buffer)
         gone.atexit = False
         return buffer[: elements * dtype.itemsize].view(dtype), holder
 
@@ -84,10 +85,6 @@ class HostBuffers:
             except RuntimeError as error:
                 logger.warning("%s An adapter is copied from ordinary memory, which is slower.", str(error))
         return buffer
-
-    def _give_back(self, buffer: torch.Tensor) -> None:
-        """Without the lock, as the collector may call this in a thread that has it."""
-        self._spare.append(buffer)
 
 
 def _unlock(memory: HostMemory | None, pinned: set[int], buffers: list[torch.Tensor]) -> None:

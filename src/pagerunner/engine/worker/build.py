@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -211,11 +211,7 @@ def _kernels_of(model: Model, device: torch.device) -> list[KernelsOf]:
 
 def _length_kernels_of(config: ModelConfig) -> list[KernelsOf]:
     """Of lengths of a step's longest row."""
-    return [partial(_choice_kernels, *own) for own in config.choices]
-
-
-def _choice_kernels(top_k: int, ratio: int, length: int) -> Hashable:
-    return choose_slots.kernels_for(length, top_k, ratio)
+    return [partial(lambda own, length: choose_slots.kernels_for(length, *own), own) for own in config.choices]
 
 
 def make_adapters(

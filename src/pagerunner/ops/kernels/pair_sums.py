@@ -105,14 +105,10 @@ def _run(
             tokens, 0.0 if norm is None else norm.eps, K=features, BLOCK=block, WIDE=GROUP if grouped else block, A=active,
             BA=padded(active), ADD=add, NORM=norm_kind(norm), ROUND=rounded is not None,
             MOST=0.0 if rounded is None else LARGEST[rounded.dtype],
-            num_warps=sum_warps(block), **dependent(x_TD.device),
+            # 8 numbers for each thread, of which it holds some for every pair
+            num_warps=min(32, max(4, block // 256)), **dependent(x_TD.device),
         )  # fmt: skip
     return scales_GT.t()
-
-
-def sum_warps(block: int) -> int:
-    """Warps of a program that adds up pairs of so many features: 8 numbers for each thread, of which it holds some for every pair."""
-    return min(32, max(4, block // 256))
 
 
 def sum_pairs(out_TD: torch.Tensor, pairs: PairSums, *, add: bool) -> None:

@@ -231,11 +231,7 @@ class _Response(BlockWriter):
 
     def _part(self, block: Block, index: int) -> OutputText:
         first = next(number for number, one in enumerate(self._answer.blocks) if one.kind == "text")
-        return OutputText(text=block.text, logprobs=self._visible_logprobs() if index == first else [])
-
-    def _visible_logprobs(self) -> list[TokenLogprob]:
-        """Those of the answer's tokens, without its reasoning's."""
-        return self._logprobs[self._skipped() :]
+        return OutputText(text=block.text, logprobs=self._logprobs[self._skipped() :] if index == first else [])
 
     def _skipped(self) -> int:
         if self._before_text is None:
