@@ -113,12 +113,13 @@ def unit_of(begin_ptr, unit_ptr, unit, num_units):
 
 @triton.jit
 def _attend(
-    q, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, first, last, oldest, stop,
-    scale, softcap,
+    q, highest, total, acc, pages, keys, first, last, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     RING: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [first, last) of keys. Keys [oldest, stop) exist; others are masked."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     for start in range(first, last, BN):
         _, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, RING)
         k = load_tile(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, None, TO)
@@ -134,13 +135,14 @@ def _attend(
 
 @triton.jit
 def _attend_fp8(
-    q_even, q_odd, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-    row_table, width, first, last, oldest, stop, scale, softcap,
+    q_even, q_odd, highest, total, even, odd, pages, scales_ptr, scales_se, keys, first, last, scale, softcap,
     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, RING: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, with queries and results as `attend_fp8_few` has them."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     for start in range(first, last, BN):
         _, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, RING)
         k_scale, exponent, share = tile_scales(
@@ -197,9 +199,8 @@ def finish(
 
 @triton.jit
 def _unit_part(
-    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
-    scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-    row_table, width, token, slot, oldest, stop, head, begins, ends, skipped, upto, scale, softcap,
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, pages, scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope,
+    q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, keys, token, slot, head, begins, ends, skipped, upto, scale, softcap,
     K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
@@ -212,6 +213,7 @@ def _unit_part(
     adds it. With fp8 pages that this kernel writes (FUSED), the part that ends adds it: writing the token may raise its
     page's scale and convert what the page holds, and no other part reads that page.
     """
+    _, _, oldest, _ = keys
     g = tl.arange(0, M)
     d = tl.arange(0, DP)
     rows = (g < G)[:, None]
@@ -231,8 +233,8 @@ def _unit_part(
     if OWN and not CODES:
         if begins & (slot >= 0):
             highest, value = own_value(
-                wide_q, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
-                kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
+                wide_q, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token, pages,
+                scale, softcap, D, DP, DV, DVP, FUSED, NORM, SOFTCAP,
             )  # fmt: skip
             total += 1.0
             acc += value[None, :]
@@ -240,8 +242,7 @@ def _unit_part(
     last = (oldest // BN + upto) * BN
     if FP8 is None:
         highest, total, acc = _attend(
-            wide_q.to(TO), highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width,
-            first, last, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
+            wide_q.to(TO), highest, total, acc, pages, keys, first, last, scale, softcap, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, TO,
         )  # fmt: skip
     else:
         if FUSED:
@@ -253,28 +254,25 @@ def _unit_part(
         even, odd = halves(acc)
         highest, total, even, odd = _attend_fp8(
             tl.trans(q_even), tl.trans(q_odd), highest, total, tl.trans(even), tl.trans(odd),
-            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, first, last, oldest, stop, scale, softcap,
-            K, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
+            pages, scales_ptr, scales_se, keys, first, last, scale, softcap, K, D, DP, DV, DVP, PAGE, BN, RING, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
         acc = joined(tl.trans(even), tl.trans(odd))
     if CODES:
         if ends & (slot >= 0):
             highest, total, acc = with_own_code(
                 wide_q, highest, total, acc, k_own, v_own, angle, cos_ptr, sin_ptr, k_norm_ptr, eps,
-                tl.load(entry_ptr + token), tl.load(offset_ptr + token), kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
-                scales_ptr, scales_se, scale, softcap,
+                tl.load(entry_ptr + token), tl.load(offset_ptr + token), pages, scales_ptr, scales_se, scale, softcap,
                 K, D, DP, DV, DVP, PAGE, PAGE_P, NORM, SOFTCAP, FP8, FP8_MAX, STATIC,
             )  # fmt: skip
     return highest, total, acc
 
 
 @triton.jit
-def prefetch(
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, start, oldest, stop,
-    K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
-    FP8: tl.constexpr,
-):  # fmt: skip
+def prefetch(pages, scales_ptr, scales_se, keys, start, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+             BN: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
     """A tile of keys and values, and their scales."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     prefetch_tile(kp_ptr, kp_se, kp_ss, row_table, width, start, oldest, stop, D, PAGE, BN, RING)
     prefetch_tile(vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, DV, PAGE, BN, RING)
     if FP8 is not None:
@@ -314,15 +312,13 @@ def decode_kernel(
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     scales_ptr += head
+    pages = (kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss)
     begin, end, token, slot, oldest, stop = unit_of(begin_ptr, unit_ptr, unit, num_units)
     if EARLY:
         if left > 0:
             start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
-            prefetch(
-                kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-                table_ptr + tl.cast(slot, tl.int64) * table_st, width, start, oldest, stop,
-                K, D, DV, PAGE, BN, RING, FP8,
-            )  # fmt: skip
+            keys = (table_ptr + tl.cast(slot, tl.int64) * table_st, width, oldest, stop)
+            prefetch(pages, scales_ptr, scales_se, keys, start, K, D, DV, PAGE, BN, RING, FP8)
         wait_turn(EARLY)
     while left > 0:
         next_begin, next_end, next_token, next_slot, next_oldest, next_stop = unit_of(
@@ -331,12 +327,12 @@ def decode_kernel(
         run = tl.minimum(left, end - tile)
         skipped = tl.maximum(tile - begin - entry_tiles, 0)
         upto = tl.maximum(tile - begin + run - entry_tiles, 0)
+        keys = (table_ptr + tl.cast(slot, tl.int64) * table_st, width, oldest, stop)
         highest, total, acc = _unit_part(
-            q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
-            scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
-            table_ptr + tl.cast(slot, tl.int64) * table_st, width, token, slot, oldest, stop, head,
-            tile == begin, tile + run == end, skipped, upto, scale, softcap, K, G, M, D, DP, DV, DVP, PAGE, BN, RING,
-            OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL, FP8_MAX, STATIC, PAGE_P,
+            q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, pages, scales_ptr, scales_se, cos_ptr, sin_ptr, stride_rope,
+            q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, keys, token, slot, head, tile == begin, tile + run == end,
+            skipped, upto, scale, softcap, K, G, M, D, DP, DV, DVP, PAGE, BN, RING, OWN, FUSED, NORM, SOFTCAP, FP8, TO, PDL,
+            FP8_MAX, STATIC, PAGE_P,
         )  # fmt: skip
         pieces = (end - 1) // per - begin // per + 1
         done = pieces == 1

@@ -34,13 +34,12 @@ from pagerunner.ops.kernels.paged_tiles import (
 
 
 @triton.jit
-def _queries(
-    token, slot, first, end, row_ptr, position_ptr, window, chunk,
-    G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, REACH: tl.constexpr,
-):  # fmt: skip
+def _queries(row, first, end, G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, REACH: tl.constexpr):
     """Queries [M] from the row's query `first` on, of those before `end`: the token and the query head of each, the oldest key that it
-    sees, and the key after the last. A query that isn't there sees none. `token` is the row's first.
+    sees, and the key after the last. A query that isn't there sees none. `row`: its first token and its slot, where tokens' rows and positions
+    are, and what tokens see.
     """
+    token, slot, row_ptr, position_ptr, window, chunk = row
     at = first + tl.arange(0, M)
     inside = (at < end) & (at < STRIDE * G)
     token_M = token + at // G
@@ -58,12 +57,14 @@ def _queries(
 
 @triton.jit
 def _attend(
-    q, oldest_M, stop_M, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width,
-    first, last, oldest, stop, scale, softcap,
+    q, oldest_M, stop_M, results, pages, keys, first, last, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Tiles [first, last) of keys, of which [oldest, stop) exist, for TILES tiles of queries: tuples of what `decode_kernel` has."""
+    highest, total, acc = results
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     for start in range(first, last, BN):
         at, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, REACH)
         k = tl.trans(load_tile(kp_ptr, entry * kp_se + inside * kp_ss, mask, D, DP, None, TO))
@@ -86,13 +87,14 @@ def _attend(
 
 @triton.jit
 def _attend_fp8(
-    q_even, q_odd, oldest_M, stop_M, highest, total, even, odd, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
-    scales_ptr, scales_se, row_table, width, first, last, oldest, stop, scale, softcap,
+    q_even, q_odd, oldest_M, stop_M, highest, total, even, odd, pages, scales_ptr, scales_se, keys, first, last, scale, softcap,
     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, for one tile of queries, with queries and results as `attend_fp8_few` has them."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     for start in range(first, last, BN):
         at, mask, entry, inside = keys_at(row_table, width, start, oldest, stop, PAGE, BN, REACH)
         k_scale, exponent, share = tile_scales(
@@ -111,20 +113,20 @@ def _attend_fp8(
 
 @triton.jit
 def _block_part(
-    q_ptr, q_st, q_sh, token, slot, oldest, stop, head, first_query, row_ptr, position_ptr, window, chunk,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, skipped, upto, scale, softcap,
+    q_ptr, q_st, q_sh, row, head, first_query, pages, scales_ptr, scales_se, keys, skipped, upto, scale, softcap,
     K: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, END: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     REACH: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A block's results over the row's tiles [skipped, upto): tuples of highest scores, total weights and weighted values."""
     d = tl.arange(0, DP)
+    _, _, oldest, _ = keys
     first, last = (oldest // BN + skipped) * BN, (oldest // BN + upto) * BN
     q, oldest_M, stop_M, highest, total, acc = (), (), (), (), (), ()
     for i in tl.static_range(TILES):
         token_M, g, inside, oldest_of, stop_of = _queries(
-            token, slot, first_query + i * M, first_query + END, row_ptr, position_ptr, window, chunk, G, STRIDE, M, REACH
-        )  # fmt: skip
+            row, first_query + i * M, first_query + END, G, STRIDE, M, REACH
+        )
         oldest_M, stop_M = oldest_M + (oldest_of,), stop_M + (stop_of,)
         at = q_ptr + (token_M.to(tl.int64) * q_st + (head * G + g) * q_sh)[:, None]
         if FP8 is None:
@@ -137,15 +139,14 @@ def _block_part(
         acc = acc + (tl.zeros([M, DVP], tl.float32),)
     if FP8 is None:
         highest, total, acc = _attend(
-            q, oldest_M, stop_M, highest, total, acc, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width,
-            first, last, oldest, stop, scale, softcap, D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, TO, TILES,
+            q, oldest_M, stop_M, (highest, total, acc), pages, keys, first, last, scale, softcap,
+            D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, TO, TILES,
         )  # fmt: skip
     else:
         even, odd = halves(acc[0])
         most, sums, even, odd = _attend_fp8(
             tl.trans(q[0]), tl.trans(q[1]), oldest_M[0], stop_M[0], highest[0], total[0], tl.trans(even), tl.trans(odd),
-            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, row_table, width, first, last, oldest,
-            stop, scale, softcap, K, D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, FP8, TO, ASM,
+            pages, scales_ptr, scales_se, keys, first, last, scale, softcap, K, D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, FP8, TO, ASM,
         )  # fmt: skip
         highest, total, acc = (most,), (sums,), (joined(tl.trans(even), tl.trans(odd)),)
     return highest, total, acc
@@ -153,8 +154,7 @@ def _block_part(
 
 @triton.jit
 def _finish_block(
-    highest, total, acc, token, slot, head, first_query, row_ptr, position_ptr, window, chunk, column, first_piece, pieces,
-    part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr,
+    highest, total, acc, row, head, first_query, column, first_piece, pieces, part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr,
     COLUMNS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, END: tl.constexpr, M: tl.constexpr,
     TILES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -165,9 +165,7 @@ def _finish_block(
             most, sums, values = merged_parts(
                 part_ptr + i * (M * DV), sums_ptr + i * (M * 2), first_piece, pieces, column, COLUMNS, TILES * M, M, DV, DVP
             )  # fmt: skip
-        token_M, g, inside, oldest_M, stop_M = _queries(
-            token, slot, first_query + i * M, first_query + END, row_ptr, position_ptr, window, chunk, G, STRIDE, M, REACH
-        )  # fmt: skip
+        token_M, g, inside, _, _ = _queries(row, first_query + i * M, first_query + END, G, STRIDE, M, REACH)
         finish(most, sums, values, token_M, head * G + g, inside, out_ptr, out_st, out_sh, sinks_ptr, DV, DVP, SINKS)
 
 
@@ -199,15 +197,13 @@ def drafts_kernel(
     kp_ptr += head * kp_sh
     vp_ptr += head * vp_sh
     scales_ptr += head
+    pages = (kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss)
     begin, end, token, slot, oldest, stop = unit_of(begin_ptr, unit_ptr, unit, num_units)
     if EARLY:
         if left > 0:
             start = (oldest // BN + tl.maximum(tile - begin - entry_tiles, 0)) * BN
-            prefetch(
-                kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-                table_ptr + tl.cast(slot, tl.int64) * table_st, width, start, oldest, stop,
-                K, D, DV, PAGE, BN, REACH, FP8,
-            )  # fmt: skip
+            keys = (table_ptr + tl.cast(slot, tl.int64) * table_st, width, oldest, stop)
+            prefetch(pages, scales_ptr, scales_se, keys, start, K, D, DV, PAGE, BN, REACH, FP8)
         wait_turn(EARLY)
         start_next(EARLY)
     while left > 0:
@@ -215,10 +211,10 @@ def drafts_kernel(
             begin_ptr, unit_ptr, unit + 1, num_units
         )
         run = tl.minimum(left, end - tile)
+        row = (token, slot, row_ptr, position_ptr, window, chunk)
+        keys = (table_ptr + tl.cast(slot, tl.int64) * table_st, width, oldest, stop)
         highest, total, acc = _block_part(
-            q_ptr, q_st, q_sh, token, slot, oldest, stop, head, first_query, row_ptr, position_ptr, window, chunk,
-            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se,
-            table_ptr + tl.cast(slot, tl.int64) * table_st, width,
+            q_ptr, q_st, q_sh, row, head, first_query, pages, scales_ptr, scales_se, keys,
             tl.maximum(tile - begin - entry_tiles, 0), tl.maximum(tile - begin + run - entry_tiles, 0), scale, softcap,
             K, G, STRIDE, TOKENS * G, M, TILES, D, DP, DV, DVP, PAGE, BN, REACH, SOFTCAP, FP8, TO, PDL,
         )  # fmt: skip
@@ -236,9 +232,8 @@ def drafts_kernel(
                 tl.store(counter_ptr + unit * COLUMNS + column, 0)
         if done:
             _finish_block(
-                highest, total, acc, token, slot, head, first_query, row_ptr, position_ptr, window, chunk, column,
-                begin // per, pieces, part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, COLUMNS, K, G, STRIDE,
-                TOKENS * G, M, TILES, DV, DVP, REACH, SINKS,
+                highest, total, acc, row, head, first_query, column, begin // per, pieces, part_ptr, sums_ptr,
+                out_ptr, out_st, out_sh, sinks_ptr, COLUMNS, K, G, STRIDE, TOKENS * G, M, TILES, DV, DVP, REACH, SINKS,
             )  # fmt: skip
         tile += run
         left -= run

@@ -69,11 +69,14 @@ def load_half_heads(at, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop,
-    HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """A tile of keys and of values as pages hold them, four halves [BN, HP]; and which of them exist."""
+def load_keys(pages, keys, start, HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """A tile of keys and of values as pages hold them, four halves [BN, HP]; and which of them exist.
+
+    `pages`: where a head's keys are, with the strides of entries and of slots, and its values. `keys`: the row's page table, its columns, the
+    first key that exists and the one after the last.
+    """
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
+    row_table, width, oldest, stop = keys
     h = tl.arange(0, HP)
     at = start + tl.arange(0, BN)
     there = (at >= oldest) & (at < stop)
@@ -89,15 +92,15 @@ def load_keys(
 
 
 @triton.jit
-def _attend(
-    q_low, q_high, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there, scale, softcap,
-    SOFTCAP: tl.constexpr, TO: tl.constexpr,
-):  # fmt: skip
-    """One tile. Queries [HP, M] are columns, and so are both halves of the results, [HP, M].
+def _attend(queries, results, tile, scale, softcap, SOFTCAP: tl.constexpr, TO: tl.constexpr):
+    """One tile of `load_keys`. Queries [HP, M] are columns, and so are both halves of the results, [HP, M].
 
     Scores are two short sums, neither of which waits for the other. Each is scaled by itself, because the compiler makes one sum of
     products that are only added.
     """
+    q_low, q_high = queries
+    highest, total, acc_low, acc_high = results
+    k_low, k_high, v_low, v_high, there = tile
     scores = tl.dot(k_low.to(TO), q_low, input_precision="ieee") * scale
     scores += tl.dot(k_high.to(TO), q_high, input_precision="ieee") * scale
     if SOFTCAP:
@@ -185,10 +188,10 @@ def _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP: t
 
 @triton.jit
 def _store_whole(
-    out_ptr, out_sh, sinks_ptr, highest, total, acc_low, acc_high, head,
-    G: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
+    out_ptr, out_sh, sinks_ptr, results, head, G: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
     """The output of a unit that is one part."""
+    highest, total, acc_low, acc_high = results
     m, h = tl.arange(0, M), tl.arange(0, HP)
     q_head = head * G + m
     mask = (m < G)[None, :] & (h < HALF)[:, None]
@@ -200,10 +203,10 @@ def _store_whole(
 
 @triton.jit
 def _store_part(
-    part_ptr, sums_ptr, place, highest, total, acc_low, acc_high,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
-):  # fmt: skip
+    part_ptr, sums_ptr, place, results, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HP: tl.constexpr
+):
     HALF: tl.constexpr = D // 2
+    highest, total, acc_low, acc_high = results
     m, h = tl.arange(0, M), tl.arange(0, HP)
     at = place + m
     mask = (m < G)[None, :] & (h < HALF)[:, None]
@@ -277,10 +280,9 @@ def few_kernel(
         kp_ptr += head * kp_sh
         vp_ptr += head * vp_sh
         row_table = table_ptr + tl.cast(tl.maximum(slot, 0), tl.int64) * table_st
+        pages, keys = (kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss), (row_table, width, oldest, stop)
         start = oldest + first * BN
-        keys = load_keys(
-            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, HALF, HP, PAGE, BN, RING
-        )
+        tile = load_keys(pages, keys, start, HALF, HP, PAGE, BN, RING)
         wait_turn(EARLY)
         start_next(EARLY)
         q_low, q_high, k_low, k_high, v_low, v_high = _heads(
@@ -289,25 +291,16 @@ def few_kernel(
         )  # fmt: skip
         highest, total = _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP)
         acc_low, acc_high = tl.trans(v_low.to(tl.float32)), tl.trans(v_high.to(tl.float32))
-        q_low, q_high = tl.trans(q_low.to(TO)), tl.trans(q_high.to(TO))
-        highest, total, acc_low, acc_high = _attend(
-            q_low, q_high, highest, total, acc_low, acc_high, *keys, scale, softcap, SOFTCAP, TO
-        )
+        queries = (tl.trans(q_low.to(TO)), tl.trans(q_high.to(TO)))
+        results = _attend(queries, (highest, total, acc_low, acc_high), tile, scale, softcap, SOFTCAP, TO)
         if tiles > 1:
             for more in range(start + BN, start + tiles * BN, BN):
-                keys = load_keys(
-                    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, more, oldest, stop,
-                    HALF, HP, PAGE, BN, RING,
-                )  # fmt: skip
-                highest, total, acc_low, acc_high = _attend(
-                    q_low, q_high, highest, total, acc_low, acc_high, *keys, scale, softcap, SOFTCAP, TO
-                )
+                tile = load_keys(pages, keys, more, HALF, HP, PAGE, BN, RING)
+                results = _attend(queries, results, tile, scale, softcap, SOFTCAP, TO)
         if count == 1:
-            _store_whole(
-                out_ptr + wide * out_st, out_sh, sinks_ptr, highest, total, acc_low, acc_high, head, G, M, HALF, HP, SINKS
-            )  # fmt: skip
+            _store_whole(out_ptr + wide * out_st, out_sh, sinks_ptr, results, head, G, M, HALF, HP, SINKS)
         else:
-            _store_part(part_ptr, sums_ptr, (piece * K + head) * G, highest, total, acc_low, acc_high, G, M, D, HP)
+            _store_part(part_ptr, sums_ptr, (piece * K + head) * G, results, G, M, D, HP)
             tl.debug_barrier()
             counter = counter_ptr + unit * K + head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:

@@ -40,11 +40,13 @@ def _oldest(position, window, chunk):
 
 
 @triton.jit
-def _prepare(
-    ptr, at_N, mask_N, angle_N, cos_ptr, sin_ptr, norm_ptr, eps,
-    N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Heads at `at` [N], each with its token's angles, normed, rotated and rounded: two halves [N, HP] float32."""
+def _prepare(ptr, at_N, mask_N, token_N, rope, norm_ptr, eps, N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """Heads at `at` [N], each with its token's angles, normed, rotated and rounded: two halves [N, HP] float32.
+
+    `rope`: where tokens' cosines and sines are, and their stride.
+    """
+    cos_ptr, sin_ptr, stride_rope = rope
+    angle_N = token_N * stride_rope
     HALF: tl.constexpr = D // 2
     h = tl.arange(0, HP)[None, :]
     mask = mask_N[:, None] & (h < HALF)
@@ -58,11 +60,10 @@ def _prepare(
 
 
 @triton.jit
-def _attend(
-    q_low, q_high, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, seen, scale, softcap,
-    SOFTCAP: tl.constexpr, TO: tl.constexpr,
-):  # fmt: skip
+def _attend(q_low, q_high, results, tile, seen, scale, softcap, SOFTCAP: tl.constexpr, TO: tl.constexpr):
     """One tile of queries and one of keys. Scores are two short sums, as in `kernels.paged_few`."""
+    highest, total, acc_low, acc_high = results
+    k_low, k_high, v_low, v_high, _ = tile
     scores = tl.dot(q_low, tl.trans(k_low.to(TO)), input_precision="ieee") * scale
     scores += tl.dot(q_high, tl.trans(k_high.to(TO)), input_precision="ieee") * scale
     if SOFTCAP:
@@ -77,19 +78,20 @@ def _attend(
 
 @triton.jit
 def _attend_pages(
-    q_low, q_high, oldest_M, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there, start, scale,
-    softcap, BN: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr, TILES: tl.constexpr,
+    queries, results, tile, start, scale, softcap,
+    BN: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys from pages, which all tokens see, but for windows and chunks: tuples of results."""
+    q_low, q_high, oldest_M = queries
+    highest, total, acc_low, acc_high = results
+    _, _, _, _, there = tile
     new_highest, new_total, new_low, new_high = (), (), (), ()
     for i in tl.static_range(TILES):
         seen = there[None, :]
         if REACH:
             seen = seen & ((start + tl.arange(0, BN))[None, :] >= oldest_M[i][:, None])
-        most, sums, low, high = _attend(
-            q_low[i], q_high[i], highest[i], total[i], acc_low[i], acc_high[i], k_low, k_high, v_low, v_high, seen,
-            scale, softcap, SOFTCAP, TO,
-        )  # fmt: skip
+        before = (highest[i], total[i], acc_low[i], acc_high[i])
+        most, sums, low, high = _attend(q_low[i], q_high[i], before, tile, seen, scale, softcap, SOFTCAP, TO)
         new_highest, new_total = new_highest + (most,), new_total + (sums,)
         new_low, new_high = new_low + (low,), new_high + (high,)
     return new_highest, new_total, new_low, new_high
@@ -97,19 +99,17 @@ def _attend_pages(
 
 @triton.jit
 def _new_tile(
-    token, has_new, stores, k_ptr, k_st, v_ptr, v_st, cos_ptr, sin_ptr, stride_rope, k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
+    token, has_new, stores, k_ptr, k_st, v_ptr, v_st, rope, k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr, pages,
     STRIDE: tl.constexpr, NEW: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The row's new tokens, as pages hold them: keys and values in halves [NEW, HP], and which of them are there. One block `stores` them, too."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
     HALF: tl.constexpr = D // 2
     h = tl.arange(0, HP)[None, :]
     end = tl.where(has_new, STRIDE, 0)
     number, token_N, inside, there, position = _tokens(token, 0, end, row_ptr, position_ptr, NEW, 1)
     wide = token_N.to(tl.int64)
-    k_low, k_high = _prepare(
-        k_ptr, wide * k_st, there, wide * stride_rope, cos_ptr, sin_ptr, k_norm_ptr, eps, NEW, D, HP, NORM
-    )
+    k_low, k_high = _prepare(k_ptr, wide * k_st, there, wide, rope, k_norm_ptr, eps, NEW, D, HP, NORM)
     mask = there[:, None] & (h < HALF)
     v_low, v_high = load_half_heads(v_ptr + (wide * v_st)[:, None] + h, mask, HALF)
     held: tl.constexpr = kp_ptr.dtype.element_ty
@@ -128,12 +128,12 @@ def _new_tile(
 
 @triton.jit
 def _begin(
-    token, head, first_query, first, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr, window, chunk,
-    k_low, k_high, v_low, v_high, there, scale, softcap,
+    token, head, first_query, first, q_ptr, q_st, q_sh, rope, q_norm_ptr, eps, row_ptr, position_ptr, window, chunk, tile, scale, softcap,
     G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr, NEW: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, REACH: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Queries, ready, and their results over the row's new tokens, of which some are `there`: tuples. `first` is the position of the first."""
+    """Queries, ready, with the oldest keys that they see, and their results over the row's new tokens: tuples. `first` is the position of the first."""
+    _, _, _, _, there = tile
     q_low, q_high, oldest_M, highest, total, acc_low, acc_high = (), (), (), (), (), (), ()
     for i in tl.static_range(TILES):
         number, token_M, inside, real, position = _tokens(
@@ -141,10 +141,7 @@ def _begin(
         )
         q_head = head * G + (first_query + i * M + tl.arange(0, M)) % G
         wide = token_M.to(tl.int64)
-        low, high = _prepare(
-            q_ptr, wide * q_st + q_head * q_sh, inside, wide * stride_rope, cos_ptr, sin_ptr, q_norm_ptr, eps,
-            M, D, HP, NORM,
-        )  # fmt: skip
+        low, high = _prepare(q_ptr, wide * q_st + q_head * q_sh, inside, wide, rope, q_norm_ptr, eps, M, D, HP, NORM)
         low, high = low.to(TO), high.to(TO)
         seen = there[None, :] & (tl.arange(0, NEW)[None, :] <= number[:, None])
         if REACH:
@@ -152,24 +149,23 @@ def _begin(
             oldest_M = oldest_M + (oldest_of,)
             seen = seen & ((first + tl.arange(0, NEW))[None, :] >= oldest_of[:, None])
         zeros = tl.zeros([M, HP], tl.float32)
-        most, sums, values_low, values_high = _attend(
-            low, high, tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32), zeros, zeros,
-            k_low, k_high, v_low, v_high, seen, scale, softcap, SOFTCAP, TO,
-        )  # fmt: skip
+        nothing = (tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32), zeros, zeros)
+        most, sums, values_low, values_high = _attend(low, high, nothing, tile, seen, scale, softcap, SOFTCAP, TO)
         q_low, q_high, highest, total = q_low + (low,), q_high + (high,), highest + (most,), total + (sums,)
         acc_low, acc_high = acc_low + (values_low,), acc_high + (values_high,)
-    return q_low, q_high, oldest_M, highest, total, acc_low, acc_high
+    return (q_low, q_high, oldest_M), (highest, total, acc_low, acc_high)
 
 
 @triton.jit
 def _finish(
     part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter, token, head, first_query, column, piece, first_part,
-    count, highest, total, acc_low, acc_high,
+    count, results,
     COLUMNS: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, M: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The output of a unit that is one part. Of another it leaves the part, and the last program to do so merges them all."""
     HALF: tl.constexpr = D // 2
+    highest, total, acc_low, acc_high = results
     h = tl.arange(0, HP)[None, :]
     done = count == 1
     if count > 1:
@@ -236,39 +232,26 @@ def few_drafts_kernel(
         kp_ptr += head * kp_sh
         vp_ptr += head * vp_sh
         row_table = table_ptr + tl.cast(tl.maximum(slot, 0), tl.int64) * table_st
-        start = oldest + first * BN
-        k_low, k_high, v_low, v_high, there = load_keys(
-            kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, start, oldest, stop, HALF, HP, PAGE, BN, REACH
-        )
+        pages, keys = (kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss), (row_table, width, oldest, stop)
+        start, rope = oldest + first * BN, (cos_ptr, sin_ptr, stride_rope)
+        tile = load_keys(pages, keys, start, HALF, HP, PAGE, BN, REACH)
         wait_turn(EARLY)
         start_next(EARLY)
         has_new = (first_part + count - 1 == piece) & (slot >= 0)
-        new_k_low, new_k_high, new_v_low, new_v_high, new_there = _new_tile(
-            token, has_new, first_query == 0, k_ptr + head * k_sh, k_st, v_ptr + head * v_sh, v_st, cos_ptr, sin_ptr, stride_rope,
-            k_norm_ptr, eps, entry_ptr, offset_ptr, row_ptr, position_ptr, kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss,
-            STRIDE, NEW, D, HP, NORM,
+        new = _new_tile(
+            token, has_new, first_query == 0, k_ptr + head * k_sh, k_st, v_ptr + head * v_sh, v_st, rope, k_norm_ptr, eps,
+            entry_ptr, offset_ptr, row_ptr, position_ptr, pages, STRIDE, NEW, D, HP, NORM,
         )  # fmt: skip
-        q_low, q_high, oldest_M, highest, total, acc_low, acc_high = _begin(
-            token, head, first_query, stop, q_ptr, q_st, q_sh, cos_ptr, sin_ptr, stride_rope, q_norm_ptr, eps, row_ptr, position_ptr,
-            window, chunk, new_k_low, new_k_high, new_v_low, new_v_high, new_there, scale, softcap,
-            G, STRIDE, M, TILES, NEW, D, HP, REACH, NORM, SOFTCAP, TO,
+        queries, results = _begin(
+            token, head, first_query, stop, q_ptr, q_st, q_sh, rope, q_norm_ptr, eps, row_ptr, position_ptr, window, chunk, new,
+            scale, softcap, G, STRIDE, M, TILES, NEW, D, HP, REACH, NORM, SOFTCAP, TO,
         )  # fmt: skip
-        highest, total, acc_low, acc_high = _attend_pages(
-            q_low, q_high, oldest_M, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there, start,
-            scale, softcap, BN, REACH, SOFTCAP, TO, TILES,
-        )  # fmt: skip
+        results = _attend_pages(queries, results, tile, start, scale, softcap, BN, REACH, SOFTCAP, TO, TILES)
         if tiles > 1:
             for more in range(start + BN, start + tiles * BN, BN):
-                k_low, k_high, v_low, v_high, there = load_keys(
-                    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, row_table, width, more, oldest, stop,
-                    HALF, HP, PAGE, BN, REACH,
-                )  # fmt: skip
-                highest, total, acc_low, acc_high = _attend_pages(
-                    q_low, q_high, oldest_M, highest, total, acc_low, acc_high, k_low, k_high, v_low, v_high, there,
-                    more, scale, softcap, BN, REACH, SOFTCAP, TO, TILES,
-                )  # fmt: skip
+                tile = load_keys(pages, keys, more, HALF, HP, PAGE, BN, REACH)
+                results = _attend_pages(queries, results, tile, more, scale, softcap, BN, REACH, SOFTCAP, TO, TILES)
         _finish(
             part_ptr, sums_ptr, out_ptr, out_st, out_sh, sinks_ptr, row_ptr, position_ptr, counter_ptr + unit * COLUMNS + column,
-            token, head, first_query, column, piece, first_part, count, highest, total, acc_low, acc_high,
-            COLUMNS, G, STRIDE, M, TILES, D, HP, SINKS, AT_ONCE,
+            token, head, first_query, column, piece, first_part, count, results, COLUMNS, G, STRIDE, M, TILES, D, HP, SINKS, AT_ONCE,
         )  # fmt: skip

@@ -47,12 +47,12 @@ def _score(wide_q, key, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def own_value(
-    wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scale, softcap,
+    wide_q, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr, token, pages, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The token's own score, [M], and its value, [DVP], as pages hold them; FUSED stores both."""
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
     d = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
     v = tl.load(v_at + dv, mask=dv < DV, other=0.0)
@@ -116,8 +116,8 @@ def _store_code(
 
 @triton.jit
 def with_own_code(
-    wide_q, highest, total, acc, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry, inside,
-    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss, scales_ptr, scales_se, scale, softcap,
+    wide_q, highest, total, acc, k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, entry, inside, pages, scales_ptr, scales_se,
+    scale, softcap,
     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
     PAGE_P: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     STATIC: tl.constexpr,
@@ -126,6 +126,7 @@ def with_own_code(
 
     Both are also stored in the token's page.
     """
+    kp_ptr, kp_se, kp_ss, vp_ptr, vp_se, vp_ss = pages
     scale_ptr = scales_ptr + entry * scales_se
     k_code, v_code, old_k, new_k, old_v, new_v = _own_codes(
         k_at, v_at, angle, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_ptr, entry,
