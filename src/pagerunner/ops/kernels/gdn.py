@@ -61,10 +61,10 @@ def _scale(x, extra):
 
 @triton.jit
 def _inputs(
-    token, there, mixed, rates, decays, head, keys, values, mixed_stride, rates_stride, decays_stride,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    source, token, there, head, keys, values, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
     """Query, key, value, and the logits of rate and decay of a token, if it is `there`."""
+    mixed, mixed_stride, rates, rates_stride, decays, decays_stride = source
     q_at = mixed + tl.cast(token, tl.int64) * mixed_stride + (head // (HEADS // KEY_HEADS)) * K + keys
     v_at = mixed + tl.cast(token, tl.int64) * mixed_stride + 2 * KEY_HEADS * K + head * V + values
     q = tl.load(q_at, mask=(keys < K) & there, other=0.0)
@@ -121,17 +121,13 @@ def _few(
     bias = tl.load(decay_bias + head).to(tl.float32)
     out += head * V + values
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    begin = first - replayed
-    inputs = _inputs(
-        behind(begin, first, replayed, row, num_tokens, JOURNAL), True, mixed, rates, decays, head, keys, values,
-        mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
-    )  # fmt: skip
+    begin, source = first - replayed, (mixed, mixed_stride, rates, rates_stride, decays, decays_stride)
+    place = behind(begin, first, replayed, row, num_tokens, JOURNAL)
+    inputs = _inputs(source, place, True, head, keys, values, KEY_HEADS, HEADS, K, V)
     for token in range(begin, end):
         # the next token's, while this one is computed
-        ahead = _inputs(
-            behind(token + 1, first, replayed, row, num_tokens, JOURNAL), token + 1 < end, mixed, rates, decays, head,
-            keys, values, mixed_stride, rates_stride, decays_stride, KEY_HEADS, HEADS, K, V,
-        )  # fmt: skip
+        place = behind(token + 1, first, replayed, row, num_tokens, JOURNAL)
+        ahead = _inputs(source, place, token + 1 < end, head, keys, values, KEY_HEADS, HEADS, K, V)
         to = out + tl.cast(token, tl.int64) * (HEADS * V)
         held = _token(
             held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V

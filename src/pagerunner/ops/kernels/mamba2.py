@@ -50,10 +50,11 @@ MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 @triton.jit
 def _token(
-    held, token, to, answers, rounds, mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
+    held, token, to, answers, rounds, source, out, rate, bias, passed, head, values, inner,
     KEPT: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, the outputs of token `to` are stored."""
+    mixed, mixed_stride, steps, steps_stride = source
     in_p, in_n = values < P, inner < N
     b_at = HEADS * P + (head // (HEADS // GROUPS)) * N + inner
     source = mixed + tl.cast(token, tl.int64) * mixed_stride
@@ -97,10 +98,11 @@ def _few(
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
     at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+    source = (mixed, mixed_stride, steps, steps_stride)
     for token in range(first - replayed, end):
+        place = behind(token, first, replayed, row, num_tokens, JOURNAL)
         held = _token(
-            held, behind(token, first, replayed, row, num_tokens, JOURNAL), token, token >= first, by_one,
-            mixed, steps, out, rate, bias, passed, head, values, inner, mixed_stride, steps_stride,
+            held, place, token, token >= first, by_one, source, out, rate, bias, passed, head, values, inner,
             state.dtype.element_ty, GROUPS, HEADS, P, N,
         )  # fmt: skip
         if token < certain:  # states after drafts are dropped

@@ -21,14 +21,14 @@ from pagerunner.ops.paged_attention import HeadPrep
 
 
 @triton.jit
-def _load(
-    ptr, stride_t, token, there, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-    N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
+def _load(source, token, there, prep, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
     """One head of the tokens that are `there` [N], normed, rotated, and rounded as the projection is.
 
+    `source`: where the head is in the projection's output, and the stride of tokens. `prep`: the norm's weight, its epsilon, and the angles.
     Returns two halves [N, HALF_P] float32, and each token's largest magnitude [N].
     """
+    ptr, stride_t = source
+    norm_ptr, eps, cos_ptr, sin_ptr, stride_rope = prep
     d = tl.arange(0, HALF_P)[None, :]
     low_mask = there[:, None] & (d < HALF)
     token = tl.cast(token, tl.int64)[:, None]
@@ -65,7 +65,7 @@ def _put(at, low, high, there, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.c
 
 @triton.jit
 def _store_tile(
-    ptr, stride_t, token, page, page_ss, offset_ptr, low, high, scale, inverse, there, stored,
+    source, token, page, page_ss, offset_ptr, low, high, scale, inverse, there, stored,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store halves of tokens [N], rounded as pages hold them.
@@ -73,6 +73,7 @@ def _store_tile(
     Tokens that are `stored` go into the slots of their pages. Tokens that are `there` also go back to where they came from. The
     page's pointer, the scale and its inverse are one value for all tokens, or one for each.
     """
+    ptr, stride_t = source
     low = _quantised(low, inverse, FP8_MAX, FP8)
     high = _quantised(high, inverse, FP8_MAX, FP8)
     slot = page + tl.load(offset_ptr + token, mask=stored, other=0) * page_ss
@@ -84,18 +85,15 @@ def _store_tile(
 
 @triton.jit
 def _store_alone(
-    ptr, stride_t, page_ptr, page_se, page_ss, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-    entry, offset_ptr, token, alone,
+    source, pages, prep, entry, offset_ptr, token, alone,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
     """All tokens [PAGE_P] at once that have no page, or whose page gets no other token of this step."""
+    page_ptr, page_se, page_ss, scale_ptr, scale_se = pages
     t = tl.arange(0, PAGE_P)
     stored = alone & (entry >= 0)
-    low, high, largest = _load(
-        ptr, stride_t, token, alone, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-        PAGE_P, D, HALF, HALF_P, NORM, ROPE,
-    )  # fmt: skip
+    low, high, largest = _load(source, token, alone, prep, D, HALF, HALF_P, NORM, ROPE)
     scale_at = scale_ptr + entry * scale_se
     old = tl.load(scale_at, mask=stored, other=0.0)
     scale = grown_scale(old, largest, FP8_MAX)
@@ -113,19 +111,19 @@ def _store_alone(
     scale = scale[:, None]
     inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0, scale, 1.0))
     _store_tile(
-        ptr, stride_t, token, page_ptr + entry * page_se, page_ss, offset_ptr, low, high, scale, inverse, alone, stored,
+        source, token, page_ptr + entry * page_se, page_ss, offset_ptr, low, high, scale, inverse, alone, stored,
         D, HALF, HALF_P, FP8, FP8_MAX,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_head(
-    ptr, stride_t, page_ptr, page_se, page_ss, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-    entry_ptr, offset_ptr, first, num_tokens,
+    source, pages, prep, entry_ptr, offset_ptr, first, num_tokens,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PAGE: tl.constexpr, PAGE_P: tl.constexpr,
 ):  # fmt: skip
-    """A program's work, with pointers to its head."""
+    """A program's work, with pointers to its head. `pages`: all pages, their strides by entry and slot, the scales and their stride."""
+    page_ptr, page_se, page_ss, scale_ptr, scale_se = pages
     t = tl.arange(0, PAGE_P)
     token = first + t
     entry = tl.load(entry_ptr + token, mask=token < num_tokens, other=-2)
@@ -134,8 +132,7 @@ def _store_head(
     alone = (entry == -1) | ((entry >= 0) & (entry != before) & (entry != after))
     if tl.max(alone.to(tl.int32), 0) > 0:
         _store_alone(
-            ptr, stride_t, page_ptr, page_se, page_ss, scale_ptr, scale_se, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-            entry, offset_ptr, token, alone, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, PAGE_P,
+            source, pages, prep, entry, offset_ptr, token, alone, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, PAGE_P,
         )  # fmt: skip
     begins = (entry >= 0) & (entry != before) & (entry == after)
     at = tl.min(tl.where(begins, t, PAGE_P), 0)
@@ -143,10 +140,7 @@ def _store_head(
         page = tl.sum(tl.where(t == at, entry, 0), 0)
         run = first + at + t
         there = tl.load(entry_ptr + run, mask=run < num_tokens, other=-1) == page
-        low, high, largest = _load(
-            ptr, stride_t, run, there, norm_ptr, eps, cos_ptr, sin_ptr, stride_rope,
-            PAGE_P, D, HALF, HALF_P, NORM, ROPE,
-        )  # fmt: skip
+        low, high, largest = _load(source, run, there, prep, D, HALF, HALF_P, NORM, ROPE)
         old = tl.load(scale_ptr + page * scale_se)
         scale = grown_scale(old, tl.max(largest, 0), FP8_MAX)
         slots = page_ptr + page * page_se
@@ -158,8 +152,7 @@ def _store_head(
             tl.store(scale_ptr + page * scale_se, scale)
         inverse = tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0))
         _store_tile(
-            ptr, stride_t, run, slots, page_ss, offset_ptr, low, high, scale, inverse, there, there,
-            D, HALF, HALF_P, FP8, FP8_MAX,
+            source, run, slots, page_ss, offset_ptr, low, high, scale, inverse, there, there, D, HALF, HALF_P, FP8, FP8_MAX,
         )  # fmt: skip
         at = tl.min(tl.where(begins & (t > at), t, PAGE_P), 0)
 
@@ -175,17 +168,16 @@ def _store_runs_kernel(
     start_next_and_wait(PDL)
     first = tl.program_id(0) * PAGE_P
     head = tl.program_id(1) % K
+    prep = (k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope)
     if tl.program_id(1) < K:
         _store_head(
-            k_ptr + head * k_sh, k_st, kp_ptr + head * kp_sh, kp_se, kp_ss, scales_ptr + head, scales_se,
-            k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, first, num_tokens,
-            D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, PAGE_P,
+            (k_ptr + head * k_sh, k_st), (kp_ptr + head * kp_sh, kp_se, kp_ss, scales_ptr + head, scales_se), prep,
+            entry_ptr, offset_ptr, first, num_tokens, D, HALF, HALF_P, NORM, ROPE, FP8, FP8_MAX, PAGE, PAGE_P,
         )  # fmt: skip
     else:
         _store_head(
-            v_ptr + head * v_sh, v_st, vp_ptr + head * vp_sh, vp_se, vp_ss, scales_ptr + K + head, scales_se,
-            k_norm_ptr, eps, cos_ptr, sin_ptr, stride_rope, entry_ptr, offset_ptr, first, num_tokens,
-            DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, PAGE_P,
+            (v_ptr + head * v_sh, v_st), (vp_ptr + head * vp_sh, vp_se, vp_ss, scales_ptr + K + head, scales_se), prep,
+            entry_ptr, offset_ptr, first, num_tokens, DV, HALF_V, HALF_VP, False, False, FP8, FP8_MAX, PAGE, PAGE_P,
         )  # fmt: skip
 
 
