@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import interpreter_floats
 from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist import peer
 from pagerunner.dist.base import sum_in_order
@@ -22,10 +21,12 @@ from pagerunner.engine.worker import worker
 from pagerunner.runner.cuda_driver import CudaDriver, DriverError
 
 pytest.importorskip("triton")
+from helpers import fast_interpreter, interpreter_floats
 from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.peer_sums import LIMITS, Limits, PeerSums, room_bytes
 
+fast_interpreter.install()
 interpreter_floats.install()
 pytestmark = pytest.mark.usefixtures("compiled_too")
 

@@ -15,6 +15,7 @@ It also reads the bounds of a loop in a way that NumPy from 2.4 on refuses; they
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -335,6 +336,7 @@ def _read_loop_bounds() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+@functools.cache
 def install() -> None:
     """For the rest of the process."""
     assert not interpreter.InterpreterOptions.debug  # else somebody reads the checks of overflow

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from helpers import interpreter_floats
+from helpers import fast_interpreter, interpreter_floats
 from pagerunner.dist.base import sum_in_order
 from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.peer_sums import Limits, PeerSums, room_bytes
 
+fast_interpreter.install()
 interpreter_floats.install()
 kernels: Any = importlib.import_module("pagerunner.ops.kernels.peer_sum")
 LIMITS = Limits(2**19, 2**31)

@@ -69,6 +69,13 @@ def test_size_rule_catches():
     assert not checks.size_faults("def f():\n" + "    x = 1\n" * (checks.MAX_FUNCTION_LINES - 1), "m")
 
 
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    """Of its own accord pytest passes over folders with some names, such as `dist`."""
+    folders = {path.parent for path in (checks.ROOT / "tests").rglob("test_*.py")}
+    asked = pytestconfig.hook.pytest_ignore_collect
+    assert not [folder for folder in folders if asked(collection_path=folder, config=pytestconfig)]
+
+
 def test_files_and_functions_stay_small():
     package = set(checks.package_files())  # whose trees other rules read too; those of tests aren't kept
     for path in checks.python_files():
