@@ -51,8 +51,8 @@ DIFFERS = {
     "--host": "127.0.0.1 by default; vLLM listens on all addresses",
     "--model": "a flag here too; in vLLM's `serve` the model is the positional argument only",
     "--api-key": "repeatable as well; also in `PAGERUNNER_API_KEY`. Control endpoints need `--admin-key` beside it",
-    "--tool-call-parser": "four parsers, see [Tools](server.md#tools)",
-    "--reasoning-parser": "three parsers, see [Reasoning](server.md#reasoning)",
+    "--tool-call-parser": "those of the models that run here, see [Tools](server.md#tools)",
+    "--reasoning-parser": "those of the models that run here and a few more, see [Reasoning](server.md#reasoning)",
     "--tokenizer": "a directory or a hub name with `tokenizer.json`; other kinds of tokenizer are not read",
     "--max-model-len": "`auto` and `-1` take the longest length that fits the memory",
     "--max-num-batched-tokens": "8,192 by default, and 2,048 on a CPU; 16,384 for `LLM` with experts in 4 bits where 32 GiB are left beside the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def planned(options: ChatOptions, tail: str = "", **fields: Any) -> tuple[ChatPl
         ("qwen3", "<think>\n", "</think>"),
         ("qwen3", "<think>\n\n</think>\n\n", None),
         ("deepseek_r1", "assistant", "</think>"),
+        ("deepseek_v3", "</think>", None),
+        ("mistral", "[/INST]", "[/THINK]"),
         ("openai_gptoss", "<|start|>assistant", "<|channel|>final<|message|>"),
     ],
 )
@@ -56,8 +59,9 @@ def test_the_grammar_begins_behind_the_reasoning(parser: str | None, tail: str, 
     fields: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
     _, params = planned(ChatOptions(reasoning_parser=parser), tail, **fields)
     assert params.structured_outputs is not None and params.structured_outputs.after == after
-    assert params.structured_outputs.begins == ("<think>" if parser == "qwen3" and tail == "assistant\n" else None)
-    assert params.skip_special_tokens is (parser != "openai_gptoss")
+    begins = {"qwen3": {"assistant\n": "<think>"}, "mistral": {"[/INST]": "[THINK]"}}
+    assert params.structured_outputs.begins == begins.get(parser or "", {}).get(tail)
+    assert params.skip_special_tokens is (parser not in ("openai_gptoss", "mistral"))
     fields["structured_outputs"]["after"] = "own"
     assert planned(ChatOptions(reasoning_parser=parser), tail, **fields)[1].structured_outputs.after == "own"
     assert planned(ChatOptions(reasoning_parser=parser), tail)[1].structured_outputs is None
@@ -70,6 +74,11 @@ def test_the_grammar_begins_behind_the_reasoning(parser: str | None, tail: str, 
         ("qwen3", "<think>\n", "a</think>b", "a"),
         ("qwen3", "</think>\n\n", "<think>a</think>b", None),
         ("deepseek_r1", "assistant", "a</think>b", "a"),
+        ("deepseek_v3", "<｜Assistant｜><think>", "a</think>b", "a"),
+        ("deepseek_v3", "<｜Assistant｜></think>", "<think>a</think>b", None),
+        ("minimax_m2", "ai", "a</think>b", "a"),
+        ("glm45", "", "<think>a</think>b", "a"),
+        ("mistral", "[/INST]", "[THINK]a[/THINK]b", "a"),
         (
             "openai_gptoss",
             "",
@@ -83,6 +92,28 @@ def test_where_reasoning_begins(parser: str, tail: str, text: str, reasoning: st
     found = read_whole(plan.new_reader(), text)
     assert (found.reasoning or None) == reasoning
     assert found.content == ("b" if reasoning else text)
+
+
+CALLED = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 2
+SAID = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": CALLED}, {"role": "user", "content": "y"}]
+
+
+def test_ids_of_calls_are_those_that_templates_read() -> None:
+    """Kimi-K2's count all calls of the conversation. Mistral's are nine letters and digits, or its template refuses the call."""
+
+    def ids(parser: str, text: str, **fields: Any) -> list[str]:
+        options = ChatOptions(tool_parser=parser, auto_tools=True)
+        plan, params = planned(options, tools=[tool("f")], messages=SAID, **fields)
+        assert params.skip_special_tokens is (fields != {} or parser == "hermes")
+        return [call.id for call in read_whole(plan.new_reader(), text).calls]
+
+    two = '[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {}}]'
+    assert ids("kimi_k2", two, tool_choice="required") == ["functions.f:2", "functions.f:3"]
+    kimi = "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert ids("kimi_k2", kimi) == ["functions.f:7"]
+    mistral = ids("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}")
+    assert re.fullmatch("[0-9a-z]{9}", mistral[0]) and mistral[1] == "abcdef123"
+    assert ids("hermes", '<tool_call>{"name": "f"}</tool_call>') == [""]
 
 
 def test_required_calls_share_their_definitions(text_side: Path) -> None:

@@ -21,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("forked")
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 DEEPSEEK = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+KIMI = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+CODER = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 HARMONY = (
     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather<|message|>"
     '{"city": "Oslo"}<|call|>'
@@ -34,6 +39,8 @@ SETTINGS: dict[str, tuple[ChatOptions, str, str]] = {
     "qwen-text": (ChatOptions("hermes", True, "qwen3"), "<think>Where?</think>It rains.\n\nA lot.", "auto"),
     "llama": (ChatOptions("llama3_json", True), f"{LLAMA}; {LLAMA}", "auto"),
     "deepseek": (ChatOptions("deepseek_v3", True, "deepseek_r1"), f"Where?</think>I look.{DEEPSEEK}", "auto"),
+    "kimi": (ChatOptions("kimi_k2", True, "kimi_k2"), f"<think>Where?</think>I look.{KIMI}", "auto"),
+    "coder": (ChatOptions("qwen3_coder", True, "qwen3"), f"I look.\n\n{CODER}\n{CODER}\nDone.", "auto"),
     "harmony": (ChatOptions("openai", True, "openai_gptoss"), HARMONY, "auto"),
     "required": (ChatOptions(reasoning_parser="qwen3"), f"<think>Hm.</think>{FORCED}", "required"),
     "named": (ChatOptions(), '{"city": "Oslo"}', "named"),

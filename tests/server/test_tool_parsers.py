@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from helpers.effort import effort
+from helpers.effort import effort, share_of_the_day
 from pagerunner.server.chat.reader import Answer, AnswerReader
-from pagerunner.server.chat.reasoning import Thinking
-from pagerunner.server.chat.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
+from pagerunner.server.chat.reasoning import MARKS, Thinking
+from pagerunner.server.chat.tool_parsers.formats import Harmony, Named, Required
+from pagerunner.server.chat.tool_parsers.names import FORMATS
 from pagerunner.server.chat.tool_parsers.stream import Arguments, StreamParser
 from pagerunner.server.chat.turn import read_whole
 
@@ -24,15 +25,37 @@ B, b, S, e, E = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+KS, KC, KA, KE, KX = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+D = "｜DSML｜"
+F_PROPERTIES = {"a": {"type": "integer"}, "t": {"type": "string"}}
+G_PROPERTIES = {
+    "n": {"type": "number"}, "b": {"type": "boolean"}, "l": {"type": "array", "items": {}}, "o": {"$ref": "#/$defs/Pet"},
+    "m": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "u": {"type": ["string", "integer"]}, "e": {"enum": [1, 2]}, "k": {"enum": ["x", "1"]}, "any": {},
+}  # fmt: skip
+SCHEMAS: dict[str, Any] = {
+    "f": {"type": "object", "properties": F_PROPERTIES},
+    "g": {
+        "properties": G_PROPERTIES,
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"Pet": {"type": "object"}},
+    },
+    "a.b-日": {"properties": 3},
+}
 MAKE: dict[str, Callable[[], StreamParser]] = {
-    "hermes": Hermes,
-    "llama3_json": lambda: Llama3Json(["f", "g"]),
-    "deepseek_v3": DeepSeekV3,
+    **{name: lambda made=made: made.make(SCHEMAS) for name, made in FORMATS.items()},
     "openai": lambda: Harmony(thoughts=True, tools=True),
     "named": lambda: Named("f"),
     "required": Required,
-    "think": lambda: Thinking(inside=False),
-    "inside": lambda: Thinking(inside=True),
+    "think": lambda: Thinking(MARKS["qwen3"], inside=False),
+    "inside": lambda: Thinking(MARKS["deepseek_r1"], inside=True),
+    "think mistral": lambda: Thinking(MARKS["mistral"], inside=False),
+    "inside kimi": lambda: Thinking(MARKS["kimi_k2"], inside=True),
 }
 F = ("f", {"a": 1})
 G = ("g", {"s": 'x}"{\\ é日', "l": [1, {"b": None}]})
@@ -90,6 +113,53 @@ CASES: list[tuple[str, str, str | None, str | None, list[Any]]] = [
     ("inside", "Why?\n</think>\n\nBecause.", "Why?", "Because.", []),
     ("inside", "<think>Why?</think>a</think>b", "Why?", "a</think>b", []),
     ("inside", "never ends </thi", "never ends </thi", None, []),
+    ("think mistral", "[THINK]Why?\n[/THINK]Because.", "Why?", "Because.", []),
+    ("think mistral", "<think>a</think>b", None, "<think>a</think>b", []),
+    ("inside kimi", f"Why?{KS}{KC}", "Why?", f"{KS}{KC}", []),
+    ("inside kimi", f"<think>Why?</think>{KS}", "Why?", KS, []),
+    ("kimi_k2", f'Let me see.{KS}{KC}functions.f:0{KA}{{"a": 1}}{KE}\n{KC} functions.g:1 {KA} {g_json} {KE}{KX}', None, "Let me see.", [F, G]),
+    ("kimi_k2", f'{KC}functions.a.b-日:12{KA}{{"q": "<|tool"}}{KE}{KX} So.', None, " So.", [("a.b-日", {"q": "<|tool"})]),
+    ("kimi_k2", f"{KS}{KC}f:0{KA}{KE}{KX}", None, None, [("f", {})]),
+    ("kimi_k2", f'{KS}{KC}functions.f:0{KA}{{"a": {KE}{KC}functions.f:1{KA}{{"a": 1}}{KX}', None, None, [("f", '{"a": '), F]),
+    ("kimi_k2", f'{KS}{KC}tool_call_1{KA}{{"a": 1}}{KE}{KX}', None, f'{KS}{KC}tool_call_1{KA}{{"a": 1}}{KE}{KX}', []),
+    ("kimi_k2", f"a{KS}{KC}functions.f:0{KA}text{KE}", None, f"a{KS}{KC}functions.f:0{KA}text{KE}", []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"a": 1}}}}, {{"name": "g", "arguments": {g_json}, "id": "abc123def"}}]', None, None, [F, G]),
+    ("mistral", f'Sure.[TOOL_CALLS]f[ARGS]{{"a": 1}}[TOOL_CALLS]g[CALL_ID]abc123def[ARGS]{g_json}', None, "Sure.", [F, G]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1} done', None, " done", [F]),
+    ("mistral", '[TOOL_CALLS]a.b-日[ARGS]{"q": "[TOOL_CALLS]"}', None, None, [("a.b-日", {"q": "[TOOL_CALLS]"})]),
+    ("mistral", "[TOOL_CALLS] nothing to call", None, "[TOOL_CALLS] nothing to call", []),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, oh', None, ", oh", [F]),
+    ("mistral", '[TOOL_CALLS][{"name": 1}] x', None, '[TOOL_CALLS][{"name": 1}] x', []),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', None, None, [("f", '{"a": ')]),
+    ("llama4_json", '{"name": "f", "parameters": {"a": 1}}', None, None, [F]),
+    ("pythonic", '[f(a=1), g(s=\'x}"{\\\\ é日\', l=[1, {"b": None}])]', None, None, [F, G]),
+    ("llama4_pythonic", "<|python_start|>[f(a=-1.5, t='(', o={'x': true}), f()]<|python_end|>\nok", None, "\nok", [("f", {"a": -1.5, "t": "(", "o": {"x": True}}), ("f", {})]),
+    ("pythonic", "[f(a=1), f(2)] x", None, ", f(2)] x", [F]),
+    ("pythonic", "[h(a=1)]", None, "[h(a=1)]", []),
+    ("pythonic", "[1] f(a=1)", None, "[1] f(a=1)", []),
+    ("pythonic", "[f(a=__import__('os'))]", None, "[f(a=__import__('os'))]", []),
+    ("pythonic", "[f(a=1", None, "[f(a=1", []),
+    ("pythonic", "[f(**{'a': 1})]", None, "[f(**{'a': 1})]", []),
+    ("pythonic", "[f(a={1: 2})]", None, "[f(a={1: 2})]", []),
+    ("pythonic", "[f(a=1e999, b=b'x')]", None, "[f(a=1e999, b=b'x')]", []),
+    ("pythonic", "[f(a='\\ud800')]", None, "[f(a='\\ud800')]", []),
+    ("pythonic", f"[f(a={10**30})]", None, None, [("f", {"a": 10**30})]),
+    ("qwen3_coder", "Let me.\n\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=t>\nx\n\n\"1\"\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>", None, "Let me.", [("f", {"a": 1, "t": 'x\n\n"1"'}), ("f", {})]),
+    ("qwen3_xml", "<tool_call><function=g><parameter=n>1.50</parameter><parameter=b>True</parameter><parameter=l>['x', None]</parameter><parameter=o>{\"p\": [1]}</parameter></function></tool_call>", None, None, [("g", {"n": 1.5, "b": True, "l": ["x", None], "o": {"p": [1]}})]),
+    ("qwen3_xml", "<tool_call><function=g><parameter=m>null</parameter><parameter=u>7</parameter><parameter=e>2</parameter><parameter=k>1</parameter><parameter=any>{\"x\": 1}</parameter><parameter=x>5</parameter></function></tool_call>", None, None, [("g", {"m": None, "u": 7, "e": 2, "k": "1", "any": {"x": 1}, "x": 5})]),
+    ("qwen3_xml", "<tool_call><function=g><parameter=n>many</parameter><parameter=any>5</parameter><parameter=m>x</parameter><parameter=o>[1]</parameter></function></tool_call>", None, None, [("g", {"n": "many", "any": "5", "m": "x", "o": [1]})]),
+    ("qwen3_coder", "<function=f>\n<parameter=t>\n</function> <b>&\n</parameter>\n</function>\n</tool_call> ok", None, " ok", [("f", {"t": "</function> <b>&"})]),
+    ("qwen3_coder", "use <function=h> or <function= f>", None, "use <function=h> or <function= f>", []),
+    ("qwen3_coder", "<tool_call><function=a.b-日><parameter=日 x>ü</parameter></tool_call> So", None, " So", [("a.b-日", {"日 x": "ü"})]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=t>\nhal", None, None, [("f", '{"t": "hal')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1", None, None, [("f", '{"a": 1')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter", None, "<tool_call>\n<function=f>\n<parameter", []),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=<b>2</parameter></function></tool_call>", None, "<parameter=<b>2</parameter></function></tool_call>", [F]),
+    ("qwen3_coder", "<tool_call>f please</tool_call>", None, "<tool_call>f please</tool_call>", []),
+    ("deepseek_v32", f'Hm.\n\n<{D}function_calls>\n<{D}invoke name="f">\n<{D}parameter name="a" string="false">1</{D}parameter>\n<{D}parameter name="t" string="true">\n2 </{D}parameter>\n</{D}invoke>\n<{D}invoke name="f">\n</{D}invoke>\n</{D}function_calls>', None, "Hm.", [("f", {"a": 1, "t": "\n2 "}), ("f", {})]),
+    ("deepseek_v4", f'<{D}tool_calls><{D}invoke name="g"><{D}parameter name="n" string="true">1</{D}parameter><{D}parameter name="m" string="false">[null, {{"é": 1}}]</{D}parameter></{D}invoke></{D}tool_calls>', None, None, [("g", {"n": "1", "m": [None, {"é": 1}]})]),
+    ("deepseek_v4", f'<{D}tool_calls><{D}invoke name="f"><{D}parameter name="a" string="false">oops</{D}parameter></{D}invoke>', None, None, [("f", {"a": "oops"})]),
+    ("deepseek_v31", f'{B}{b}f{S}{{"a": {e}{b}f{S}{{"a": 1}}{E}', None, None, [("f", '{"a": '), F]),
 ]  # fmt: skip
 
 
@@ -139,10 +209,116 @@ def test_streams_say_the_same_as_whole_answers_whatever_the_cuts(
         assert said(kind, [text], **options) == whole
         assert said(kind, [*text, ""], **options) == whole
         random_ = random.Random(len(text))
+        if not options:
+            for cut in range(1, len(text)):
+                assert said(kind, [text[:cut], text[cut:]]) == whole, cut
         for _ in range(20):
             cuts = sorted(random_.randint(0, len(text)) for _ in range(4))
             pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
             assert said(kind, pieces, **options) == whole
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def tagged(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As Qwen3-Coder's chat template writes calls: texts as they are, all else as JSON."""
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else dumped(value)}\n</parameter>\n"
+            for key, value in arguments.items()
+        )
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def dsml(calls: list[tuple[str, dict[str, Any]]], section: str) -> str:
+    """As DeepSeek's encoding writes them."""
+    found = ""
+    for name, arguments in calls:
+        found += f'<{D}invoke name="{name}">\n'
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else dumped(value)
+            found += f'<{D}parameter name="{key}" string="{dumped(isinstance(value, str))}">{text}</{D}parameter>\n'
+        found += f"</{D}invoke>\n"
+    return f"\n\n<{D}{section}>\n{found}</{D}{section}>"
+
+
+def pythonic(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As Llama 4 writes them."""
+    written = [(name, ", ".join(f"{key}={value!r}" for key, value in one.items())) for name, one in calls]
+    return f"[{', '.join(f'{name}({arguments})' for name, arguments in written)}]"
+
+
+def sectioned(calls: list[tuple[str, dict[str, Any]]], form: str) -> str:
+    return "".join(form.format(name=name, number=number, json=dumped(one)) for number, (name, one) in enumerate(calls))
+
+
+WRITE: dict[str, Callable[[list[tuple[str, dict[str, Any]]]], str]] = {
+    "hermes": lambda calls: "\n".join(
+        f"<tool_call>\n{dumped({'name': name, 'arguments': one})}\n</tool_call>" for name, one in calls
+    ),
+    "qwen3_coder": tagged,
+    "pythonic": pythonic,
+    "mistral": lambda calls: sectioned(calls, "[TOOL_CALLS]{name}[ARGS]{json}"),
+    "deepseek_v3": lambda calls: B + sectioned(calls, b + "function" + S + "{name}\n```json\n{json}\n```" + e) + E,
+    "deepseek_v31": lambda calls: B + sectioned(calls, b + "{name}" + S + "{json}" + e) + E,
+    "deepseek_v32": lambda calls: dsml(calls, "function_calls"),
+    "deepseek_v4": lambda calls: dsml(calls, "tool_calls"),
+    "kimi_k2": lambda calls: KS + sectioned(calls, KC + "functions.{name}:{number}" + KA + "{json}" + KE) + KX,
+}
+WORDS = [
+    "a",
+    "日é",
+    "\n",
+    " ",
+    '"',
+    "'",
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    "<b>",
+    "</tool_call>",
+    "(",
+    ",",
+    "=",
+    "null",
+    "1",
+    "[ARGS",
+    "`",
+    "\t",
+]
+
+
+@pytest.mark.parametrize("kind", WRITE)
+def test_what_templates_write_is_read_again(kind: str) -> None:
+    """Text, some calls with texts and nested JSON in their arguments, in pieces."""
+    random_ = random.Random(3)
+
+    def value(depth: int = 2) -> Any:
+        texts = ["".join(random_.choices(WORDS, k=random_.randint(0, 5))) for _ in range(3)]
+        plain: list[Any] = [None, True, False, 0, -1.5, 10**20, texts[0]]
+        if depth == 0:
+            return random_.choice(plain)
+        return random_.choice([*plain, [value(depth - 1), texts[1]], {texts[2]: value(depth - 1), "k": []}])
+
+    keys = {"n": lambda: random_.choice([1, -2.5]), "l": lambda: [value()], "o": lambda: {"日": value()}, "m": lambda: f"x{value(0)}", "b": lambda: False}  # fmt: skip
+    for _ in range(effort(25, 200)):
+        calls = [
+            ("g", {key: keys[key]() for key in random_.sample(sorted(keys), random_.randint(0, 4))})
+            for _ in range(random_.randint(1, 3))
+        ]
+        before = "" if kind == "pythonic" else random_.choice(["", "I look.", "1 < 2 [x] {"])
+        text = before + WRITE[kind](calls)
+        cuts = sorted(random_.choices(range(len(text)), k=6))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        found = [(name if block == "call" else block, decoded(said)) for block, name, said in said(kind, pieces)]
+        assert found == [*([("text", before)] if before else []), *calls], text
 
 
 @pytest.mark.parametrize("kind", ["named", "required"])
@@ -174,30 +350,43 @@ def test_only_the_first_call_and_no_reasoning_where_that_is_asked() -> None:
 PIECES = [
     "<tool_call>", "</tool_call>", B, b, S, e, E, "function", "\n```json\n", "```", "<think>", "</think>", "<|channel|>",
     "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final", " to=functions.f", "{", "}", "[", "]", '"', "\\",
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", KS, KC, KA, KE, KX, "functions.f:0", "f(", "a=", ")", "'", "<function=", "<function=f>", "</function>", "<parameter=a>", "<parameter=",
+    "</parameter>", f"<{D}tool_calls>", f"<{D}function_calls>", f'<{D}invoke name="f">', f'<{D}parameter name="a', '" string="false">',
+    f"</{D}parameter>", f"</{D}invoke>", f"</{D}tool_calls>", "[THINK]", "[/THINK]", ">",
     '"name"', '"arguments"', '"parameters"', ":", ",", '"f"', "f", " ", "\n", "null", "1", "text", "<", "日", "\x00", "\ud800",
 ]  # fmt: skip
+
+
+def _pieces_of(kind: str) -> list[str]:
+    """The pieces that have a meaning in a format, more often than the others."""
+    known = "".join(text for name, text, *_ in CASES if name == kind)
+    return PIECES + [piece for piece in PIECES if piece in known] * 6
 
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_no_text_raises_and_cuts_never_matter(kind: str) -> None:
     random_ = random.Random(7)
     for _ in range(400):
-        pieces = random_.choices(PIECES, k=random_.randint(1, 14))
+        pieces = random_.choices(_pieces_of(kind), k=random_.randint(1, 14))
         assert said(kind, pieces) == said(kind, ["".join(pieces)])
 
 
 LONG = [
     "<tool_call>", '<tool_call>{"name": "f", "arguments": {', "<", " ", "{", "[", '"', "\\", '{"name": "f", "parameters": {"a": [',
-    "1", B, b, f"{b}f{S}" + "{", "<|channel|>", "<|start|><|message|>", "<think>", "x", '<tool_call>{"name": "f", "arguments": {"a": 1}}',
+    "[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS][", f"{KC}f:0{KA}" + "{", KC, "[f(", "[f(a=", "[f(a=(", "-", "[f(a='", "<function=f>", "<function=f><parameter=a>", "<function=f><parameter=t>",
+    f"<{D}tool_calls>", "[THINK]", "<tool_call><function=f><parameter=t>x</parameter>", "1", B, b, f"{b}f{S}" + "{", "<|channel|>", "<|start|><|message|>", "<think>", "x", '<tool_call>{"name": "f", "arguments": {"a": 1}}',
 ]  # fmt: skip
 
 
+ALIASES = {"qwen3_xml", "llama4_json", "llama4_pythonic", "deepseek_v31", "deepseek_v4", "inside kimi", "think mistral"}  # fmt: skip
+
+
 @pytest.mark.days(2)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in ALIASES])
 def test_time_grows_with_the_text(kind: str) -> None:
     """Very much of anything, at once or in small pieces; a quadratic parser needs minutes for 100 kB, and seconds for 25."""
     size = effort(25_000, 100_000)
-    for unit in LONG:
+    for unit in (LONG[number] for number in share_of_the_day(len(LONG), 2)):
         text = ('{"a": ' if unit in ("1", "\\", '"') else "") + unit * (size // len(unit))
         started = time.process_time()
         read_whole(parser(kind), text)

@@ -165,7 +165,7 @@ def test_usage_and_n_with_parsers(scripted: RunningServer) -> None:
 
 def test_options_that_cannot_work() -> None:
     for options, word in [
-        ({"tool_parser": "mistral"}, "hermes"),
+        ({"tool_parser": "mistrel"}, "hermes, qwen3_coder, .*, kimi_k2, openai, got 'mistrel'"),
         ({"reasoning_parser": "x"}, "qwen3"),
         ({"reasoning_field": "x"}, "reasoning_content"),
         ({"auto_tools": True}, "tool_call_parser"),

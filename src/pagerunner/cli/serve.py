@@ -70,10 +70,12 @@ def _add_chat_options(chat: argparse._ArgumentGroup) -> None:
     chat.add_argument(
         "--tool-call-parser",
         metavar="NAME",
-        help="how the model writes calls: hermes, llama3_json, deepseek_v3, openai",
+        help="how the model writes calls: hermes, qwen3_coder, llama3_json, mistral, kimi_k2, ..., openai",
     )
     chat.add_argument(
-        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, deepseek_r1, openai_gptoss"
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how it marks reasoning: qwen3, deepseek_r1, mistral, ..., openai_gptoss",
     )
     chat.add_argument(
         "--reasoning-field",

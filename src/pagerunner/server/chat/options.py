@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from pagerunner.config import one_of
 from pagerunner.errors import ConfigError
+from pagerunner.server.chat.reasoning import MARKS
+from pagerunner.server.chat.tool_parsers.names import FORMATS
 
 HARMONY = "openai_gptoss"
-REASONING_PARSERS = ("qwen3", "deepseek_r1", HARMONY)
-TOOL_PARSERS = ("hermes", "llama3_json", "deepseek_v3", "openai")
+REASONING_PARSERS = (*MARKS, HARMONY)
+TOOL_PARSERS = (*FORMATS, "openai")
 REASONING_FIELDS = ("reasoning", "reasoning_content", "both")
 
 

@@ -10,8 +10,9 @@ import msgspec
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.chat.options import HARMONY, ChatOptions
 from pagerunner.server.chat.reader import Answer, AnswerReader
-from pagerunner.server.chat.reasoning import END, START, Thinking, analysis_tokens, thinking_tokens
-from pagerunner.server.chat.tool_parsers.formats import DeepSeekV3, Harmony, Hermes, Llama3Json, Named, Required
+from pagerunner.server.chat.reasoning import MARKS, Thinking, analysis_tokens, thinking_tokens
+from pagerunner.server.chat.tool_parsers.formats import Harmony, Named, Required
+from pagerunner.server.chat.tool_parsers.names import FORMATS
 from pagerunner.server.chat.tool_parsers.stream import StreamParser
 from pagerunner.server.protocol.tools import Tool
 from pagerunner.text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from pagerunner.types import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from pagerunner.server.chat.turn import ChatTurn, ToolMode
 
-_KEEPS_SPECIAL = ("deepseek_v3", "openai")  # their markup consists of special tokens
 _FINAL_CHANNEL = "<|channel|>final<|message|>"
 _TAIL_TOKENS = 16
 
@@ -36,6 +36,8 @@ class ChatPlan:
         self._turn = turn
         self._options = options
         self._mode = _mode(turn, options)
+        self._format = FORMATS.get(options.tool_parser or "")
+        self._marks = MARKS.get(options.reasoning_parser or "")
         self._one_call = not turn.parallel_tool_calls
         self._structured = structured = turn.params.structured_outputs
         self._after_thoughts = False
@@ -69,31 +71,33 @@ class ChatPlan:
 
     async def see_prompt(self, decode: Callable[[Sequence[int]], Awaitable[str]], token_ids: list[int]) -> None:
         """Learn from the prompt's end whether reasoning has begun, or is over before the answer begins."""
-        if self._options.reasoning_parser not in ("qwen3", "deepseek_r1"):
+        marks = self._marks
+        if marks is None:
             return
         begun = self._turn.messages[-1].get("content") if self._turn.continue_final_message else ""
         if begun:  # an answer that goes on with a message thinks only if the message has begun to think
-            self._prompt_thinks = begun.rfind(START) > begun.rfind(END)
+            self._prompt_thinks = begun.rfind(marks.start) > begun.rfind(marks.end)
             self._after_thoughts = not self._prompt_thinks
             return
         tail = (await decode(token_ids[-_TAIL_TOKENS:])).rstrip()
-        self._prompt_thinks = tail.endswith(START)
-        self._after_thoughts = tail.endswith(END)
+        self._prompt_thinks = tail.endswith(marks.start)
+        self._after_thoughts = tail.endswith(marks.end)
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters with the grammar of the text.
 
         The grammar begins after the reasoning, if there is any.
         """
-        wanted, reasoning = self._structured, self._options.reasoning_parser
-        if wanted is not None and wanted.after is None and reasoning is not None and not self._after_thoughts:
-            begins = START if reasoning == "qwen3" and not self._prompt_thinks else None
-            after = _FINAL_CHANNEL if reasoning == HARMONY else END
+        wanted, marks = self._structured, self._marks
+        if wanted is not None and wanted.after is None and self.may_reason and not self._after_thoughts:
+            begins = marks.start if marks is not None and not (marks.always or self._prompt_thinks) else None
+            after = _FINAL_CHANNEL if marks is None else marks.end
             wanted = msgspec.structs.replace(wanted, after=after, begins=begins)
         if wanted is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=wanted)
-        marked = self._mode == "auto" and self._options.tool_parser in _KEEPS_SPECIAL
-        return msgspec.structs.replace(params, skip_special_tokens=False) if marked or self._harmony else params
+        marked = self._mode == "auto" and self._format is not None and self._format.special
+        marked = marked or (marks is not None and marks.special) or self._harmony
+        return msgspec.structs.replace(params, skip_special_tokens=False) if marked else params
 
     def new_reader(self) -> AnswerReader:
         """What reads one answer of this turn."""
@@ -102,7 +106,15 @@ class ChatPlan:
             one_call=self._one_call,
             chosen=self._mode in ("auto", "required"),
             shows_thoughts=self._turn.shows_reasoning,
+            new_id=self._new_id,
         )
+
+    def _new_id(self, name: str, number: int) -> str:
+        """The id of the answer's call `number`, where the model's template reads ids; "" leaves it to the endpoint."""
+        if self._format is None or self._format.new_id is None:
+            return ""
+        before = sum(len(message.get("tool_calls") or ()) for message in self._turn.messages)
+        return self._format.new_id(name, before + number)
 
     @property
     def may_reason(self) -> bool:
@@ -114,14 +126,16 @@ class ChatPlan:
         if not reader.thoughts:
             return 0
         share = reader.thoughts / (reader.thoughts + reader.others)
-        count = analysis_tokens if self._harmony else thinking_tokens
-        return count(token_ids, tokenizer, share)
+        if self._marks is None:
+            return analysis_tokens(token_ids, tokenizer, share)
+        return thinking_tokens(token_ids, tokenizer, share, self._marks)
 
     def tokens_before_text(self, answer: Answer, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
         """How many tokens of an answer belong to the reasoning before its text. Only if a token ends the reasoning."""
-        end = tokenizer.token_to_id(END)
-        thinks = bool(answer.reasoning) and not self._harmony and end in token_ids
-        return thinking_tokens(token_ids, tokenizer, 0) if thinks else 0
+        marks = self._marks
+        if marks is None or not answer.reasoning or tokenizer.token_to_id(marks.end) not in token_ids:
+            return 0
+        return thinking_tokens(token_ids, tokenizer, 0, marks)
 
     @property
     def format_field(self) -> str:
@@ -144,23 +158,17 @@ class ChatPlan:
             return Harmony(
                 thoughts=reasoning == HARMONY, tools=self._mode == "auto" and self._options.tool_parser == "openai"
             )
-        if reasoning is None or self._after_thoughts:
+        if self._marks is None or self._after_thoughts:
             return None
-        return Thinking(inside=self._prompt_thinks or reasoning == "deepseek_r1")
+        return Thinking(self._marks, inside=self._prompt_thinks or self._marks.always)
 
     def _call_parser(self) -> StreamParser | None:
         if self._mode == "named":
             return Named(self._turn.tool_name)
         if self._mode == "required":
             return Required()
-        if self._mode == "auto":
-            match self._options.tool_parser:
-                case "hermes":
-                    return Hermes()
-                case "llama3_json":
-                    return Llama3Json([tool.function.name for tool in self._turn.tools])
-                case "deepseek_v3":
-                    return DeepSeekV3()
+        if self._mode == "auto" and self._format is not None:
+            return self._format.make({tool.function.name: tool.function.parameters or {} for tool in self._turn.tools})
         return None
 
 

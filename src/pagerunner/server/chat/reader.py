@@ -5,6 +5,7 @@ A stream shows the events as they come. A whole answer adds up the same events, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -21,15 +22,23 @@ class AnswerReader:
         one_call: leave out all calls but the first.
         chosen: whether the model chose the function.
         shows_thoughts: whether reasoning is told at all.
+        new_id: the id of a call to a function, by its name and number, if the model has written none.
     """
 
     def __init__(
-        self, parsers: list[StreamParser], *, one_call: bool = False, chosen: bool = True, shows_thoughts: bool = True
+        self,
+        parsers: list[StreamParser],
+        *,
+        one_call: bool = False,
+        chosen: bool = True,
+        shows_thoughts: bool = True,
+        new_id: Callable[[str, int], str] = lambda name, number: "",
     ) -> None:
         self._parsers = parsers
         self._one_call = one_call
         self._chosen = chosen
         self._shows_thoughts = shows_thoughts
+        self._new_id = new_id
         self._called = False
         self.thoughts = self.others = 0  # characters of reasoning, shown or not, and of text and calls
 
@@ -41,8 +50,10 @@ class AnswerReader:
             for event in events:
                 later += parser.feed(event.text) if isinstance(event, Text) else [event]
             events = later + (parser.finish() if last else [])
-        for event in events:
-            if isinstance(event, Thought):
+        for place, event in enumerate(events):
+            if isinstance(event, CallStart) and not event.id:
+                events[place] = event._replace(id=self._new_id(event.name, event.number))
+            elif isinstance(event, Thought):
                 self.thoughts += len(event.text)
             elif isinstance(event, Text | Arguments):
                 self.others += len(event.text)
@@ -65,11 +76,15 @@ class AnswerReader:
 
 @dataclass
 class Block:
-    """A run of one kind: text, reasoning, or one call, of which `text` are the arguments and `name` the function."""
+    """A run of one kind: text, reasoning, or one call, of which `text` are the arguments and `name` the function.
+
+    `id` is the call's, unless it is left to the endpoint.
+    """
 
     kind: Literal["text", "reasoning", "call"]
     pieces: list[str] = field(default_factory=list)
     name: str = ""
+    id: str = ""
 
     @property
     def text(self) -> str:
@@ -102,8 +117,8 @@ class Answer:
                     changes += self._run("text", piece)
                 case Thought(piece):
                     changes += self._run("reasoning", piece)
-                case CallStart(_, name):
-                    changes += [*self.close(), self._begin(Block("call", name=name))]
+                case CallStart(_, name, id_):
+                    changes += [*self.close(), self._begin(Block("call", name=name, id=id_))]
                 case Arguments(_, piece):
                     changes.append(self._grow(piece))
                 case CallEnd():

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pagerunner.server.chat.tool_parsers.stream import StreamParser, Wait
 from pagerunner.text.tokenizer import Tokenizer
 
-START, END = "<think>", "</think>"
+
+class ThoughtMarks(NamedTuple):
+    """What is before and after reasoning.
+
+    Args:
+        always: whether each answer begins with reasoning, with its first mark or without.
+        special: whether the marks are special tokens, so that texts must have them.
+        breaks: what ends reasoning too, and isn't part of it.
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+    special: bool = False
+    breaks: tuple[str, ...] = ()
+
+
+MARKS = {
+    "qwen3": ThoughtMarks(),
+    "deepseek_r1": ThoughtMarks(always=True),
+    "deepseek_v3": ThoughtMarks(),
+    "deepseek_v4": ThoughtMarks(),
+    "glm45": ThoughtMarks(),
+    "glm47": ThoughtMarks(),
+    "kimi_k2": ThoughtMarks(breaks=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": ThoughtMarks(always=True),
+    "mistral": ThoughtMarks("[THINK]", "[/THINK]", special=True),
+}
+"""By vLLM's names for their parsers. Those with equal marks are told apart by their prompts alone."""
 
 
 class Thinking(StreamParser):
@@ -17,7 +46,8 @@ class Thinking(StreamParser):
     come or not. Otherwise there is reasoning only if the text begins with the mark.
     """
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, marks: ThoughtMarks, *, inside: bool) -> None:
+        self._marks = marks
         self._inside = inside
         super().__init__()
 
@@ -25,24 +55,30 @@ class Thinking(StreamParser):
         """See StreamParser."""
         self.begin()
         yield from self.spaces()
-        if (yield from self.optional(START)) or self._inside:
+        marks = self._marks
+        if (yield from self.optional(marks.start)) or self._inside:
             yield from self.spaces()
-            yield from self.until((END,), self.think)
+            end = yield from self.until((marks.end, *marks.breaks), self.think)
+            if end in marks.breaks:
+                self._at -= len(end)
             yield from self.spaces()
         else:
             self.say("".join(self._raw))
         yield from self.until((), self.say)
 
 
-def thinking_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, share: float) -> int:
-    """How many of an answer's tokens are reasoning with its marks: all up to the first `</think>`, or all without one.
+def thinking_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, share: float, marks: ThoughtMarks) -> int:
+    """How many of an answer's tokens are reasoning with its marks: all up to the first end mark, or all without one.
 
     If the mark is no token of its own, the number follows from the reasoning's `share` of the answer's text.
     """
-    end = tokenizer.token_to_id(END)
-    if end is None:
+    ends = [tokenizer.token_to_id(mark) for mark in (marks.end, *marks.breaks)]
+    if ends[0] is None:
         return round(len(token_ids) * share)
-    return token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+    for place, token in enumerate(token_ids):
+        if token in ends:
+            return place + (token == ends[0])
+    return len(token_ids)
 
 
 def analysis_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, share: float) -> int:

@@ -141,7 +141,7 @@ class _Shape:
         )
 
     def _message(self, answer: Answer) -> AnswerMessage:
-        calls = [ToolCall(id=_call_id(), function=FunctionCall(one.name, one.text)) for one in answer.calls]
+        calls = [ToolCall(id=one.id or _call_id(), function=FunctionCall(one.name, one.text)) for one in answer.calls]
         content = answer.content
         return AnswerMessage(
             content=self.echo + (content or "") if self.echo else content,
@@ -161,9 +161,9 @@ class _Shape:
                     content.append(piece)
                 case Thought(piece):
                     thoughts.append(piece)
-                case CallStart(index, name):
+                case CallStart(index, name, id_):
                     function = FunctionDelta(name=name, arguments="")
-                    calls[index] = ToolCallDelta(index=index, function=function, id=_call_id(), type="function")
+                    calls[index] = ToolCallDelta(index=index, function=function, id=id_ or _call_id(), type="function")
                 case Arguments(index, piece):
                     call = calls.setdefault(index, ToolCallDelta(index=index, function=FunctionDelta(arguments="")))
                     call.function.arguments = f"{call.function.arguments}{piece}"

@@ -109,7 +109,7 @@ class _Message(BlockWriter):
     def _name(self, changes: list[Change]) -> None:
         for change in changes:
             if change.kind == "open" and change.block.kind == "call":
-                self._ids[change.number] = f"toolu_{uuid.uuid4().hex}"
+                self._ids[change.number] = change.block.id or f"toolu_{uuid.uuid4().hex}"
 
     def whole(self) -> MessagesAnswer:
         """The answer."""

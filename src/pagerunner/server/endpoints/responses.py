@@ -171,7 +171,7 @@ class _Response(BlockWriter):
         for change in changes:
             if change.kind == "open":
                 prefix = _PREFIX[change.block.kind]
-                self._ids.append((f"{prefix}_{uuid.uuid4().hex}", f"call_{uuid.uuid4().hex}"))
+                self._ids.append((f"{prefix}_{uuid.uuid4().hex}", change.block.id or f"call_{uuid.uuid4().hex}"))
 
     def _logprobs_of(self, output: CompletionOutput) -> list[TokenLogprob]:
         count = self._run.params.logprobs

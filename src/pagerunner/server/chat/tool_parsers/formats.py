@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Generator
+from dataclasses import dataclass
 
 from pagerunner.server.chat.tool_parsers.stream import MalformedError, StreamParser, Wait, ignore
 
@@ -56,50 +57,138 @@ class Llama3Json(StreamParser):
         yield from self.until((), self.say)
 
 
-class DeepSeekV3(StreamParser):
-    """DeepSeek-V3 and R1 (`function<sep>NAME` and a fenced block) and V3.1 (`NAME<sep>` and the object itself)."""
+@dataclass(frozen=True)
+class Marks:
+    """Special tokens around calls: `section` and what ends it, `call` and its name, `arguments` and JSON, `call_end`.
 
-    _CALLS, _CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
-    _SEP, _CALL_END, _CALLS_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+    `name` finds a call's name in what stands before its arguments. `has_ids`: all of that is the call's id.
+    """
+
+    section: str
+    call: str
+    arguments: str
+    call_end: str
+    section_end: str
+    name: re.Pattern[str] = re.compile(r"(.+)", re.DOTALL)
+    has_ids: bool = False
+
+
+DEEPSEEK = Marks(
+    section="<｜tool▁calls▁begin｜>",
+    call="<｜tool▁call▁begin｜>",
+    arguments="<｜tool▁sep｜>",
+    call_end="<｜tool▁call▁end｜>",
+    section_end="<｜tool▁calls▁end｜>",
+)
+KIMI_K2 = Marks(
+    section="<|tool_calls_section_begin|>",
+    call="<|tool_call_begin|>",
+    arguments="<|tool_call_argument_begin|>",
+    call_end="<|tool_call_end|>",
+    section_end="<|tool_calls_section_end|>",
+    name=re.compile(r"(?:functions\.)?(.+):\d+", re.DOTALL),
+    has_ids=True,
+)
+
+
+class Marked(StreamParser):
+    """Calls in `marks`. Kimi-K2 writes `functions.NAME:0` before the arguments, DeepSeek-V3.1 the name.
+
+    DeepSeek-V3 and R1 write `function`, and behind that mark the name and a fenced block.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        super().__init__()
 
     def parse(self) -> Wait:
         """See StreamParser."""
-        while marker := (yield from self.until((self._CALLS, self._CALL), self.say)):
+        marks = self._marks
+        while marker := (yield from self.until((marks.section, marks.call), self.say)):
             self.begin(marker)
             try:
                 yield from self.spaces()
-                if marker == self._CALLS:
-                    yield from self.expect(self._CALL)
+                if marker == marks.section:
+                    yield from self.expect(marks.call)
                 yield from self._call()
             except MalformedError:
                 pass
             self.end_call()
             self.begin()
             yield from self.spaces()
-            if not (yield from self.optional(self._CALLS_END)):
+            if not (yield from self.optional(marks.section_end)):
                 self.end_call()
 
     def _call(self) -> Wait:
-        name = yield from self._read(self._SEP)
-        if name == "function":
+        marks = self._marks
+        header = yield from self._read(marks.arguments)
+        found = marks.name.fullmatch(header)
+        if found is None:
+            raise MalformedError
+        name, fenced = found[1], header == "function"
+        if fenced:
             name = yield from self._read("\n")
             yield from self.spaces()
             yield from self.optional("```json")
         yield from self.spaces()
-        if not name or (yield from self.char()) != "{":
+        empty = yield from self.at(marks.call_end)
+        if not name or (not empty and (yield from self.char()) != "{"):
             raise MalformedError
-        self.start_call(name)
-        yield from self.value(self.argue)
-        yield from self.spaces()
-        yield from self.optional("```")
-        yield from self.spaces()
-        yield from self.optional(self._CALL_END)
+        self.start_call(name, header if marks.has_ids else "")
+        if empty:
+            self.argue("{}")
+        if fenced:
+            yield from self.value(self.argue)
+            yield from self.spaces()
+            yield from self.optional("```")
+            yield from self.spaces()
+            yield from self.optional(marks.call_end)
+        else:
+            end = yield from self.until((marks.call_end, marks.call, marks.section_end), self.argue)
+            if end and end != marks.call_end:
+                self._at -= len(end)
 
     def _read(self, marker: str) -> Generator[None, None, str]:
         pieces: list[str] = []
         if not (yield from self.until((marker,), pieces.append)):
             raise MalformedError
         return "".join(pieces).strip()
+
+
+class Mistral(StreamParser):
+    """`[TOOL_CALLS]` and a list of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]NAME[ARGS]{...}`.
+
+    The latter may have `[CALL_ID]` and an id before `[ARGS]`, and may leave `[ARGS]` out.
+    """
+
+    _MARK = "[TOOL_CALLS]"
+    _WORD = re.compile(r'[^\s\[\]{}"]*')
+
+    def parse(self) -> Wait:
+        """See StreamParser."""
+        while marker := (yield from self.until((self._MARK,), self.say)):
+            self.begin(marker)
+            try:
+                yield from self.spaces()
+                if (yield from self.char()) == "[":
+                    yield from self.listed(self.call_object)
+                else:
+                    yield from self._call()
+            except MalformedError:
+                pass
+            self.end_call()
+
+    def _call(self) -> Wait:
+        name = yield from self.word(self._WORD)
+        id_ = ""
+        if (yield from self.optional("[CALL_ID]")):
+            id_ = yield from self.word(self._WORD)
+        yield from self.optional("[ARGS]")
+        yield from self.spaces()
+        if not name or (yield from self.char()) != "{":
+            raise MalformedError
+        self.start_call(name, id_)
+        yield from self.value(self.argue)
 
 
 class Harmony(StreamParser):
@@ -175,17 +264,7 @@ class Required(StreamParser):
         self.begin()
         try:
             yield from self.spaces()
-            yield from self.expect("[")
-            while True:
-                yield from self.spaces()
-                yield from self.call_object()
-                self.end_call()
-                self.begin()
-                yield from self.spaces()
-                if not (yield from self.optional(",")):
-                    break
-                self.begin()
-            yield from self.expect("]")
+            yield from self.listed(self.call_object)
         except MalformedError:
             if self.cut() and not self._open:
                 return

@@ -36,10 +36,11 @@ class Thought(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """Tool call `number` begins."""
+    """Tool call `number` begins. `id` is the model's own, if it writes any."""
 
     number: int
     name: str
+    id: str = ""
 
 
 class Arguments(NamedTuple):
@@ -126,11 +127,11 @@ class StreamParser(ABC):
             self._events.append(self._blank_kind("".join(self._blank)))
         self._blank = []
 
-    def start_call(self, name: str) -> None:
+    def start_call(self, name: str, id_: str = "") -> None:
         """A call to `name` begins; what was read belongs to it."""
         self._blank = []
         self._open = True
-        self._events.append(CallStart(self._calls, name))
+        self._events.append(CallStart(self._calls, name, id_))
 
     def argue(self, text: str) -> None:
         """A piece of the open call's arguments."""
@@ -173,11 +174,7 @@ class StreamParser(ABC):
 
     def spaces(self) -> Wait:
         """Consume white space."""
-        while (yield from self.char()):
-            found = _SPACES.match(self._text, self._at)
-            self._take(found.end() - self._at if found else 0)
-            if self._at < len(self._text):
-                return
+        yield from self.word(_SPACES)
 
     def optional(self, text: str) -> Generator[None, None, bool]:
         """Consume `text` if it is what comes."""
@@ -189,6 +186,24 @@ class StreamParser(ABC):
             if self._ended or not text.startswith(there):
                 return False
             yield
+
+    def at(self, text: str) -> Generator[None, None, bool]:
+        """Whether `text` is what comes, which isn't consumed."""
+        found = yield from self.optional(text)
+        if found:
+            self._at -= len(text)
+            self._raw.pop()
+        return found
+
+    def word(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Consume as many characters as the pattern takes, which may be none."""
+        pieces: list[str] = []
+        while (yield from self.char()):
+            found = pattern.match(self._text, self._at)
+            pieces.append(self._take(found.end() - self._at if found else 0))
+            if self._at < len(self._text):
+                break
+        return "".join(pieces)
 
     def expect(self, text: str) -> Wait:
         """Consume `text`. Raises MalformedError where something else comes."""
@@ -215,7 +230,9 @@ class StreamParser(ABC):
         if first == '"':
             yield from self._string(emit)
         elif first not in ("{", "["):
-            text = yield from self._scalar()
+            text = yield from self.word(_SCALAR)
+            if not text:
+                raise MalformedError
             emit(text)
         else:
             closers: list[str] = []
@@ -238,17 +255,6 @@ class StreamParser(ABC):
                 emit(self._take(found.end() - self._at))
                 if not closers:
                     return
-
-    def _scalar(self) -> Generator[None, None, str]:
-        pieces: list[str] = []
-        while (yield from self.char()):
-            found = _SCALAR.match(self._text, self._at)
-            pieces.append(self._take(found.end() - self._at if found else 0))
-            if self._at < len(self._text):
-                break
-        if not any(pieces):
-            raise MalformedError
-        return "".join(pieces)
 
     def _string(self, emit: Emit) -> Wait:
         yield from self.expect('"')
@@ -276,6 +282,20 @@ class StreamParser(ABC):
         pieces: list[str] = []
         yield from self._string(pieces.append)
         return _loaded_text("".join(pieces))
+
+    def listed(self, call: Callable[[], Wait]) -> Wait:
+        """A list of calls in brackets, each read by `call`. Raises MalformedError for anything else; calls before it have ended."""
+        yield from self.expect("[")
+        while True:
+            yield from self.spaces()
+            yield from call()
+            self.end_call()
+            self.begin()
+            yield from self.spaces()
+            if not (yield from self.optional(",")):
+                break
+        yield from self.expect("]")
+        self.begin()
 
     def call_object(self, names: Collection[str] | None = None, *, bare: bool = True) -> Wait:
         """A call as an object with `name` and `arguments` (or `parameters`). Events begin when both are there.
