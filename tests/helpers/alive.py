@@ -17,6 +17,10 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in helpers/graphs.py
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}

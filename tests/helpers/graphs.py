@@ -37,6 +37,10 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._in_kernel = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first call, which takes 1.4 s of computing, and switches it off at each
+
     def kernel(self, op: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
         """Record an operation that has a kernel."""
         if self._in_kernel:
