@@ -371,6 +371,32 @@ def test_no_text_raises_and_cuts_never_matter(kind: str) -> None:
         assert said(kind, pieces) == said(kind, ["".join(pieces)])
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (None, "5"),
+        ({"type": 3}, "5"),
+        ({"anyOf": {"type": "integer"}}, 5),
+        ({"$ref": "#/properties/a"}, "5"),
+        ({"$ref": "#/nowhere/3"}, "5"),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, 7, {"type": "integer"}]}, 5),
+        ({"type": ["integer"] * 10**6}, 5),
+        ({"const": 3}, 5),
+        ({"enum": "x"}, "5"),
+        ({"type": []}, "5"),
+        ({"allOf": [{"type": [{}, None]}]}, "5"),
+    ],
+)
+def test_no_schema_takes_long_or_raises(schema: Any, value: Any) -> None:
+    """One of them contains itself 500 times, at every depth."""
+    schemas = {"f": {"properties": {"a": schema}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 500}}}}
+    text = "<tool_call><function=f>" + "<parameter=a>5</parameter>" * 100 + "</function></tool_call>"
+    started = time.process_time()
+    [call] = read_whole(AnswerReader([FORMATS["qwen3_xml"].make(schemas)]), text).calls
+    assert decoded(call.text) == {"a": value}
+    assert time.process_time() - started < 2
+
+
 LONG = [
     "<tool_call>", '<tool_call>{"name": "f", "arguments": {', "<", " ", "{", "[", '"', "\\", '{"name": "f", "parameters": {"a": [',
     "[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS][", f"{KC}f:0{KA}" + "{", KC, "[f(", "[f(a=", "[f(a=(", "-", "[f(a='", "<function=f>", "<function=f><parameter=a>", "<function=f><parameter=t>",

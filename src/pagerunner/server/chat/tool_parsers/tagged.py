@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 _NAME, _KEY = re.compile(r'[^\s<>"]*'), re.compile(r'[^\n<>"]*')
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-_REFERENCES = 8  # that may follow from one another
+_MOST = 1_000
 _KINDS: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -143,7 +143,7 @@ class Tagged(StreamParser):
         if first:
             self.start_call(name)
         self.argue(f"{'{' if first else ', '}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        kinds = frozenset(("string",)) if is_text else _kinds_of(self._schemas.get(name), key.strip())
+        kinds = {"string"} if is_text else _kinds_of(self._schemas.get(name), key.strip())
         yield from self._value(kinds, any_json=is_text is False)
 
     def _value(self, kinds: Collection[str], *, any_json: bool) -> Wait:
@@ -167,31 +167,34 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _kinds_of(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
-    """JSON's types that the argument `key` may have; none if the schema doesn't say."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    properties = schema.get("properties")
+def _kinds_of(schema: Mapping[str, Any] | None, key: str) -> set[str]:
+    """JSON's types that the argument `key` may have, as far as its schema says so; none if it doesn't. Of a huge schema a part is looked at."""
+    root: Any = schema if isinstance(schema, Mapping) else {}
+    properties = root.get("properties")
     own = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_kinds(schema.get("additionalProperties") if own is None else own, schema, _REFERENCES))
+    todo = [root.get("additionalProperties") if own is None else own]
+    kinds: set[str] = set()
+    seen: set[int] = set()  # schemas may contain themselves
+    while todo and len(seen) < _MOST:
+        one = todo.pop()
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = _listed(one.get("type", []))
+        values = () if named else _listed(one.get("enum", [one["const"]] if "const" in one else []))
+        kinds |= {kind for kind in named if isinstance(kind, str)} | {_kind(value) for value in values}
+        for word in ("anyOf", "oneOf", "allOf"):
+            todo += _listed(one.get(word, []))
+        if isinstance(reference := one.get("$ref"), str) and reference.startswith("#/"):
+            found = root
+            for step in reference[2:].split("/"):
+                found = found.get(step) if isinstance(found, Mapping) else None
+            todo.append(found)
+    return kinds
 
 
-def _kinds(own: Any, root: Mapping[str, Any], depth: int) -> Generator[str, None, None]:
-    if not isinstance(own, Mapping) or not depth:
-        return
-    named = own.get("type")
-    yield from (kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
-    if named is None:
-        values = own.get("enum", [own["const"]] if "const" in own else [])
-        yield from (_kind(value) for value in (values if isinstance(values, list) else []))
-    for word in ("anyOf", "oneOf", "allOf"):
-        for one in own[word] if isinstance(own.get(word), list) else []:
-            yield from _kinds(one, root, depth - 1)
-    if isinstance(reference := own.get("$ref"), str) and reference.startswith("#/"):
-        found: Any = root
-        for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        yield from _kinds(found, root, depth - 1)
+def _listed(value: Any) -> list[Any]:
+    return value[:_MOST] if isinstance(value, list) else [value]
 
 
 def _kind(value: Any) -> str:
