@@ -137,6 +137,9 @@ def test_templates_get_tools_and_effort() -> None:
     }
     assert planned(AUTO, reasoning_effort="low")[0].template_options({"enable_thinking"}) == {"enable_thinking": True}
     assert planned(AUTO, reasoning_effort="none")[0].template_options({"enable_thinking"}) == {"enable_thinking": False}
+    assert planned(AUTO, reasoning_effort="none")[0].template_options({"thinking"}) == {"thinking": False}
+    both = planned(AUTO, chat_template_kwargs={"enable_thinking": True, "thinking": False})[0]
+    assert both.template_options({"enable_thinking", "thinking"}) == {"enable_thinking": True, "thinking": False}
     own = planned(AUTO, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True, "mood": 1})[0]
     assert own.template_options({"enable_thinking", "reasoning_effort"}) == {"enable_thinking": True}
     assert own.template_options({"messages"}) == {}  # a template that reads none of it: vLLM's clients send it anyway

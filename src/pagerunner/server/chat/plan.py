@@ -60,6 +60,8 @@ class ChatPlan:
             if turn.reasoning_effort != "none":
                 options.setdefault("reasoning_effort", turn.reasoning_effort)
             options.setdefault("enable_thinking", turn.reasoning_effort != "none")
+        if "enable_thinking" in options:  # DeepSeek's and Kimi's templates have another name for it
+            options.setdefault("thinking", options["enable_thinking"])
         if turn.documents:
             options["documents"] = turn.documents
         return {name: value for name, value in options.items() if name in known}
