@@ -29,7 +29,7 @@ from pagerunner.attention.capability import Capabilities
 from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.torch_plan import NewPart, PaddedPart, Part, SharedPart, Slots, make_plan
-from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend, take
+from pagerunner.attention.torch_ref import Scratch, TorchPlan, attend, put_together, take
 from pagerunner.ops.pages import slot_layout
 
 MAX_EXPANDED_ELEMENTS = 2**25  # bounds the memory of expanded keys and values
@@ -60,18 +60,7 @@ class LatentBackend:
         pages = memory.latent.unsqueeze(2)
         vectors_TL = store_pages(pages, memory.scales, 0, vectors_TL.unsqueeze(1), group, plan).squeeze(1)
         one = _Call(q_THD, vectors_TL, up, pages, memory.scales, scale, self._scratch)
-        if len(plan.parts) == 1:
-            return one.run(plan.parts[0])[0]
-        out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in plan.parts:
-            out, lse = one.run(part)
-            targets = part.targets if isinstance(part, PaddedPart) else part.tokens
-            if isinstance(part, SharedPart):
-                out, lse = merge((take(out_THV, targets), take(lse_TH, targets)), (out, lse))
-            out_THV[targets] = out
-            lse_TH[targets] = lse
-        return out_THV
+        return put_together(plan.parts, one.run, q_THD, up.value_dim)[0]
 
 
 def merge(first: Result, second: Result) -> Result:

@@ -8,6 +8,7 @@ G query heads per key/value head, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,14 +141,20 @@ class TorchBackend:
         k_TKD = store(pages, 0, k_TKD, group, plan)
         v_TKV = k_TKD if pages.v is pages.k else store(pages, 1, v_TKV, group, plan)
         one = _Call(q_THD, k_TKD, v_TKV, pages, call.scores.scale, call.scores.softcap, self._scratch)
-        if len(plan.parts) == 1:
-            return one.run(plan.parts[0])
-        out_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in plan.parts:
-            out, lse = one.run(part)
-            _store(part, out, lse, out_THV, lse_TH, keep_lse=keep_lse)
-        return out_THV, lse_TH
+        return put_together(plan.parts, one.run, q_THD, v_TKV.shape[2], keep_lse=keep_lse)
+
+
+def put_together(
+    parts: Sequence[Part], run: Callable[[Part], Result], q_THD: torch.Tensor, value_dim: int, *, keep_lse: bool = False
+) -> Result:
+    """A step's attention of its parts, each of which `run` computes: [T, H, V], and with `keep_lse` the log-sum-exp [T, H]."""
+    if len(parts) == 1:
+        return run(parts[0])
+    out_THV = q_THD.new_empty((*q_THD.shape[:2], value_dim))
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    for part in parts:
+        _store(part, *run(part), out_THV, lse_TH, keep_lse=keep_lse)
+    return out_THV, lse_TH
 
 
 def take_sinks(found: Result, sinks_H: torch.Tensor) -> torch.Tensor:

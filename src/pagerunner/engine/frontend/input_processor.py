@@ -47,17 +47,14 @@ def shown_text(prompt: Prompt) -> str | None:
 def check_text(text: str) -> None:
     """Raise InvalidRequestError for a text that must not reach a tokenizer: too long, or no valid Unicode."""
     if len(text) > limits.MAX_PROMPT_CHARS:
-        raise InvalidRequestError(
+        raise _bad_prompt(
             f"The prompt has {len(text)} characters; at most {limits.MAX_PROMPT_CHARS} are allowed "
-            f"{limits.knob('MAX_PROMPT_CHARS')}.",
-            param="prompt",
+            f"{limits.knob('MAX_PROMPT_CHARS')}."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.", param="prompt"
-        ) from None
+        raise _bad_prompt(f"The prompt is not valid Unicode: character {error.start} is a lone surrogate.") from None
 
 
 def check_queueable(n: int, prompts: int, tokens: int) -> None:
@@ -125,13 +122,15 @@ def _plain(ids: Sequence[object]) -> list[int]:
         index, token = next(
             (index, token) for index, token in enumerate(ids) if isinstance(token, bool) or not isinstance(token, int)
         )
-        raise InvalidRequestError(
-            f"prompt_token_ids must hold integers, got {show(token)} at index {index}.", param="prompt"
-        ) from None
+        raise _bad_prompt(f"prompt_token_ids must hold integers, got {show(token)} at index {index}.") from None
+
+
+def _bad_prompt(text: str) -> InvalidRequestError:
+    return InvalidRequestError(text, param="prompt")
 
 
 def _empty() -> InvalidRequestError:
-    return InvalidRequestError("The prompt is empty; it needs at least 1 token.", param="prompt")
+    return _bad_prompt("The prompt is empty; it needs at least 1 token.")
 
 
 def _not_continued() -> InvalidRequestError:
@@ -251,20 +250,17 @@ class InputProcessor:
             unknown = [key for key in prompt if key not in _PROMPT_KEYS]
             if unknown:
                 known = ", ".join(_PROMPT_KEYS)
-                raise InvalidRequestError(
-                    f"A prompt has no key {show(unknown[0])}; supported are {known}.", param="prompt"
-                )
+                raise _bad_prompt(f"A prompt has no key {show(unknown[0])}; supported are {known}.")
             salt = prompt.get("cache_salt") or ""
             value = prompt.get("prompt_token_ids")
             if value is None:
                 value = prompt.get("prompt")
                 if not isinstance(value, str):
-                    raise InvalidRequestError(
-                        f"A prompt needs a text as prompt or a list as prompt_token_ids, got {show(value)}.",
-                        param="prompt",
+                    raise _bad_prompt(
+                        f"A prompt needs a text as prompt or a list as prompt_token_ids, got {show(value)}."
                     )
             elif isinstance(value, str):
-                raise InvalidRequestError("prompt_token_ids must be a list of integers, got a string.", param="prompt")
+                raise _bad_prompt("prompt_token_ids must be a list of integers, got a string.")
         if not isinstance(salt, str):
             raise InvalidRequestError(f"cache_salt must be a string, got {show(salt)}.", param="cache_salt")
         if isinstance(value, str):
@@ -273,9 +269,7 @@ class InputProcessor:
             return self.encode(value), salt
         if isinstance(value, (list, tuple)):
             return _plain(value), salt
-        raise InvalidRequestError(
-            f"A prompt must be a text, a list of token ids or a mapping, got {show(value)}.", param="prompt"
-        )
+        raise _bad_prompt(f"A prompt must be a text, a list of token ids or a mapping, got {show(value)}.")
 
     def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """The token ids of a text that may be a prompt.
@@ -285,9 +279,8 @@ class InputProcessor:
             InvalidRequestError: it is no valid Unicode, or has too many characters, or there is no tokenizer.
         """
         if self._tokenizer is None:
-            raise InvalidRequestError(
-                "This engine has no tokenizer (skip_tokenizer_init), so a prompt must be prompt_token_ids.",
-                param="prompt",
+            raise _bad_prompt(
+                "This engine has no tokenizer (skip_tokenizer_init), so a prompt must be prompt_token_ids."
             )
         check_text(text)
         if truncation is not None:
@@ -321,20 +314,18 @@ class InputProcessor:
             raise _empty()
         # Length first: it costs nothing, whatever was sent.
         if len(token_ids) >= self._max_model_len:
-            raise InvalidRequestError(
+            raise _bad_prompt(
                 f"This model's maximum context length is {self._max_model_len} tokens, prompt and answer together "
-                f"(max_model_len), but the prompt has {len(token_ids)}; it may have at most {self._max_model_len - 1}.",
-                param="prompt",
+                f"(max_model_len), but the prompt has {len(token_ids)}; it may have at most {self._max_model_len - 1}."
             )
         least, most = extremes(token_ids)
         if 0 <= least and most < self._vocab_size:
             return
         for index, token in enumerate(token_ids):
             if not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
+                raise _bad_prompt(
                     f"prompt_token_ids holds {show(token)} at index {index}, outside the vocabulary of "
-                    f"{self._vocab_size} tokens.",
-                    param="prompt",
+                    f"{self._vocab_size} tokens."
                 )
 
     def _max_tokens(self, params: SamplingParams, prompt_len: int) -> int:

@@ -174,7 +174,7 @@ def _as_asked(check: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return check(*arguments)
     except ConfigError as error:
-        raise ConfigError(f"speculative_config: {error}") from None
+        raise _wrong(str(error)) from None
 
 
 def resolve_speculation(args: EngineArgs, model: ModelConfig) -> SpeculativeConfig | None:
@@ -204,11 +204,15 @@ def resolve_speculation(args: EngineArgs, model: ModelConfig) -> SpeculativeConf
     )
 
 
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(f"speculative_config: {text}")
+
+
 def _method(options: SpeculativeOptions, args: EngineArgs) -> SpeculativeMethod:
     asked = options.method
     if options.model is not None and not options.model.strip():
-        raise ConfigError(
-            f"speculative_config: model must be a drafter's directory or hub name, got {options.model!r}. Leave it out where the method needs none."
+        raise _wrong(
+            f"model must be a drafter's directory or hub name, got {options.model!r}. Leave it out where the method needs none."
         )
     if asked in _OLD_MTP:
         logger.warning('speculative_config: method %s is called "mtp" for every family.', asked)
@@ -217,24 +221,18 @@ def _method(options: SpeculativeOptions, args: EngineArgs) -> SpeculativeMethod:
         asked = _guessed(options, args)
     asked = _OTHER_NAMES.get(asked, asked)
     if asked in _NOT_HERE:
-        raise ConfigError(
-            f"speculative_config: method {asked!r} isn't there: {_NOT_HERE[asked]}. Methods are {', '.join(METHODS)}."
-        )
+        raise _wrong(f"method {asked!r} isn't there: {_NOT_HERE[asked]}. Methods are {', '.join(METHODS)}.")
     _as_asked(one_of, "method", asked, (*METHODS, "ngram_gpu"))
     method = next(name for name in METHODS if name == asked)
     if method in _WITH_WEIGHTS - {"mtp"} and options.model is None:
-        raise ConfigError(
-            f"speculative_config: method {method!r} needs model, the directory or hub name of the drafter."
-        )
+        raise _wrong(f"method {method!r} needs model, the directory or hub name of the drafter.")
     if method == "mtp" and options.model not in (None, args.model):
-        raise ConfigError(
-            f'speculative_config: method "mtp" takes the layers that come with the model, {args.model}, and model={options.model!r} names '
+        raise _wrong(
+            f'method "mtp" takes the layers that come with the model, {args.model}, and model={options.model!r} names '
             "another one. Leave model out."
         )
     if method not in _WITH_WEIGHTS and _OTHER_NAMES.get(options.model or method, options.model or method) != method:
-        raise ConfigError(
-            f"speculative_config: method {method!r} has no weights, so model={options.model!r} changes nothing; leave it out."
-        )
+        raise _wrong(f"method {method!r} has no weights, so model={options.model!r} changes nothing; leave it out.")
     return method
 
 
@@ -268,29 +266,27 @@ def _check_fields(options: SpeculativeOptions, method: SpeculativeMethod, args: 
             if value not in neutral:
                 raise ConfigError(f"speculative_config: {name}={value!r} isn't there: {reason}. Leave it out.")
         elif name not in known:
-            raise ConfigError(
-                f"speculative_config: {name}={value!r} changes nothing with method {method!r}; leave it out."
-            )
+            raise _wrong(f"{name}={value!r} changes nothing with method {method!r}; leave it out.")
     _as_asked(one_of, "draft_sample_method", options.draft_sample_method, ("greedy", "probabilistic"))
     if options.draft_sample_method == "probabilistic":
-        raise ConfigError(
-            "speculative_config: draft_sample_method=\"probabilistic\" isn't there: the model's own token is drawn at each position and a draft "
+        raise _wrong(
+            "draft_sample_method=\"probabilistic\" isn't there: the model's own token is drawn at each position and a draft "
             'counts if it is that token, which is most often so for a drafter\'s most likely one. Leave it out ("greedy").'
         )
     ranks = args.tensor_parallel_size
     if options.draft_tensor_parallel_size not in (None, ranks):
-        raise ConfigError(
-            f"speculative_config: draft_tensor_parallel_size={options.draft_tensor_parallel_size} must be tensor_parallel_size={ranks}: drafters are "
+        raise _wrong(
+            f"draft_tensor_parallel_size={options.draft_tensor_parallel_size} must be tensor_parallel_size={ranks}: drafters are "
             "divided as the model is. Leave it out."
         )
     if options.enforce_eager not in (None, args.enforce_eager):
-        raise ConfigError(
-            f"speculative_config: enforce_eager={options.enforce_eager} must be the engine's, which is {args.enforce_eager}: a drafter runs in the "
+        raise _wrong(
+            f"enforce_eager={options.enforce_eager} must be the engine's, which is {args.enforce_eager}: a drafter runs in the "
             "step's graph. Leave it out."
         )
     if options.kv_cache_dtype not in (None, "auto", args.kv_cache_dtype):
-        raise ConfigError(
-            f"speculative_config: kv_cache_dtype={options.kv_cache_dtype!r} must be the engine's, {args.kv_cache_dtype!r}: a drafter's pages lie beside the "
+        raise _wrong(
+            f"kv_cache_dtype={options.kv_cache_dtype!r} must be the engine's, {args.kv_cache_dtype!r}: a drafter's pages lie beside the "
             "model's. Leave it out."
         )
 
@@ -322,8 +318,8 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: M
     layers = _predicted(values)
     made_for = _proposed(values) if layers is None else layers
     if method == "mtp" and made_for == 0:
-        raise ConfigError(
-            f'speculative_config: method "mtp" needs layers that predict, and config.json of {args.model} says that there are none.'
+        raise _wrong(
+            f'method "mtp" needs layers that predict, and config.json of {args.model} says that there are none.'
         )
     if asked is None and method == "suffix":
         return min(options.suffix_decoding_max_tree_depth, SUFFIX_TOKENS)
@@ -331,25 +327,25 @@ def _num_tokens(options: SpeculativeOptions, method: SpeculativeMethod, model: M
         if not made_for:
             if method == "mtp":
                 model.mtp()  # if there is no module, that is the reason
-            raise ConfigError(
-                f"speculative_config: method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as 4."
+            raise _wrong(
+                f"method {method!r} needs num_speculative_tokens, the most tokens that are drafted in a step, such as 4."
             )
         if not 1 <= made_for <= MOST_TOKENS:
-            raise ConfigError(
-                f"speculative_config: {path} says that the drafter predicts {made_for} tokens, and it must be from 1 to {MOST_TOKENS}. Give "
+            raise _wrong(
+                f"{path} says that the drafter predicts {made_for} tokens, and it must be from 1 to {MOST_TOKENS}. Give "
                 "num_speculative_tokens."
             )
         return made_for
     if not 1 <= asked <= MOST_TOKENS:
-        raise ConfigError(f"speculative_config: num_speculative_tokens must be from 1 to {MOST_TOKENS}, got {asked}.")
+        raise _wrong(f"num_speculative_tokens must be from 1 to {MOST_TOKENS}, got {asked}.")
     if method == "suffix" and asked > options.suffix_decoding_max_tree_depth:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens={asked} must be at most suffix_decoding_max_tree_depth={options.suffix_decoding_max_tree_depth}: no "
+        raise _wrong(
+            f"num_speculative_tokens={asked} must be at most suffix_decoding_max_tree_depth={options.suffix_decoding_max_tree_depth}: no "
             "more tokens are ever drafted."
         )
     if layers and asked > layers and asked % layers:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens={asked} must be a multiple of {layers}, which the drafter's config.json says that it predicts."
+        raise _wrong(
+            f"num_speculative_tokens={asked} must be a multiple of {layers}, which the drafter's config.json says that it predicts."
         )
     return asked
 
@@ -386,11 +382,9 @@ def _lookup(options: SpeculativeOptions) -> tuple[int, int]:
         ("prompt_lookup_max", options.prompt_lookup_max),
     ):
         if value is not None and not 1 <= value <= 64:
-            raise ConfigError(f"speculative_config: {name} must be from 1 to 64, got {value}.")
+            raise _wrong(f"{name} must be from 1 to 64, got {value}.")
     if smallest > largest:
-        raise ConfigError(
-            f"speculative_config: prompt_lookup_min={smallest} must be at most prompt_lookup_max={largest}."
-        )
+        raise _wrong(f"prompt_lookup_min={smallest} must be at most prompt_lookup_max={largest}.")
     for name, least, most in (
         ("suffix_decoding_max_tree_depth", 1, 64),
         ("suffix_decoding_max_cached_requests", 0, 1_000_000),
@@ -398,7 +392,7 @@ def _lookup(options: SpeculativeOptions) -> tuple[int, int]:
         ("suffix_decoding_min_token_prob", 0, 1),
     ):
         if not least <= (number := getattr(options, name)) <= most:
-            raise ConfigError(f"speculative_config: {name} must be from {least} to {most:,}, got {number}.")
+            raise _wrong(f"{name} must be from {least} to {most:,}, got {number}.")
     return smallest, largest
 
 
@@ -434,36 +428,36 @@ def _acceptance_rates(options: SpeculativeOptions, most: int) -> tuple[float, ..
         options.synthetic_acceptance_length,
     )
     if how == "block":
-        raise ConfigError(
-            'speculative_config: rejection_sample_method="block" isn\'t there: tokens would differ from those without drafts. "standard" gives the same tokens.'
+        raise _wrong(
+            'rejection_sample_method="block" isn\'t there: tokens would differ from those without drafts. "standard" gives the same tokens.'
         )
     _as_asked(one_of, "rejection_sample_method", how, ("standard", "synthetic"))
     if how == "standard":
         if rates is not None or length is not None:
-            raise ConfigError(
-                'speculative_config: synthetic_acceptance_rates and synthetic_acceptance_length go with rejection_sample_method="synthetic", for measuring.'
+            raise _wrong(
+                'synthetic_acceptance_rates and synthetic_acceptance_length go with rejection_sample_method="synthetic", for measuring.'
             )
         return None
     if (rates is None) == (length is None):
-        raise ConfigError(
-            'speculative_config: rejection_sample_method="synthetic" needs one of synthetic_acceptance_rates and synthetic_acceptance_length.'
+        raise _wrong(
+            'rejection_sample_method="synthetic" needs one of synthetic_acceptance_rates and synthetic_acceptance_length.'
         )
     if length is not None:
         if not 1 <= length <= most + 1:
-            raise ConfigError(
-                f"speculative_config: synthetic_acceptance_length must be from 1 to num_speculative_tokens + 1 = {most + 1}, got {length:g}."
+            raise _wrong(
+                f"synthetic_acceptance_length must be from 1 to num_speculative_tokens + 1 = {most + 1}, got {length:g}."
             )
         rates = [min(max(length - 1 - place, 0.0), 1.0) for place in range(most)]  # the least variance
     assert rates is not None
     if len(rates) != most or not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
-        raise ConfigError(
-            f"speculative_config: synthetic_acceptance_rates must be num_speculative_tokens={most} numbers from 0 to 1, got {rates}."
+        raise _wrong(
+            f"synthetic_acceptance_rates must be num_speculative_tokens={most} numbers from 0 to 1, got {rates}."
         )
     before, found = 1.0, []
     for rate in rates:
         if rate > before:
-            raise ConfigError(
-                f"speculative_config: synthetic_acceptance_rates must not grow, as each is the chance that all drafts up to it are accepted, got {rates}."
+            raise _wrong(
+                f"synthetic_acceptance_rates must not grow, as each is the chance that all drafts up to it are accepted, got {rates}."
             )
         found.append(rate / before if before else 0.0)
         before = rate
