@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,6 +54,18 @@ def fused_deltas(model: Any, adapter: str = "default") -> dict[str, torch.Tensor
     return found
 
 
+class LowRank(NamedTuple):
+    """What is added to one matrix's product: `B (A x)`. The scale is in B already."""
+
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
+
+
+def products_of(adapter: Adapter) -> dict[str, LowRank]:
+    """Each by the name of its matrix."""
+    return {name: LowRank(a, b) for names, *both in adapter.stacks for name, a, b in zip(names, *both, strict=True)}
+
+
 def trained(model: Any, seed: int = 1) -> None:
     """Give every A and B of a PEFT model random values."""
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +96,7 @@ def merged_checkpoint(base: Path, adapter: Path, path: Path) -> Path:
     read = read_adapter(adapter, known, torch.float32, 512)
     file = path / "model.safetensors"
     tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
-    for name, product in read.products.items():
+    for name, product in products_of(read).items():
         delta_OI = product.b_OR @ product.a_RI
         found = [
             one for one in tensors if one == f"{name}.weight" or own_name(one, [f"{name}.weight"]) == f"{name}.weight"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.adapters import AdaptedMixture, pair, write_adapter
+from helpers.adapters import AdaptedMixture, pair, products_of, write_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.forward import Harness, Sequence, load, prompts
 from helpers.graphs import RecordedGraphs
@@ -135,7 +135,7 @@ def test_adapters_are_what_merged_weights_are(
     got = adapted.generate([text], 3)[0]
     model, config = load(base)
     merged = Harness(model, config, dtype=torch.float32, page_tokens=4, num_pages=64)
-    products = read_adapter(tmp_path / "a" / "1", Targets.of(model), torch.float32, 32).products
+    products = products_of(read_adapter(tmp_path / "a" / "1", Targets.of(model), torch.float32, 32))
     for name, target in Targets.of(model).matrices.items():
         if name in products:
             rows, before = target.owner.parts, 0  # type: ignore[attr-defined]

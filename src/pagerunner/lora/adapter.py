@@ -105,13 +105,6 @@ class Targets(NamedTuple):
         return cls(matrices, experts)
 
 
-class LowRank(NamedTuple):
-    """What is added to one matrix's product: `B (A x)`. The scale is in B already."""
-
-    a_RI: torch.Tensor
-    b_OR: torch.Tensor
-
-
 class Stack(NamedTuple):
     """Products of equal sizes and ranks, one behind the other: those of one matrix of a layer's experts, or a single one.
 
@@ -137,11 +130,6 @@ class Adapter(NamedTuple):
     def names(self) -> set[str]:
         """Those of the matrices."""
         return {name for stack in self.stacks for name in stack.names}
-
-    @property
-    def products(self) -> dict[str, LowRank]:
-        """Each by the name of its matrix."""
-        return {name: LowRank(a, b) for names, *both in self.stacks for name, a, b in zip(names, *both, strict=True)}
 
     @property
     def rank(self) -> int:
