@@ -94,6 +94,15 @@ def test_where_reasoning_begins(parser: str, tail: str, text: str, reasoning: st
     assert found.content == ("b" if reasoning else text)
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_call_ends_reasoning_that_the_model_forgot_to_end(choice: str) -> None:
+    options = ChatOptions(tool_parser="qwen3_xml", auto_tools=True, reasoning_parser="qwen3")
+    plan, _ = planned(options, "<think>\n", tools=[tool("f")], tool_choice=choice)
+    found = read_whole(plan.new_reader(), "I call f.\n<tool_call><function=f></function></tool_call>")
+    called = choice == "auto"
+    assert (found.reasoning == "I call f.") is called and [call.name for call in found.calls] == ["f"] * called
+
+
 CALLED = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 2
 SAID = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": CALLED}, {"role": "user", "content": "y"}]
 

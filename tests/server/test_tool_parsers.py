@@ -55,7 +55,7 @@ MAKE: dict[str, Callable[[], StreamParser]] = {
     "think": lambda: Thinking(MARKS["qwen3"], inside=False),
     "inside": lambda: Thinking(MARKS["deepseek_r1"], inside=True),
     "think mistral": lambda: Thinking(MARKS["mistral"], inside=False),
-    "inside kimi": lambda: Thinking(MARKS["kimi_k2"], inside=True),
+    "inside kimi": lambda: Thinking(MARKS["kimi_k2"], inside=True, breaks=FORMATS["kimi_k2"].begins),
 }
 F = ("f", {"a": 1})
 G = ("g", {"s": 'x}"{\\ é日', "l": [1, {"b": None}]})
@@ -155,6 +155,8 @@ CASES: list[tuple[str, str, str | None, str | None, list[Any]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1", None, None, [("f", '{"a": 1')]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter", None, "<tool_call>\n<function=f>\n<parameter", []),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=<b>2</parameter></function></tool_call>", None, "<parameter=<b>2</parameter></function></tool_call>", [F]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=t>\nx <parameter=\n\n<parameter=a>\n1\n</function>\n</tool_call>", None, None, [("f", {"t": "x <parameter=\n", "a": 1})]),
+    ("deepseek_v4", f'<{D}tool_calls><{D}invoke name="f"><{D}parameter name="t" string="true">x\n<{D}parameter name="a" string="false">1</{D}invoke></{D}tool_calls>', None, None, [("f", {"t": "x\n", "a": 1})]),
     ("qwen3_coder", "<tool_call>f please</tool_call>", None, "<tool_call>f please</tool_call>", []),
     ("deepseek_v32", f'Hm.\n\n<{D}function_calls>\n<{D}invoke name="f">\n<{D}parameter name="a" string="false">1</{D}parameter>\n<{D}parameter name="t" string="true">\n2 </{D}parameter>\n</{D}invoke>\n<{D}invoke name="f">\n</{D}invoke>\n</{D}function_calls>', None, "Hm.", [("f", {"a": 1, "t": "\n2 "}), ("f", {})]),
     ("deepseek_v4", f'<{D}tool_calls><{D}invoke name="g"><{D}parameter name="n" string="true">1</{D}parameter><{D}parameter name="m" string="false">[null, {{"é": 1}}]</{D}parameter></{D}invoke></{D}tool_calls>', None, None, [("g", {"n": "1", "m": [None, {"é": 1}]})]),

@@ -130,14 +130,14 @@ class ChatPlan:
         share = reader.thoughts / (reader.thoughts + reader.others)
         if self._marks is None:
             return analysis_tokens(token_ids, tokenizer, share)
-        return thinking_tokens(token_ids, tokenizer, share, self._marks)
+        return thinking_tokens(token_ids, tokenizer, share, self._marks.end, self._breaks)
 
     def tokens_before_text(self, answer: Answer, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
         """How many tokens of an answer belong to the reasoning before its text. Only if a token ends the reasoning."""
         marks = self._marks
         if marks is None or not answer.reasoning or tokenizer.token_to_id(marks.end) not in token_ids:
             return 0
-        return thinking_tokens(token_ids, tokenizer, 0, marks)
+        return thinking_tokens(token_ids, tokenizer, 0, marks.end)
 
     @property
     def format_field(self) -> str:
@@ -148,6 +148,11 @@ class ChatPlan:
     def may_call(self) -> bool:
         """Whether the answer may hold calls."""
         return self._mode != "none"
+
+    @property
+    def _breaks(self) -> tuple[str, ...]:
+        """What ends the reasoning although its mark hasn't come: a call."""
+        return self._format.begins if self._mode == "auto" and self._format is not None else ()
 
     @property
     def _harmony(self) -> bool:
@@ -162,7 +167,7 @@ class ChatPlan:
             )
         if self._marks is None or self._after_thoughts:
             return None
-        return Thinking(self._marks, inside=self._prompt_thinks or self._marks.always)
+        return Thinking(self._marks, inside=self._prompt_thinks or self._marks.always, breaks=self._breaks)
 
     def _call_parser(self) -> StreamParser | None:
         if self._mode == "named":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pagerunner.server.chat.tool_parsers.stream import StreamParser, Wait
@@ -15,14 +15,12 @@ class ThoughtMarks(NamedTuple):
     Args:
         always: whether each answer begins with reasoning, with its first mark or without.
         special: whether the marks are special tokens, so that texts must have them.
-        breaks: what ends reasoning too, and isn't part of it.
     """
 
     start: str = "<think>"
     end: str = "</think>"
     always: bool = False
     special: bool = False
-    breaks: tuple[str, ...] = ()
 
 
 MARKS = {
@@ -32,7 +30,7 @@ MARKS = {
     "deepseek_v4": ThoughtMarks(),
     "glm45": ThoughtMarks(),
     "glm47": ThoughtMarks(),
-    "kimi_k2": ThoughtMarks(breaks=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": ThoughtMarks(),
     "minimax_m2": ThoughtMarks(always=True),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]", special=True),
 }
@@ -43,11 +41,12 @@ class Thinking(StreamParser):
     """`<think>reasoning</think>answer`. White space around either is dropped.
 
     `inside`: the reasoning has begun already, in the prompt or because the model always reasons first. Its opening mark may
-    come or not. Otherwise there is reasoning only if the text begins with the mark.
+    come or not. Otherwise there is reasoning only if the text begins with the mark. `breaks` end it too, and are no part of it.
     """
 
-    def __init__(self, marks: ThoughtMarks, *, inside: bool) -> None:
+    def __init__(self, marks: ThoughtMarks, *, inside: bool, breaks: Collection[str] = ()) -> None:
         self._marks = marks
+        self._breaks = breaks
         self._inside = inside
         super().__init__()
 
@@ -58,8 +57,8 @@ class Thinking(StreamParser):
         marks = self._marks
         if (yield from self.optional(marks.start)) or self._inside:
             yield from self.spaces()
-            end = yield from self.until((marks.end, *marks.breaks), self.think)
-            if end in marks.breaks:
+            end = yield from self.until((marks.end, *self._breaks), self.think)
+            if end in self._breaks:
                 self._at -= len(end)
             yield from self.spaces()
         else:
@@ -67,12 +66,14 @@ class Thinking(StreamParser):
         yield from self.until((), self.say)
 
 
-def thinking_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, share: float, marks: ThoughtMarks) -> int:
-    """How many of an answer's tokens are reasoning with its marks: all up to the first end mark, or all without one.
+def thinking_tokens(
+    token_ids: Sequence[int], tokenizer: Tokenizer, share: float, end: str, breaks: Collection[str] = ()
+) -> int:
+    """How many of an answer's tokens are reasoning with its marks: all up to the first mark that ends it, or all without one.
 
     If the mark is no token of its own, the number follows from the reasoning's `share` of the answer's text.
     """
-    ends = [tokenizer.token_to_id(mark) for mark in (marks.end, *marks.breaks)]
+    ends = [tokenizer.token_to_id(mark) for mark in (end, *breaks)]
     if ends[0] is None:
         return round(len(token_ids) * share)
     for place, token in enumerate(token_ids):

@@ -147,20 +147,23 @@ class Tagged(StreamParser):
         yield from self._value(kinds, any_json=is_text is False)
 
     def _value(self, kinds: Collection[str], *, any_json: bool) -> Wait:
-        ends = (f"\n{self._tags.value_end}", self._tags.value_end) if self._tags.lines else (self._tags.value_end,)
-        if self._tags.lines:
-            yield from self.optional("\n")
+        tags = self._tags
+        line = "\n" if tags.lines else ""
+        others = f"{line}{tags.parameter}", f"{line}{tags.function_end}"  # for models that forget to end a value
+        ends = (f"{line}{tags.value_end}", tags.value_end, *others)
+        yield from self.optional(line)
         if tuple(kinds) == ("string",) and not any_json:
             self.argue('"')
-            if not (yield from self.until(ends, lambda text: self.argue(_escaped(text)))):
-                raise MalformedError
-            self.argue('"')
-            return
-        pieces: list[str] = []
-        end = yield from self.until(ends, pieces.append)
-        self.argue(_json_of("".join(pieces), () if any_json else kinds, any_json=any_json))
+            end = yield from self.until(ends, lambda text: self.argue(_escaped(text)))
+            self.argue('"' if end else "")
+        else:
+            pieces: list[str] = []
+            end = yield from self.until(ends, pieces.append)
+            self.argue(_json_of("".join(pieces), () if any_json else kinds, any_json=any_json))
         if not end:
             raise MalformedError
+        if end in others:
+            self._at -= len(end)
 
 
 def _escaped(text: str) -> str:
