@@ -113,10 +113,11 @@ class Marked(StreamParser):
                 yield from self._call()
             except MalformedError:
                 pass
+            called = self._open
             self.end_call()
             self.begin()
             yield from self.spaces()
-            if not (yield from self.optional(marks.section_end)):
+            if not called or not (yield from self.optional(marks.section_end)):
                 self.end_call()
 
     def _call(self) -> Wait:

@@ -251,6 +251,7 @@ class StreamParser(ABC):
                 if what in _CLOSER:
                     closers.append(_CLOSER[what])
                 elif what != closers.pop():
+                    emit(self._take(found.start() - self._at))
                     raise MalformedError
                 emit(self._take(found.end() - self._at))
                 if not closers:

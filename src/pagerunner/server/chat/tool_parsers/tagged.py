@@ -215,7 +215,7 @@ def _json_of(text: str, kinds: Collection[str], *, any_json: bool) -> str:
         return word
     try:
         kind = _kind(msgspec.json.decode(bare))
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False) if "string" in kinds or not (kinds or any_json) else _literal(text)
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
     if any_json or fits or (kinds and "string" not in kinds) or (not kinds and kind in ("object", "array")):
