@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -270,7 +272,10 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
     routes = route.kernel(torch.randn(tokens, experts), Routing(active, normalise=True))
     seen = []
     monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
-    for activation in (SILU, GatedActivation("limited_silu", 1.0)):
+    for activation, narrow in ((SILU, inner), (GatedActivation("limited_silu", 1.0), 0)):
+        monkeypatch.setattr(
+            "pagerunner.ops.kernels.moe_joint.NARROW", narrow
+        )  # tiles for experts of few inner features, and of more
         got, want = residual.clone(), residual.clone()
         own = x, routes, gate_up, down, activation
         pairs = moe_experts_then.kernel(*own, residual_TD=got[:, :features], shared=shared)
@@ -286,8 +291,8 @@ def test_there_is_room_for_every_tile_and_its_counts(experts):
     """Two counts for each tile of pairs and of what all tokens pass, and places for 2 E tiles."""
     for active in {min(active, experts) for active in (1, 2, 4, 6, 10)}:
         for plain, most in ((False, numerics.FAST.experts.few), (True, numerics.FAST.experts.few_plain)):
-            for tokens in range(2, most * experts // active + 1):
-                config = joint_config(tokens * active, experts, plain=plain)
+            for tokens, inner in itertools.product(range(2, most * experts // active + 1), (192, 768)):
+                config = joint_config(tokens * active, experts, inner, plain=plain)
                 tiles = most_tiles(tokens * active, experts, config.pairs)
                 assert 2 * (tiles + -(-tokens // shared_rows(tokens, config))) <= 8 * experts
                 assert config.pairs != TILE_PAIRS or tiles <= 2 * experts

@@ -230,18 +230,26 @@ class JointConfig(NamedTuple):
     stages: int
 
 
+NARROW = 384
+"""Inner features of experts, of which a program of the second product takes more outputs: it has few steps. Ranks' parts of experts are such. With
+half as many or fewer its steps are smaller, too, so that a multiprocessor has room for five programs instead of three."""
+
 MOST_ROWS = 16
 """Tokens up to which they are one tile of what all tokens pass."""
 
 
-def joint_config(pairs: int, experts: int, *, plain: bool) -> JointConfig:
-    """The tiles, by measurement (docs/performance/experts.md). `plain`: the weights are no codes."""
+def joint_config(pairs: int, experts: int, inner: int, *, plain: bool) -> JointConfig:
+    """The tiles of experts with so many `inner` features, by measurement (docs/performance/experts.md). `plain`: the weights are no codes."""
     if not plain:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
     if pairs > numerics.FAST.experts.few * experts:
         return JointConfig(4 * TILE_PAIRS, 64, 64, 128, 64, 4, 3)
     if is_full(pairs, experts):
         return JointConfig(2 * TILE_PAIRS, 64, 64, 128, 64, 4, 4)
+    if inner <= NARROW // 2:
+        return JointConfig(TILE_PAIRS, 32, 128, 128, 64, 4, 3)
+    if inner <= NARROW:
+        return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
     return JointConfig(TILE_PAIRS, 64, 128, 64, 128, 4, 3)
 
 
@@ -276,7 +284,7 @@ def joint_products(
     experts, features, inner = low.shape
     (pairs,), (tokens, active) = routes.order_P.shape, routes.experts_TA.shape
     plain = isinstance(up, torch.Tensor) and isinstance(low, torch.Tensor)
-    config = config or joint_config(routes.expected, experts, plain=plain)
+    config = config or joint_config(routes.expected, experts, inner, plain=plain)
     tensors, constants = stored_args(up, x_TD.dtype)
     low_tensors, low_constants = stored_args(low, x_TD.dtype)
     constants |= {f"{name}2": value for name, value in low_constants.items() if name != "WORDS"}
