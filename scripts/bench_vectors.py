@@ -4,7 +4,7 @@
 
 A line is one layer of rows of one token in a graph, in the sizes of DeepSeek-V4-Flash: slots of 4 tokens, of which an indexer chooses 512, and
 a window of 128. `choose` and `attend` are its parts alone; together they take less time than both, as attention begins while slots are being
-chosen. The floor is the bytes of indexer keys, of the window and of chosen slots over `--bandwidth`. Each of several layers has pages of its own, so that the device's cache doesn't
+chosen, or chooses them itself. The floor is the bytes of indexer keys, of the window and of chosen slots over `--bandwidth`. Each of several layers has pages of its own, so that the device's cache doesn't
 hold them.
 """
 
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.testing import do_bench_cudagraph
 
 from pagerunner.batch import StepRows
-from pagerunner.ops.indexer import choose_slots, is_choice
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.sparse_latents import Latents
-from pagerunner.ops.vectors_attention import Slots, Window, vectors_attention
+from pagerunner.ops.vectors_attention import Choice, Slots, Window, vectors_attention
 
 SIZE, CODES, WINDOW, RATIO, TOP_K, INDEX, INDEX_HEADS, PAGE = 512, 448, 128, 4, 512, 128, 64, 64
 DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -33,8 +32,7 @@ class Layer(NamedTuple):
     q_THD: torch.Tensor
     window: Window
     slots: Slots
-    queries: tuple[Any, ...]
-    key_scales: torch.Tensor | None
+    choice: Choice
 
 
 def pages_of(count: int, slots: int, fp8: bool) -> torch.Tensor | Latents:
@@ -67,17 +65,14 @@ def layer_of(rows: StepRows, context: int, heads: int, fp8: bool) -> Layer:
     keys, key_scales = torch.randn(count * per_row, held, INDEX, device="cuda", dtype=DTYPE), None
     if fp8:
         keys, key_scales = keys.to(E4M3), 2.0 ** torch.randint(-2, 2, keys.shape[:2], device="cuda")
-    queries = (
-        torch.randn(count, INDEX_HEADS, INDEX, device="cuda", dtype=DTYPE),
-        torch.randn(count, INDEX_HEADS, device="cuda"),
-    )
+    queries = torch.randn(count, INDEX_HEADS, INDEX, device="cuda", dtype=DTYPE)
+    weights = torch.randn(count, INDEX_HEADS, device="cuda")
     slots = Slots(pages_of(count * per_row, held, fp8), table, RATIO, None)
     return Layer(
         torch.randn(count, heads, SIZE, device="cuda", dtype=DTYPE),
         window,
         slots,
-        (*queries, TOP_K, keys, table, rows, RATIO),
-        key_scales,
+        Choice(queries, weights, TOP_K, keys, key_scales, {}),
     )
 
 
@@ -87,17 +82,19 @@ class Step:
     def __init__(self, count: int, context: int, heads: int, fp8: bool, layers: int) -> None:
         self.rows = StepRows.of([1] * count, [context] * count, range(count), "cuda")
         self.layers = [layer_of(self.rows, context, heads, fp8) for _ in range(layers)]
-        self.sinks_H, self.scratch = torch.randn(heads, device="cuda"), {}
+        self.sinks_H = torch.randn(heads, device="cuda")
         self.angles = RopeAngles(*(torch.rand(count, 1, 64, device="cuda", dtype=DTYPE) for _ in range(2)))
         self.chosen = [self.choose(layer) for layer in self.layers]
 
     def choose(self, layer: Layer) -> torch.Tensor:
         """The slots that a layer's tokens see."""
-        return choose_slots(*layer.queries, self.scratch, layer.key_scales)
+        chosen = layer.slots._replace(chosen=layer.choice).choose(self.rows).chosen
+        assert isinstance(chosen, torch.Tensor)
+        return chosen
 
-    def attend(self, layer: Layer, chosen: torch.Tensor, early: bool) -> torch.Tensor:
-        """Attention to these. `early`: what chooses them was the launch before."""
-        slots = layer.slots._replace(chosen_TK=chosen, early=early and is_choice(self.rows, RATIO, TOP_K))
+    def attend(self, layer: Layer, chosen: torch.Tensor | Choice) -> torch.Tensor:
+        """Attention to these, or to what it chooses."""
+        slots = layer.slots._replace(chosen=chosen)
         return vectors_attention(layer.q_THD, layer.window, slots, self.rows, SIZE**-0.5, self.sinks_H, self.angles)
 
     def timed(self, run: Callable[[int], object]) -> float:
@@ -110,9 +107,9 @@ class Step:
     def times(self) -> tuple[float, ...]:
         """Of all, of choosing, and of attention."""
         return (
-            self.timed(lambda at: self.attend(self.layers[at], self.choose(self.layers[at]), True)),
+            self.timed(lambda at: self.attend(self.layers[at], self.layers[at].choice)),
             self.timed(lambda at: self.choose(self.layers[at])),
-            self.timed(lambda at: self.attend(self.layers[at], self.chosen[at], False)),
+            self.timed(lambda at: self.attend(self.layers[at], self.chosen[at])),
         )
 
 

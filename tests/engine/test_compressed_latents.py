@@ -27,6 +27,7 @@ from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.memory.specs import LatentKV
 from pagerunner.models import deepseek_v4
 from pagerunner.models.configs.reader import read_model_config
+from pagerunner.ops import vectors_attention
 from pagerunner.ops.rope import RopeAngles
 
 pytest.importorskip("transformers")
@@ -284,7 +285,11 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     )
     texts = [prompt(i, n) for i, n in enumerate((60, 5, 33))]
     first: dict[Any, torch.Tensor] = {}
-    attend, choose, turn = paged_vectors.vectors_attention, paged_vectors.choose_slots, deepseek_v4.Angles.slots_of_all
+    attend, choose, turn = (
+        paged_vectors.vectors_attention,
+        vectors_attention.choose_slots,
+        deepseek_v4.Angles.slots_of_all,
+    )
 
     def stale_positions(q: torch.Tensor, window: Any, slots: Any, rows: Any, *more: Any) -> torch.Tensor:
         own = rows.positions_T
@@ -305,7 +310,7 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     if planted == "positions":
         monkeypatch.setattr(paged_vectors, "vectors_attention", stale_positions)
     elif planted == "a choice":
-        monkeypatch.setattr(paged_vectors, "choose_slots", stale_choice)
+        monkeypatch.setattr(vectors_attention, "choose_slots", stale_choice)
     elif planted == "slots' angles":
         monkeypatch.setattr(deepseek_v4.Angles, "slots_of_all", stale_angles)
     with as_on_cuda(), counted_graphs() as graphs:

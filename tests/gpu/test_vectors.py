@@ -9,14 +9,14 @@ import torch
 
 from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
-from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved
+from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved, with_choice
 from pagerunner.batch import StatePages
 from pagerunner.ops.kernels import vectors_attention as kernels
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
 from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer
-from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
+from pagerunner.ops.vectors_attention import Slots, prepare_vectors_, vectors_attention
 
 HOPPER = DEVICE == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DECODE, PREFILL = ((300, 1), (3, 1), (4000, 1), (129, 1)), ((0, 300), (700, 37), (60, 1))
@@ -76,6 +76,26 @@ def test_two_parts_of_a_token_merge_themselves(monkeypatch: pytest.MonkeyPatch, 
     found = [vectors_attention(*given) for _ in range(20)]
     tolerance = 3e-2 * float(want.abs().max()) if fp8 else 2e-2
     torch.testing.assert_close(found[0].cpu(), want, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("longest", [2100, 4095, 9000, 16_383])
+def test_a_cluster_chooses_slots_itself(monkeypatch: pytest.MonkeyPatch, longest: int, fp8: bool) -> None:
+    """Of sequences of up to 1,024, 2,048 and 4,096 slots: the same as other launches choose, many of them by place as scores are equal, and always to the same bits."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(kernels, "_parts", lambda *_: kernels.CLUSTER)
+    rows = tuple((past, 1) for past in (longest, 2051, 0, 2047, 700, longest - 130))
+    arguments, _ = inputs(Case(rows, **FLASH), 16, 4)
+    given = with_choice(moved(arguments, DEVICE), 512, fp8)
+    given = in_published_pages(given)[0] if fp8 else given
+    asked: list[int] = []
+    choose = Slots.choose
+    monkeypatch.setattr(Slots, "choose", lambda slots, rows: asked.append(1) or choose(slots, rows))
+    found = [vectors_attention(*given) for _ in range(20)]
+    assert len(asked) == (0 if HOPPER else 20)
+    want = vectors_attention(given[0], given[1], choose(given[2], given[3]), *given[3:])
+    torch.testing.assert_close(found[0], want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
     assert all(torch.equal(found[0], other) for other in found)
 
 

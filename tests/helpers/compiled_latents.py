@@ -99,22 +99,38 @@ def best(several: bool) -> dict[str, Any]:
     )
 
 
-def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: bool = False) -> dict[str, Any]:
+def scored(name: str, slots: int, fp8: bool) -> dict[str, Any]:
+    """The same where a cluster chooses among so many slots, `ops/kernels/vectors_choice_gluon.py`."""
+    return vectors(name, 4, True, False, CLUSTER, fp8, slots)
+
+
+def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: bool = False, scored: int = 0) -> dict[str, Any]:  # fmt: skip
     """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`, and with pages in fp8 `vectors_fp8_gluon.py`."""
     kernel = vectors_fp8_gluon.vectors_kernel if fp8 else vectors_gluon.vectors_kernel
     names, numbers = (
         kernel.arg_names,
         ("q", "vectors", "window", "window_rope", "slot_pages", "rope", "cos", "sin", "out"),
     )
-    types = dict.fromkeys(numbers, "*" + name) | dict.fromkeys(("sinks", "parts", "found"), "*fp32") | {"scale": "fp32"}
+    types = (
+        dict.fromkeys(numbers, "*" + name)
+        | dict.fromkeys(("sinks", "parts", "found", "scored"), "*fp32")
+        | {"scale": "fp32"}
+    )
     types |= dict.fromkeys(("window_scales", "codes", "scales", *(["window"] if fp8 else [])), "*u8")
     types |= dict.fromkeys(("row_ptr", "start_ptr", "slots_ptr", "chosen_ptr"), "*i32")
     types |= dict.fromkeys(("position_ptr", "window_table", "slot_table"), "*i64")
     types = {one: type for one, type in types.items() if one in names}
     constants = {"WINDOW": 128, "RATIO": ratio, "PAGE": 16, "SLOT_PAGE": 1 if ratio == 128 else 16, "D": 512, "P": 64}
     cluster = CLUSTER if parts == CLUSTER else 1
-    constants |= {"SPLIT": parts > cluster, "NEW": new, "CHOSEN": chosen, "PDL": True}
-    strides = ["q_token", "q_head", "vector_stride"]
+    constants |= {
+        "SPLIT": parts > cluster,
+        "NEW": new,
+        "CHOSEN": chosen,
+        "TOP_K": 512 if scored else 0,
+        "C": scored,
+        "PDL": True,
+    }
+    strides = ["q_token", "q_head", "vector_stride", "scored_stride"]
     strides += [] if fp8 else ["window_stride", "window_slot", "page_stride", "page_slot"]
     aligned = [*(one for one, type in types.items() if type[0] == "*"), *strides]
     return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, num_ctas=cluster, launch_pdl=True)

@@ -124,6 +124,34 @@ def numbers_of_e4m3(words, constraints, arguments, dtype, is_pure, pack):
     return arguments[0].view(torch.float8_e4m3fn).to(dtype)
 
 
+def in_order(score, live):
+    bits = score.contiguous().view(torch.int32)
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return torch.where(live, key, -(2**31)), *(key[live].aminmax() if live.any() else (torch.tensor(0),) * 2)
+
+
+def thirds(low, high):
+    third = (high - low) // 3 + 1
+    return low + third, low + torch.minimum(2 * third, high - low)
+
+
+class Numbers:
+    """Those that a program has chosen, in its shared memory."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.full((4096,), -1)
+
+    def note(self, chosen: At, place: torch.Tensor, number: torch.Tensor, there: torch.Tensor) -> None:
+        (chosen + place).store(number, there)
+        self.numbers[place[there]] = number[there]
+
+    def known(self) -> dict[str, Any]:
+        """What a choice does without PTX, by its names."""
+        read = {"_note": self.note, "just_chosen": lambda place, there: self.numbers[place].where(there, -1)}
+        sums = {"_own": lambda: 0, "_total": lambda x, room: x.sum(), "in_order": in_order, "thirds": thirds}
+        return read | sums
+
+
 class Cluster:
     """Programs of a cluster, run as threads: one goes on until it waits for the others, and then the next one begins."""
 
@@ -159,7 +187,7 @@ def language(programs: list[int], cluster: int = 1) -> SimpleNamespace:
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
         expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
-        allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, float32=torch.float32, int32=torch.int32,
+        allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, associative_scan=lambda x, axis, add: x.cumsum(axis), float32=torch.float32, int32=torch.int32,
         int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
     )  # fmt: skip
 
@@ -193,7 +221,8 @@ class Launched:
             "async_copy": Copies(),
             "warpgroup_mma": multiply,
         }
-        known |= {"_store": lambda at, values, mask: at.store(values, mask)}
+        known |= {"_store": lambda at, values, mask: at.store(values, mask)} | Numbers().known()
+        known |= {"tl": known["gl"]}  # of functions in Triton
         known |= {"warpgroup_mma_wait": lambda left, deps: deps[0], "warpgroup_mma_init": lambda acc: acc}
         known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known
         return self._names(vars(self.module), known, {})[self.name]

@@ -13,7 +13,7 @@ from pagerunner.batch import StepRows
 from pagerunner.ops.fp8 import exponents, fitting_scale, to_fp8
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.sparse_latents import Latents
-from pagerunner.ops.vectors_attention import Slots, Window
+from pagerunner.ops.vectors_attention import Choice, Slots, Window
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,20 @@ def published(pages: torch.Tensor) -> tuple[Latents, torch.Tensor]:
     return found, torch.where(there.unsqueeze(-1), numbers, float("nan"))
 
 
+def with_choice(arguments: tuple[Any, ...], top_k: int, fp8: bool) -> tuple[Any, ...]:
+    """The same with an indexer in the sizes of V4-Flash that chooses slots. Its numbers are small integers, so scores are exact, and many of them are equal."""
+    q_THD, window, slots, *others = arguments
+    device, tokens, held = q_THD.device, len(q_THD), int(slots.table_SW.max()) + 2
+    size = (slots.pages.latent_ESC if isinstance(slots.pages, Latents) else slots.pages).shape[1]
+    numbers = torch.randint(-2, 3, (tokens, 64, 128), device=device).to(q_THD.dtype)
+    keys = torch.randint(-2, 3, (held, size, 128), device=device).to(torch.float8_e4m3fn if fp8 else q_THD.dtype)
+    weights = 2.0 ** torch.randint(-2, 2, (tokens, 64), device=device) * (
+        1 - 2 * torch.randint(0, 2, (tokens, 64), device=device)
+    )
+    scales = 2.0 ** torch.randint(-1, 2, (held, size), device=device) if fp8 else None
+    return q_THD, window, slots._replace(chosen=Choice(numbers, weights, top_k, keys, scales, {})), *others
+
+
 def in_published_pages(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The same with windows and slots as published pages hold them, and with what these are as numbers."""
     q_THD, window, slots, *others = arguments
@@ -191,7 +205,7 @@ def densely(arguments: tuple[Any, ...], told: list[tuple[torch.Tensor, torch.Ten
         position, (every, complete) = int(rows.positions_T[token]), told[int(rows.row_T[token])]
         keys = [every[max(0, position - case.window + 1) : position + 1]]
         if slots is not None:
-            chosen = torch.arange((position + 1) // case.ratio) if slots.chosen_TK is None else slots.chosen_TK[token]
+            chosen = torch.arange((position + 1) // case.ratio) if slots.chosen is None else slots.chosen[token]
             keys.append(complete[chosen[chosen >= 0].long()])
         keys_ND = torch.cat(keys).float()
         scores = torch.cat((q_THD[token].float() @ keys_ND.T * scale, sinks_H[:, None]), -1)

@@ -32,7 +32,7 @@ from helpers.launches import noted_launches  # noqa: E402
 from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide, vectors_attention  # noqa: E402
 
 LONGEST = 1024
-KINDS = ("SPLIT", "NEW", "CHOSEN", "RATIO", "num_ctas")
+KINDS = ("SPLIT", "NEW", "CHOSEN", "C", "RATIO", "num_ctas")
 """What the compiled kernels of DeepSeek-V4's attention in Gluon differ by."""
 
 
@@ -160,7 +160,8 @@ def test_short_rows_find_their_kernels_compiled_where_no_graph_runs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Hopper few keys have one program, some two, which are a cluster, and many have more."""
-    made = functools.partial(make_compressed_checkpoint, compress_rates={SPARSE: 4, HEAVY: 128}, sliding_window=128)
+    rates = {SPARSE: 4, HEAVY: 128}
+    made = functools.partial(make_compressed_checkpoint, compress_rates=rates, sliding_window=128, index_topk=64)
     monkeypatch.setitem(CASES, "whole windows", (lambda path: made(path)[0], "auto"))
     monkeypatch.setattr(vectors_attention, "by_gluon", lambda *_: True)
     monkeypatch.setattr(vectors_attention, "MANY_HEADS", 1)
@@ -179,7 +180,7 @@ def test_short_rows_find_their_kernels_compiled_where_no_graph_runs_them(
                 runner._run_first([StepRow(0, length - size, size, [0] * size if size > 1 else [], True)])
                 found = {one for one in launched if one[0] == "gluon"}
                 assert found <= met, (length, size, found - met)
-    assert {("num_ctas", 1), ("num_ctas", 2)} <= {kind for one in met for kind in one[1:]}
+    assert {("num_ctas", 1), ("num_ctas", 2), ("C", 0), ("C", 1024)} <= {kind for one in met for kind in one[1:]}
 
 
 def test_numbers_of_tokens_with_kernels_of_their_own_are_met_with_adapters_too(

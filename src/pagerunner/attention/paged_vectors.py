@@ -13,11 +13,10 @@ import torch
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import VectorsCall
 from pagerunner.attention.capability import FLOATS, WINDOW_VECTORS, Capabilities
-from pagerunner.ops.indexer import choose_slots, is_choice
 from pagerunner.ops.indexer_heads import is_mixed
 from pagerunner.ops.slot_pooling import store_slots_
 from pagerunner.ops.sparse_latents import Latents, held_in_fp8
-from pagerunner.ops.vectors_attention import Slots, Window, prepare_vectors_, vectors_attention
+from pagerunner.ops.vectors_attention import Choice, Slots, Window, prepare_vectors_, vectors_attention
 
 SHARED_MEMORY = 163_840, 147_456
 """Bytes of Triton's largest program, in half precision and in float32. Gluon's are for Hopper, which has 227 KiB."""
@@ -65,25 +64,15 @@ class PagedVectorsBackend:
         slots = None
         if given is not None:
             latent, keys, own = given.pages.latent, given.pages.indexer, given.group
-            ratio, chosen, early = own.page_tokens // latent.shape[1], None, False
+            ratio, chosen = own.page_tokens // latent.shape[1], None
             plain = (latent,) if keys is None else (latent, keys)
             both: tuple[torch.Tensor | Latents, ...] = held_in_fp8(given.pages) or plain
             where = (rows.positions_T, own.write_entry, own.write_offset)
             store_slots_(given.pooled_TX, given.norms, both, given.angles, *where, ratio, is_mixed(given.pages))
             if given.chooser is not None and keys is not None:
-                query, scratch = given.chooser, own.plan.scratch
-                chosen = choose_slots(
-                    query.q_TJI,
-                    query.weights_TJ,
-                    query.top_k,
-                    keys,
-                    own.page_table,
-                    rows,
-                    ratio,
-                    scratch,
-                    given.pages.indexer_scales,
-                )
-                early = is_choice(rows, ratio, query.top_k)
-            slots = Slots(both[0], own.page_table, ratio, chosen, early)
+                query = given.chooser
+                by = (query.q_TJI, query.weights_TJ, query.top_k, keys)
+                chosen = Choice(*by, given.pages.indexer_scales, own.plan.scratch)
+            slots = Slots(both[0], own.page_table, ratio, chosen)
         window = Window(call.vectors_TD, pages, group.page_table, plan.window)
         return vectors_attention(call.q_THD, window, slots, rows, call.scale, call.sinks_H, call.angles)

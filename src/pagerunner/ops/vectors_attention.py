@@ -11,12 +11,13 @@ page table, K slots that are chosen at most, N keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.indexer import choose_slots, is_choice
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.norm import rms_norm
@@ -36,18 +37,37 @@ class Window(NamedTuple):
     size: int
 
 
+class Choice(NamedTuple):
+    """By what an indexer chooses slots, whose pages its keys are in; see `choose_slots`."""
+
+    q_TJI: torch.Tensor
+    weights_TJ: torch.Tensor
+    top_k: int
+    pages_ESI: torch.Tensor
+    scales_ES: torch.Tensor | None
+    scratch: dict[Any, Any]
+
+
 class Slots(NamedTuple):
     """What stands for `ratio` tokens each: vectors [E, S, D], or in fp8 with scales of their own.
 
-    `chosen_TK` (int32) are the numbers of those that a query sees, -1 behind them; None: all. `early`: `choose_slots` has just launched what
-    chooses them, so all else is there when a kernel may start.
+    `chosen` (int32) [T, K] are the numbers of those that a query sees, -1 behind them, or by what they are to be chosen; None: all. `early`: `choose_slots` has just
+    launched what chooses them, so all else is there when a kernel may start.
     """
 
     pages: torch.Tensor | Latents
     table_SW: torch.Tensor
     ratio: int
-    chosen_TK: torch.Tensor | None
+    chosen: torch.Tensor | Choice | None
     early: bool = False
+
+    def choose(self, rows: StepRows) -> Slots:
+        """These with what is chosen."""
+        if not isinstance(self.chosen, Choice):
+            return self
+        *by, scales_ES, scratch = self.chosen
+        chosen_TK = choose_slots(*by, self.table_SW, rows, self.ratio, scratch, scales_ES)
+        return self._replace(chosen=chosen_TK, early=is_choice(rows, self.ratio, self.chosen.top_k))
 
 
 @gpu_kernel("vectors_attention")
@@ -88,6 +108,7 @@ def vectors_attention(
 ) -> torch.Tensor:
     """[T, H, D], zeros for padding. The step's slots are in pages; of its tokens those that have a page."""
     out_THD = torch.zeros_like(q_THD)
+    slots = slots and slots.choose(rows)
     row_T = rows.row_T.long()
     for row in row_T[row_T >= 0].unique().tolist():
         tokens = (row_T == row).nonzero().squeeze(-1)
@@ -101,8 +122,8 @@ def vectors_attention(
             number_N = torch.arange(end // slots.ratio, device=q_THD.device)
             keys.append(_read(slots.pages, slots.table_SW[slot], number_N))
             complete_TN = number_N < (at_T1 + 1) // slots.ratio
-            if slots.chosen_TK is not None:
-                complete_TN = complete_TN & (slots.chosen_TK[tokens].unsqueeze(-1) == number_N).any(1)
+            if isinstance(slots.chosen, torch.Tensor):
+                complete_TN = complete_TN & (slots.chosen[tokens].unsqueeze(-1) == number_N).any(1)
             seen.append(complete_TN)
         keys_ND = torch.cat([part.float() for part in keys])
         scores_HTN = torch.einsum("thd,nd->htn", q_THD[tokens].float(), keys_ND) * scale

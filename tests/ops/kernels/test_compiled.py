@@ -156,6 +156,8 @@ def prefill_cases() -> list[tuple[Any, ...]]:
 
 SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
 SUMMED = turns([False, True], 2)  # indexer keys in fp8
+SCORED = [("scored", "bf16", 1024, fp8) for fp8 in SUMMED]
+"""Attention that chooses slots itself."""
 BEST = turns([False, True], 3)
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [
@@ -184,6 +186,7 @@ CASES = [
     *ADAPTERS,
     *ADAPTED_ROWS,
     *VECTORS,
+    *SCORED,
     *LATENTS,
     *prefill_cases(),
 ]
@@ -229,26 +232,36 @@ def test_kernels_stay_on_their_way(case, compiled):
         else 64
         if case[0] in ("wide", "streams", "drafts", "held", "adapted_row")
         else 128
-        if (case[0] == "latents" and case[2] > 16) or (case[0] == "vectors" and case[-1])
+        if (case[0] == "latents" and case[2] > 16) or (case[0] in ("vectors", "scored") and case[-1])
         else 80
         if case[0] == "prefill"
         else 0
     )
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
-    assert case[0] not in ("lanes", "vectors", "latents") or found["copies"], "a copy brings 16 bytes for each lane"
+    assert case[0] not in ("lanes", "vectors", "scored", "latents") or found["copies"], (
+        "a copy brings 16 bytes for each lane"
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in VECTORS if case[-2] == CLUSTER], ids=str)
+@pytest.mark.parametrize("case", [*SCORED, *(case for case in VECTORS if case[-2] == CLUSTER)], ids=str)
 def test_nothing_else_is_in_shared_memory_while_programs_of_a_cluster_write_to_each_others(case, compiled):
     """A thread gives away 64 sums and two numbers of a head. The compiler doesn't know where they lie, and would take the room for a conversion of its own."""
     steps, met = compiled[case]["swapped"], ["barrier.cluster.arrive", "barrier.cluster.wait"]
-    given = ["st.shared::cluster.v4.f32"] * 16 + ["st.shared::cluster.v2.f32"]
-    taken = ["ld.shared.v4.f32"] * 16 + ["ld.shared.v2.f32", "bar.sync"]
-    assert steps[: len(met + given + met + taken)] == met + given + met + taken
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    given = [f"{store}.v4.f32"] * 16 + [f"{store}.v2.f32"]
+    taken = ["mbarrier.try_wait", *["ld.shared.v4.f32"] * 16, "ld.shared.v2.f32", "bar.sync"]
+    assert steps[: len(met + given + taken)] == met + given + taken
 
 
-@pytest.mark.parametrize("case", [*LATENTS, *VECTORS], ids=str)
+@pytest.mark.parametrize("case", SCORED, ids=str)
+def test_chosen_numbers_lie_where_keys_of_attention_will(case, compiled):
+    """They are written to the first of shared memory, and the window's tile is in the second half of the room for keys meanwhile."""
+    found = compiled[case]["allocated"]
+    assert found["2x64x512xbf16"] == 0 and sorted(found.values())[1] == 2 * 64 * 512 * 2
+
+
+@pytest.mark.parametrize("case", [*LATENTS, *VECTORS, *SCORED], ids=str)
 def test_what_other_warps_have_copied_is_read_when_all_have_waited_for_it(case, compiled):
     """A warp waits for its own copies. Latents leave the rest to the compiler."""
     copied = compiled[case]["copied"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.gluon_programs import Launched
-from helpers.vectors_cases import Case, in_published_pages, inputs
+from helpers.vectors_cases import Case, in_published_pages, inputs, with_choice
 from pagerunner.bench.shapes import SHAPES
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import RecurrentState
@@ -36,9 +36,13 @@ CASES = {
 }
 
 
-def turned(x, cos, sin, D, P):
-    own = [part.load().float().expand(len(x), 1, P) for part in (cos + torch.arange(P), sin + torch.arange(P))]
-    rope_pairs_(x[:, None, -P:], RopeAngles(own[0].contiguous(), -own[1].contiguous()))
+def angles(x, cos, sin, D, P):
+    return tuple((part + torch.arange(P)).load().float() for part in (cos, sin))
+
+
+def turned(x, cos, sin, D):
+    own = [part.expand(len(x), 1, -1).contiguous() for part in (cos, -sin)]
+    rope_pairs_(x[:, None, -len(cos) :], RopeAngles(*own))
     return x
 
 
@@ -50,7 +54,7 @@ def pairs_of_codes(words, factors):
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool = False, **known: Any) -> Launched:
-    known |= {"_back": turned}
+    known |= {"_back": turned, "_angles": angles}
     if fp8:
         known |= {"_factors": lambda x: torch.exp2(x.float() - 127).bfloat16(), "_pairs_of_codes": pairs_of_codes}
     found = Launched(vectors_fp8_gluon if fp8 else vectors_gluon, "vectors_kernel", **known)
@@ -89,6 +93,61 @@ def test_pages_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str, parts: int) ->
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 
 
+def scores(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Of slots that tokens see; behind them is no number."""
+    _, _, (_, table, _, (q, weights, _, pages, scales, _), _), rows, *_ = arguments
+    entries = table[rows.slots_R[rows.row_T.long()].long()].clamp(min=0)
+    keys = pages.float()[entries].flatten(1, 2)
+    found = (torch.einsum("tji,tni->tjn", q.float(), keys).relu() * weights.unsqueeze(-1)).sum(1)
+    found = found if scales is None else found * scales[entries].flatten(1)
+    at = torch.arange(1152)
+    found = torch.nn.functional.pad(found, (0, 1152))[:, :1152]
+    return torch.where(at < (rows.positions_T.unsqueeze(-1) + 1) // 4, found, float("nan"))
+
+
+@pytest.mark.days(2)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [((700, 1), (3, 1), (0, 1), (163, 1), (165, 1)), ((4400, 1), (1500, 1))])
+def test_a_cluster_chooses_slots_itself(monkeypatch: pytest.MonkeyPatch, rows: Any, fp8: bool) -> None:
+    """Of some rows a part, and of some all. The choice of other launches is not asked for, and scores are not read before a program's turn."""
+    torch.manual_seed(3)
+    arguments = with_choice(given(replace(FULL, rows=rows, window=128)), 40, fp8)
+    held, numbers = in_published_pages(arguments) if fp8 else (arguments, arguments)
+    scored = torch.full((len(rows), 1152), float("nan"))
+    launch = launched(monkeypatch, 2, fp8, wait_turn=lambda PDL: scored.copy_(scores(arguments)))
+    want = vectors_attention.twin(*numbers)
+    monkeypatch.setattr(Slots, "choose", None)
+    monkeypatch.setattr(kernels, "run_scores", lambda *_: scored)
+    got = kernels.vectors_attention(*held)
+    assert launch.programs == 2 * len(rows)
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
+
+
+def test_other_launches_choose_where_a_cluster_does_not() -> None:
+    case = replace(FULL, rows=((700, 1), (1500, 1)), window=128)
+    q, window, slots, rows, *_ = with_choice(given(case), 40, False)
+
+    def taken(q: Any = q, window: Any = window, slots: Any = slots, rows: Any = rows, **choice: Any) -> bool:
+        return kernels.takes_choice(q, window, slots._replace(chosen=slots.chosen._replace(**choice)), rows)
+
+    table = slots.table_SW
+    most = table.shape[1] * slots.pages.shape[1]
+    assert taken() and taken(rows=replace(rows, max_seq_len=9)) and taken(top_k=most - 1), (
+        "the step's rows may be short"
+    )
+    assert taken(slots=slots._replace(table_SW=table.repeat(1, 4096 // most)))
+    assert not kernels.takes_choice(q, window, slots._replace(chosen=None), rows)
+    for reason, change in {
+        "too many slots": {"slots": slots._replace(table_SW=table.repeat(1, 4096 // most + 1))},
+        "nothing to choose": {"top_k": most},
+        "fewer tokens than the window has": {"top_k": 31},
+        "a window of other tiles": {"window": window._replace(size=192)},
+        "several tokens of a row": {"rows": replace(rows, one_token=False)},
+        "two blocks of heads": {"q": q.repeat(1, 2, 1)},
+    }.items():
+        assert not taken(**change), reason
+
+
 def test_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a query whose keys are divided among programs."""
     arguments, plain = given(replace(FULL, rows=((63, 1), (9, 1)), ratio=0)), launched(monkeypatch, 2)
@@ -104,13 +163,13 @@ def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, par
     case = replace(FULL, rows=((400, 1), (90, 1)), window=150, top_k=60)
     arguments = given(case)
     (q, window, slots, *others), numbers = in_published_pages(arguments) if fp8 else (arguments, arguments)
-    right = slots.chosen_TK.clone()
+    right = slots.chosen.clone()
     launched(
         monkeypatch,
         parts,
         fp8,
-        start_next=lambda PDL: slots.chosen_TK.copy_(torch.where(right >= 0, (right + 7) % 20, right)),
-        wait_turn=lambda PDL: slots.chosen_TK.copy_(right),
+        start_next=lambda PDL: slots.chosen.copy_(torch.where(right >= 0, (right + 7) % 20, right)),
+        wait_turn=lambda PDL: slots.chosen.copy_(right),
     )
     want = vectors_attention.twin(*numbers)
     got = kernels.vectors_attention(q, window, slots._replace(early=True), *others)

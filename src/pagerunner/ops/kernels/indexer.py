@@ -11,7 +11,8 @@ One to four kernels. None needs anything of the host but bounds, so graphs captu
 If rows may see more than CHUNK slots, two kernels between these leave about 1.4 k of a row that sees more than 2 k. One finds the largest score of
 each of up to 2 k groups of slots, and a bound that k of these reach, so at least k slots do. The other finds the slots that do, a slice a program.
 
-Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses.
+Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses. Where attention's programs choose
+(`kernels/vectors_choice_gluon.py`), only scores are made here.
 
 Rows that see at most `top_k` slots have no scores: all their slots are chosen.
 
@@ -36,7 +37,6 @@ from pagerunner.ops.kernels.launch import (
     multiprocessors,
     padded,
     start_next,
-    start_next_and_wait,
     wait_turn,
 )
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
@@ -127,7 +127,8 @@ def _scores_kernel(
     Table entries of slots that a token sees are at least 0, drafts' too: a drafter's pass goes no further than its row's pages
     (`ops/drafting.py`).
     """
-    start_next_and_wait(PDL)
+    wait_turn(PDL)
+    start_next(PDL)  # attention that chooses itself begins with what is complete by now
     blocks_of_group = tl.cdiv(group, BQ)
     inside = tl.program_id(0) % blocks_of_group * BQ
     first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside

@@ -20,14 +20,17 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows
+from pagerunner.ops.indexer import width_of
+from pagerunner.ops.kernels.indexer import run_scores
 from pagerunner.ops.kernels.latent_decode import _numbers
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next_and_wait
 from pagerunner.ops.kernels.linear_wide import has_gluon, say_kernel
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, magnitude, quantise
+from pagerunner.ops.kernels.vectors_stored import Stored
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.sparse_latents import Latents
-from pagerunner.ops.vectors_attention import Slots, Window
+from pagerunner.ops.vectors_attention import Choice, Slots, Window
 
 LOWEST = tl.constexpr(-1.0e30)  # a score that nothing reaches: finite, so that its differences are finite
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -404,41 +407,8 @@ GLUON_PARTS = (448, 64)  # of a vector in fp8: codes in blocks of 64, and rotary
 MANY_HEADS = 32  # fewer with numbers in pages go by Triton's kernel in prompts and large batches, as its programs share a multiprocessor
 MANY_TOKENS = 129  # of a batch that is large
 CLUSTER = 2  # so many parts of a token write to each other's shared memory, and merge themselves
+LEAST_SCORED, MOST_SCORED = 1024, 4096  # slots that a cluster chooses among itself: 4 a thread, and 16
 FEW_TOKENS = 32  # whose keys may be in parts of one tile
-
-
-class Stored(NamedTuple):
-    """Codes, rotary parts and scales of vectors in fp8, as kernels take them; the vectors thrice if they are numbers. `dtype` is that of either."""
-
-    codes: torch.Tensor
-    rope: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, pages: torch.Tensor | Latents) -> Stored:
-        """Of a layer's pages."""
-        if not isinstance(pages, Latents):
-            return cls(pages, pages, pages, pages.dtype)
-        assert pages.scales_ESG is not None
-        return cls(pages.latent_ESC.view(torch.uint8), pages.rope_ESP, pages.scales_ESG, pages.latent_ESC.dtype)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """From page to page and from slot to slot, of each part."""
-        return *self.codes.stride()[:2], *self.rope.stride()[:2], *self.scales.stride()[:2]
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """From page to page and from slot to slot in 16 bytes of codes, and in 8 of scales."""
-        return *(step // 16 for step in self.codes.stride()[:2]), *(step // 8 for step in self.scales.stride()[:2])
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Elements that are codes, those that share a scale, and the type of codes; None if there are none."""
-        size, coded = self.codes.shape[-1], self.codes is not self.scales
-        block = size // self.scales.shape[-1] if coded else 1
-        return {"C": size, "BLOCK": block, "FP8": fp8_type(self.dtype) if coded else None}
 
 
 def attention_tiles(heads: int, exact: bool) -> Tiles:
@@ -500,23 +470,46 @@ def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.devic
     return CLUSTER if tiles is GLUON_TILES and tokens > FEW_TOKENS and not fp8 and parts > CLUSTER else parts
 
 
+def takes_choice(q_THD: torch.Tensor, window: Window, slots: Slots, rows: StepRows) -> bool:
+    """Whether the programs of a token's cluster choose its slots by scores that are there. A token that has a choice has a full tile in its window for each of them.
+
+    It goes by how long a sequence may become, not by how long the step's are, so that an engine has one such kernel.
+    """
+    if not isinstance(slots.chosen, Choice) or not rows.one_token or q_THD.shape[1] > GLUON_TILES.heads:
+        return False
+    top_k = slots.chosen.top_k
+    full = top_k * slots.ratio >= window.size == CLUSTER * GLUON_TILES.keys
+    return full and top_k < _most_slots(slots) <= MOST_SCORED
+
+
+def _most_slots(slots: Slots) -> int:
+    """Of a sequence."""
+    return slots.table_SW.shape[1] * Stored.of(slots.pages).codes.shape[1]
+
+
 def _launch_gluon(
     q_THD: torch.Tensor, window: Window, slots: Slots | None, rows: StepRows, scale: float, sinks_H: torch.Tensor, angles: RopeAngles,
     out_THD: torch.Tensor, partial: torch.Tensor, found: torch.Tensor, parts: int,
 ) -> None:  # fmt: skip
     (tokens, heads, size), held = q_THD.shape, Stored.of(window.pages)
     pages, table, ratio, chosen, early = (window.pages, window.table_SW, 0, None, False) if slots is None else slots
-    picked, fp8, stored = rows.row_T if chosen is None else chosen, isinstance(pages, Latents), Stored.of(pages)
+    fp8, stored = isinstance(pages, Latents), Stored.of(pages)
     kinds = [[part.codes, part.rope, part.scales.view(torch.uint8)] if fp8 else [part.codes] for part in (held, stored)]
     steps = [part.steps if fp8 else part.strides[:2] for part in (held, stored)]
     cluster = parts if parts == CLUSTER else 1
+    scored, top_k, most = sinks_H.view(1, -1), 0, 0
+    if slots is not None and isinstance(chosen, Choice):
+        by, top_k, most = chosen, chosen.top_k, max(LEAST_SCORED, padded(_most_slots(slots)))
+        scored = run_scores(by.q_TJI, by.weights_TJ, top_k, by.pages_ESI, table, rows, ratio, by.scales_ES)
+        chosen, early = torch.empty(tokens, top_k, dtype=torch.int32, device=q_THD.device), True
+    picked = rows.row_T if chosen is None else chosen
     _gluon(fp8).vectors_kernel[(tokens * parts // cluster, blocks(heads, GLUON_TILES.heads))](
         q_THD, window.vectors_TD, *kinds[0], *kinds[1], picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
         rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, int(early), scale / math.log(2), window.table_SW.shape[1],
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *steps[0], *steps[1],
-        picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0),
+        picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0), scored, scored.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.codes.shape[1], SLOT_PAGE=stored.codes.shape[1], D=size, P=angles.cos_T1D.shape[-1],
-        SPLIT=parts > cluster, NEW=_is_new(rows), CHOSEN=chosen is not None,
+        SPLIT=parts > cluster, NEW=_is_new(rows), CHOSEN=chosen is not None, TOP_K=top_k, C=most,
         num_warps=GLUON_TILES.warps, num_ctas=cluster, **dependent(q_THD.device),
     )  # fmt: skip
 
@@ -554,16 +547,21 @@ def vectors_attention(
     tiles = GLUON_TILES if gluon else attention_tiles(heads, q_THD.dtype == torch.float32)
     seen = window.size
     if ratio:
-        seen += rows.max_seq_len // ratio if chosen is None else chosen.shape[1]
+        most = width_of(rows, ratio)
+        seen += min(most, chosen.top_k) if isinstance(chosen, Choice) else most if chosen is None else chosen.shape[1]
     parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device, isinstance(pages, Latents))
+    if slots is not None and not (gluon and parts == CLUSTER and takes_choice(q_THD, window, slots, rows)):
+        slots = slots.choose(rows)
+        chosen = slots.chosen
     left = parts > 1 and not (gluon and parts == CLUSTER)  # to be merged
     space = torch.empty(tokens * parts * heads * (size + 1) if left else 1, dtype=torch.float32, device=device)
     found, partial = space[: tokens * parts * heads], space[tokens * parts * heads if left else 0 :]
-    picked = rows.row_T if chosen is None else chosen
     launch = dependent(device)
     if gluon:
         _launch_gluon(q_THD, window, slots, rows, scale, sinks_H, angles, out_THD, partial, found, parts)
     else:
+        assert not isinstance(chosen, Choice)
+        picked = rows.row_T if chosen is None else chosen
         _attend_kernel[(tokens * parts, blocks(heads, tiles.heads))](
             q_THD, window.vectors_TD, *own[:3], *others[:3], picked, sinks_H, *angles, out_THD, partial, found, rows.row_T, rows.positions_T,
             rows.query_start_R1, rows.slots_R, window.table_SW, table, heads, parts, scale / math.log(2), window.table_SW.shape[1], table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2],

@@ -25,11 +25,13 @@ from pagerunner.ops.kernels.vectors_gluon import (
     _copy,
     _copy_queries,
     _end,
+    _first_numbers,
     _laid,
     _nothing,
     _number,
     _part,
     _score,
+    _scores_of,
     _span,
     _tiles,
     _weigh,
@@ -129,6 +131,17 @@ def _room():
 
 
 @gluon.jit
+def _own_tiles(part, num_parts, stop, C: gl.constexpr):
+    """Where a part's tiles begin, how far they are from each other, and where they end: in turns where parts choose, so that each has some of the window, or in one piece."""
+    if C:
+        return part * BN, num_parts * BN, stop
+    else:
+        per = gl.cdiv(gl.cdiv(stop, BN), num_parts) * BN
+        begin = gl.minimum(part * per, stop)
+        return begin, BN, gl.minimum(begin + per, stop)
+
+
+@gluon.jit
 def _shares(new, seen, count):
     """Where what is in pages begins among keys, behind its window slots, and where these end, if the first `new` are of the step itself."""
     padded = gl.cdiv(new, BN) * BN  # what is in pages begins with a tile of its own
@@ -210,59 +223,59 @@ def _bring(k_smem, room, last, q_at, vectors, window, slots, number, entry, key,
 def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, scales, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
                    window_table, slot_table, num_heads, num_parts, early, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
                    window_page, window_slot, window_scale_page, window_scale_slot, page_stride, slot_stride, scale_page, scale_slot, chosen_stride,
-                   angle_stride, window_table_stride, slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
-                   D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr, CHOSEN: gl.constexpr,
-                   PDL: gl.constexpr):  # fmt: skip
+                   angle_stride, window_table_stride, slot_table_stride, scored, scored_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr,
+                   SLOT_PAGE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr, CHOSEN: gl.constexpr,
+                   TOP_K: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of a token's parts of keys, 64 heads. Strides of what is in pages are in 16 bytes, those of scales in 8."""
     start_next(PDL)
     if early == 0:
         wait_turn(PDL)
     token, part = _part(num_parts)
     block = gl.program_id(1) * 64
+    q_at = q + token * q_token + block * q_head
+    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
+    room = _room()
+    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     slot, least, start, first, seen, count = _span(
         row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
     )
     own = (first + start, least + seen - start)
+    complete = (least + seen) // RATIO if RATIO > 0 else 0
     padded, seen, stop = _shares(own[1], seen, count)
-    per = gl.cdiv(gl.cdiv(stop, BN), num_parts) * BN
-    begin = gl.minimum(part * per, stop)
-    stop = gl.minimum(begin + per, stop)
+    begin, step, stop = _own_tiles(part, num_parts, stop, C)
     window_table += slot * window_table_stride
     tables = (window_table, slot_table + slot * slot_table_stride, window_width, slot_width)
     chosen_ptr += token * chosen_stride
-    q_at = q + token * q_token + block * q_head
     held = (window, window_rope, window_scales, window_page, window_slot, window_scale_page, window_scale_slot)
     slots = (codes, rope, scales, page_stride, slot_stride, scale_page, scale_slot)
 
-    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
-    room = _room()
-    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     last = gl.zeros([BN, 16], gl.int32, _last(gl.num_ctas()))
     key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
     if begin + BN > seen:
         wait_turn(PDL)
-    number = _number(chosen_ptr, key, seen, stop, CHOSEN)
+    number = _number(chosen_ptr, key, seen, stop, CHOSEN and C == 0)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
-    last, live = _bring(k_smem.index(0), room, last, q_at, vectors, held, slots, number, entry, key, begin, stop,
+    score = _scores_of(scored + token * scored_stride, scored_stride, C, PDL)
+    now = 1 if C else 0
+    last, live = _bring(k_smem.index(now), room, last, q_at, vectors, held, slots, number, entry, key, begin, stop,
                         seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
     wait_turn(PDL)  # the window's tile is on its way
-    key = key + BN
-    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    key = key + step
+    number, after = _first_numbers(chosen_ptr, score, complete, key, step, seen, stop, CHOSEN, TOP_K, C)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     async_copy.wait_group(0)
     gl.thread_barrier()
     if begin >= padded:
-        _make_numbers(room, last, k_smem.index(0))
+        _make_numbers(room, last, k_smem.index(now))
     fence_async_shared()
     gl.thread_barrier()
-    last, next_live = _bring(k_smem.index(1), room, last, q_at, vectors, held, slots, number, entry, key,
-                             begin + BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-    key, number = key + BN, after
-    after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+    last, next_live = _bring(k_smem.index(1 - now), room, last, q_at, vectors, held, slots, number, entry, key,
+                             begin + step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+    key, number = key + step, after
+    after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     most, sums, acc = _nothing(D)
-    now = 0
-    for tile in range(begin, stop, BN):
+    for tile in range(begin, stop, step):
         scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
@@ -270,17 +283,17 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
         acc = warpgroup_mma(p_smem, k_smem.index(now), acc * shrink, is_async=True)
         async_copy.wait_group(0)
         gl.thread_barrier()
-        if (tile + BN >= padded) & (tile + BN < stop):
+        if (tile + step >= padded) & (tile + step < stop):
             _make_numbers(room, last, k_smem.index(1 - now))
         fence_async_shared()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()  # both groups have used the tile, and the next one is there
         live = next_live
-        if tile + 2 * BN < stop:
+        if tile + 2 * step < stop:
             last, next_live = _bring(k_smem.index(now), room, last, q_at, vectors, held, slots, number, entry, key,
-                                     tile + 2 * BN, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
-        key, number = key + BN, after
-        after = _number(chosen_ptr, key + BN, seen, stop, CHOSEN)
+                                     tile + 2 * step, stop, seen, padded, least, own, vector_stride, PAGE, SLOT_PAGE, NEW, D)  # fmt: skip
+        key, number = key + step, after
+        after = _number(chosen_ptr, key + step, seen, stop, CHOSEN)
         entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
         now = 1 - now
     async_copy.wait_group(0)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.vectors_attention import LOG2_E, LOWEST
+from pagerunner.ops.kernels.vectors_choice_gluon import choose_best, just_chosen, places_of
 
 HELD = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """How matrix units want queries, keys and weights to lie in shared memory."""
@@ -34,6 +35,8 @@ OWN = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 32],
 """Half of the heads' sums, 8 of each 16, where a thread of a cluster has them anyway."""
 HELD_STATS = gl.constexpr(32 * 512 * 4)
 """Where in shared memory a cluster's programs leave the scores' statistics: behind half of the sums."""
+HELD_BARRIER = gl.constexpr(HELD_STATS + 256 * 8)
+"""Where they count the bytes that have come: behind the statistics of 256 threads."""
 
 
 @gluon.constexpr_function
@@ -94,12 +97,18 @@ def _copy(smem, place, D: gl.constexpr):
 
 
 @gluon.jit
-def _back(x, cos, sin, D: gl.constexpr, P: gl.constexpr):
-    """Results of some heads, turned back. A thread has both numbers of a pair."""
-    one, two = gl.split(gl.reshape(x, (x.shape[0], D // 2, 2)))
+def _angles(x, cos, sin, D: gl.constexpr, P: gl.constexpr):
+    """By what results like `x` are turned back: cosines and sines of their pairs."""
+    one, _ = gl.split(gl.reshape(x, (x.shape[0], D // 2, 2)))
     pair = gl.arange(0, D // 2, gl.SliceLayout(0, one.type.layout)) - (D - P) // 2
     c = gl.load(cos + pair, mask=pair >= 0, other=1.0).to(gl.float32)[None, :]
-    s = gl.load(sin + P // 2 + pair, mask=pair >= 0, other=0.0).to(gl.float32)[None, :]
+    return c, gl.load(sin + P // 2 + pair, mask=pair >= 0, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _back(x, c, s, D: gl.constexpr):
+    """Results of some heads, turned back. A thread has both numbers of a pair."""
+    one, two = gl.split(gl.reshape(x, (x.shape[0], D // 2, 2)))
     return gl.convert_layout(gl.reshape(gl.join(one * c + two * s, two * c - one * s), (x.shape[0], D)), x.type.layout)
 
 
@@ -110,7 +119,8 @@ def _finish(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.cons
     sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
     larger = gl.maximum(most, sink)
     shrink = gl.exp2(most - larger)
-    y = _back(acc * (shrink / (total * shrink + gl.exp2(sink - larger)))[:, None], cos, sin, D, P)
+    c, s = _angles(acc, cos, sin, D, P)
+    y = _back(acc * (shrink / (total * shrink + gl.exp2(sink - larger)))[:, None], c, s, D)
     y = gl.convert_layout(y.to(out.dtype.element_ty), _laid(COPIED, gl.num_ctas()))  # 16 bytes a lane
     own = block + gl.arange(0, 64, gl.SliceLayout(1, _laid(COPIED, gl.num_ctas())))
     d = gl.arange(0, D, gl.SliceLayout(0, _laid(COPIED, gl.num_ctas())))
@@ -144,9 +154,24 @@ def _part(num_parts):
 
 
 @gluon.jit
-def _meet():
-    """Both programs of a cluster have come so far, and see what either has written."""
-    gl.inline_asm_elementwise("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+def _meet(counter):
+    """Both programs of a cluster have come so far, have read all of shared memory that they will, and count what is written to it: a barrier that released what threads have written would wait for all
+    memory, twice."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
+        @p mbarrier.init.shared::cta.b64 [$1], 1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], 67584; @p fence.mbarrier_init.release.cluster;
+        fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0; }""",
+        "=r,r", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _await(counter):
+    """All that the other program gives has come."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0; @!p bra AGAIN; mov.b32 $0, 0; }""",
+        "=r,r", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -175,16 +200,16 @@ def _swap(rank, most, total, acc, D: gl.constexpr):
     d = gl.arange(0, D, gl.SliceLayout(0, OWN))[None, :]
     at = gl.full((32, D), 0, gl.int32, OWN) + (thread * 16 + d % 256 // 16 * 4096)
     few = gl.full((32,), HELD_STATS, gl.int32, gl.SliceLayout(1, OWN)) + thread * 8
-    _meet()
+    _meet(own + HELD_BARRIER)
     gl.inline_asm_elementwise(
-        "st.shared::cluster.v4.f32 [$1], {$5, $6, $7, $8}; mov.b32 $0, 0;",
-        "=r,r,r,r,r,f,f,f,f", [far + at, acc], dtype=gl.int8, is_pure=False, pack=4,
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$1], {$9, $10, $11, $12}, [$5]; mov.b32 $0, 0;",
+        "=r,r,r,r,r,r,r,r,r,f,f,f,f", [far + at, far + HELD_BARRIER, acc], dtype=gl.int8, is_pure=False, pack=4,
     )  # fmt: skip
     gl.inline_asm_elementwise(
-        "st.shared::cluster.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;",
-        "=r,r,f,f", [far + few, most, total], dtype=gl.int32, is_pure=False, pack=1,
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$1], {$3, $4}, [$2]; mov.b32 $0, 0;",
+        "=r,r,r,f,f", [far + few, far + HELD_BARRIER, most, total], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    _meet()
+    _await(own + HELD_BARRIER)
     acc = gl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
         "=f,=f,=f,=f,r,r,r,r", [own + at], dtype=gl.float32, is_pure=False, pack=4,
@@ -215,11 +240,12 @@ def _complete(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.co
     head = gl.arange(0, 32, gl.SliceLayout(1, OWN))
     head = block + head // 8 * 16 + rank * 8 + head % 8
     sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
+    c, s = _angles(acc, cos, sin, D, P)  # on their way while sums are swapped
     far_most, far_total, far = _swap(rank, far_most, far_total, far, D)
     larger = gl.maximum(gl.maximum(most, far_most), sink)
     shrink, far_shrink = gl.exp2(most - larger), gl.exp2(far_most - larger)
     whole = 1.0 / (total * shrink + far_total * far_shrink + gl.exp2(sink - larger))
-    y = _back(acc * (shrink * whole)[:, None] + far * (far_shrink * whole)[:, None], cos, sin, D, P)
+    y = _back(acc * (shrink * whole)[:, None] + far * (far_shrink * whole)[:, None], c, s, D)
     gl.thread_barrier()  # all that was given has been read
     ROWS: gl.constexpr = _laid(COPIED, gl.num_ctas())
     y = gl.convert_layout(y.to(out.dtype.element_ty), ROWS)
@@ -317,24 +343,52 @@ def _span(row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW: gl
     return slot, least, start, first, seen, count
 
 
+@gluon.jit
+def _scores_of(scored, stride, C: gl.constexpr, PDL: gl.constexpr):
+    """A token's scores, asked for when it is this kernel's turn: they don't wait for what is asked for later."""
+    if C:
+        wait_turn(PDL)
+        return gl.load(scored + places_of(C), mask=places_of(C) < stride, other=0.0)
+    else:
+        return 0.0
+
+
+@gluon.jit
+def _first_numbers(
+    chosen_ptr, score, complete, key, step, seen, stop, CHOSEN: gl.constexpr, TOP_K: gl.constexpr, C: gl.constexpr
+):
+    """Numbers of the second tile's slots and of the third's, which a cluster may have to choose before."""
+    if C:
+        choose_best(chosen_ptr, score, complete, C, TOP_K)
+        number, after = just_chosen(key - seen, key < stop), just_chosen(key + step - seen, key + step < stop)
+        gl.thread_barrier()
+        return number, after
+    else:
+        return _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+
+
 @gluon.jit(
     do_not_specialize=["num_heads", "num_parts", "early", "window_width", "slot_width", "chosen", "chosen_stride"]
 )
 def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, out, parts, found, row_ptr, position_ptr, start_ptr, slots_ptr,
                    window_table, slot_table, num_heads, num_parts, early, scale, window_width, slot_width, chosen, q_token, q_head, vector_stride,
                    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride,
-                   slot_table_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
+                   slot_table_stride, scored, scored_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
                    D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
-                   CHOSEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                   CHOSEN: gl.constexpr, TOP_K: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of a token's parts of keys, 64 heads. SPLIT: there are several, which another launch merges. NEW: rows have several tokens, whose vectors may have no page.
+    C: the programs of a token's cluster choose TOP_K of at most so many slots, whose scores are `scored`; 0: others have chosen.
 
-    `early`: the kernel before has started this one when all before it was complete, and leaves nothing but chosen numbers.
+    `early`: the kernel before has started this one when all before it was complete, and leaves nothing but chosen numbers or scores.
     """
     start_next(PDL)
     if early == 0:
         wait_turn(PDL)
     token, part = _part(num_parts)
     block = gl.program_id(1) * 64
+    q_at = q + token * q_token + block * q_head
+    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
+    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     slot, least, start, first, seen, stop = _span(
         row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
     )
@@ -342,28 +396,26 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     window_table += slot * window_table_stride
     slot_table += slot * slot_table_stride
     chosen_ptr += token * chosen_stride
-    q_at = q + token * q_token + block * q_head
-
-    q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
-    _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
     if begin + BN > seen:  # slots, too
         wait_turn(PDL)
-    number = _number(chosen_ptr, key, seen, stop, CHOSEN)
+    number = _number(chosen_ptr, key, seen, stop, CHOSEN and C == 0)  # of a row with a choice only the window's
     entry = _entry(window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)
+    score = _scores_of(scored + token * scored_stride, scored_stride, C, PDL)
     place, live = _place(
         q_at, vectors, window, slot_pages, number, entry, key, seen, least, start, first, vector_stride, window_stride, window_slot, page_stride,
         page_slot, PAGE, SLOT_PAGE, NEW,
     )  # fmt: skip
     live = live & (key < stop)
-    _copy(k_smem.index(0), place, D)
+    now = 1 if C else 0  # the first tile is empty, for a choice
+    _copy(k_smem.index(now), place, D)
     async_copy.commit_group()
     wait_turn(PDL)  # the window's tile is on its way
     key = key + step
-    number, after = _number(chosen_ptr, key, seen, stop, CHOSEN), _number(chosen_ptr, key + step, seen, stop, CHOSEN)
+    complete = (least + seen) // RATIO if RATIO > 0 else 0
+    number, after = _first_numbers(chosen_ptr, score, complete, key, step, seen, stop, CHOSEN, TOP_K, C)
     entry = _entry(window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE)
     most, sums, acc = _nothing(D)
-    now = 0
     for tile in range(begin, stop, step):
         # The next tile's pages are known by now, and the numbers of the tile behind it.
         place, next_live = _place(
