@@ -141,7 +141,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reader_knows_what_the_index_has_after_random_traffic() -> None:
     LoggedTraffic.told = 0
-    run_until(LoggedTraffic, lambda: LoggedTraffic.told > 100, effort(40, 600), steps=30, phases=[Phase.generate])
+    run_until(LoggedTraffic, lambda: LoggedTraffic.told > 100, effort(25, 600), steps=30, phases=[Phase.generate])
 
 
 @pytest.mark.days(2)

@@ -202,7 +202,7 @@ def test_no_step_reads_another_adapter_and_every_request_ends() -> None:
     usual, rare = ("held", "filled", "failed", "read", "unread"), ("filled in part", "moved", "read elsewhere")
     seen = lambda what: AdapterTraffic.seen.get(what, 0)  # noqa: E731
     enough = lambda: all(seen(what) > 10 for what in usual) and all(map(seen, rare))  # noqa: E731
-    run_until(AdapterTraffic, enough, effort(25, 600), steps=30, phases=[Phase.generate])
+    run_until(AdapterTraffic, enough, effort(12, 600), steps=30, phases=[Phase.generate])
 
 
 class _LetsGoTooEarly(Adapters):

@@ -138,7 +138,7 @@ def run(machine: type[DiskTraffic], examples: int) -> None:
 def test_traffic_over_a_disk_has_the_right_tokens() -> None:
     DiskTraffic.seen.clear()
     wanted = {"read", "fetching", "late", "in line"}
-    run_until(DiskTraffic, lambda: all(DiskTraffic.seen[name] for name in wanted), effort(10, 1000))
+    run_until(DiskTraffic, lambda: all(DiskTraffic.seen[name] for name in wanted), effort(6, 1000))
 
 
 class _GivesBackWhileWriting(Below[Any]):

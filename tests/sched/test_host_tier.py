@@ -24,7 +24,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_traffic_over_a_host_tier_has_the_right_tokens() -> None:
     HostTraffic.seen.clear()
     wanted = {"admission waits", "quarantined", "loaded", "failed"}
-    run_until(HostTraffic, lambda: all(HostTraffic.seen[name] for name in wanted), effort(20, 1000))
+    run_until(HostTraffic, lambda: all(HostTraffic.seen[name] for name in wanted), effort(12, 1000))
 
 
 class _TakesFailedForWell(Tiering):

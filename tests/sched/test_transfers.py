@@ -154,7 +154,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_traffic_over_pages_that_come_and_go_has_the_right_tokens() -> None:
     TierTraffic.seen.clear()
     wanted = {"store", "load", "quarantined", "admission waits", "growth waits"}
-    run_until(TierTraffic, lambda: wanted <= TierTraffic.seen.keys(), effort(20, 1000))
+    run_until(TierTraffic, lambda: wanted <= TierTraffic.seen.keys(), effort(12, 1000))
 
 
 class _MovesLeasedPages(SlabPool):
