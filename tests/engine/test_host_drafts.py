@@ -90,7 +90,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     return made_once(tmp_path_factory, MAKERS)
 
 
-@pytest.mark.parametrize("family", [list(MAKERS)[number] for number in share_of_the_day(len(MAKERS), 5)])
+@pytest.mark.parametrize("family", [list(MAKERS)[number] for number in share_of_the_day(len(MAKERS), 8)])
 def test_every_family_has_its_tokens(checkpoint: Callable[[str], str], family: str) -> None:
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j * (i + 1)) % 40 + 4 for j in range(40 + 8 * i)]} for i in range(5)]
     kinds = [
