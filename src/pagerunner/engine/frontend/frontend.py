@@ -53,9 +53,13 @@ def check_options(args: EngineArgs) -> None:
 
 
 def check_tokenizer(args: EngineArgs) -> EngineArgs:
-    """`args`. A checkpoint without a tokenizer is refused before its weights are read: raises CheckpointError."""
+    """`args`. A checkpoint without a tokenizer is refused before its weights are read: raises CheckpointError, or ConfigError if the model is unknown, too."""
     if not args.skip_tokenizer_init and (Path(args.model) / "config.json").is_file():
-        tokenizer_file(args.tokenizer or args.model)
+        try:
+            tokenizer_file(args.tokenizer or args.model)
+        except CheckpointError:
+            read_model_config(args.model, hf_overrides=args.hf_overrides, quantization=args.quantization)
+            raise  # if it isn't the model itself that can't be run
     return args
 
 
