@@ -12,6 +12,7 @@ from helpers.compiling import gluon
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels import indexer, sparse_latents, vectors_fp8_gluon, vectors_gluon
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
+from pagerunner.ops.kernels.latent_pairs_gluon import pairs_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
 from pagerunner.ops.kernels.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
 from pagerunner.ops.kernels.vectors_attention import CLUSTER, GLUON_TILES
@@ -68,6 +69,18 @@ def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> di
     aligned = [name for name, type in types.items() if type[0] == "*"]
     aligned += [name for name in slices_kernel.arg_names if name[:2] in ("qc", "qp", "wh") and "_" in name]
     return gluon(slices_kernel, types, constants, aligned, num_warps=wide_tiles(queries).warps, launch_pdl=True)
+
+
+def pairs(name: str, page: int, stride: int) -> dict[str, Any]:
+    """Those of 64 queries with two tiles at once, `ops/kernels/latent_pairs_gluon.py`."""
+    queries, slots = f"[1,64,64],{QUERIES.value!r}", f"[64,64],{PANEL.value!r}"
+    types = dict.fromkeys(("q_desc", "turned_desc"), f"tensordesc<{name}{queries}>")
+    types |= dict.fromkeys(("page_desc", "rope_desc"), f"tensordesc<{name}{slots}>")
+    pointers = {"whole": "*" + name, "parts": "*fp32", "found": "*fp32", "position_ptr": "*i64", "table": "*i64"}
+    pointers |= dict.fromkeys(("unit_ptr", "slice_ptr", "row_ptr"), "*i32")
+    constants = {"PAGE": page, "STRIDE": stride, "PDL": True}
+    aligned = [*pointers, "whole_token", "whole_head"]
+    return gluon(pairs_kernel, types | pointers | {"scale": "fp32"}, constants, aligned, num_warps=4, launch_pdl=True)
 
 
 def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A barrier counts as the device's do: a phase ends when all have arrived and all 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -156,9 +157,10 @@ class Groups:
             constants.pop("num_warps")
             At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
             given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
-            programs = [self._program(program, grid[0]) for program in range(grid[0])]
+            places = list(itertools.product(*map(range, grid)))
+            programs = [self._program(list(place), len(places)) for place in places]
             together([partial(program, *given, **constants) for program in programs])
-            self.programs += grid[0]
+            self.programs += len(places)
 
         return launch
 
@@ -168,8 +170,8 @@ class Groups:
             at.store(before + more)
         return before
 
-    def _program(self, program: int, programs: int) -> Any:
-        gl = language([program])
+    def _program(self, place: list[int], programs: int) -> Any:
+        gl = language(place)
         gl.__dict__.update(
             num_programs=lambda axis: programs, to_tensor=torch.tensor, warp_specialize=specialized,
             allocate_shared_memory=lambda dtype, shape, layout: Barriers(Barrier() for _ in range(shape[0])) if layout is BARRIERS

@@ -154,6 +154,11 @@ def prefill_cases() -> list[tuple[Any, ...]]:
     return turns([("prefill", "bf16", 4, 16), ("prefill", "bf16", 4, 0), ("prefill", "fp16", 8, 64)], 0)
 
 
+def pairs_cases() -> list[tuple[Any, ...]]:
+    """Slices of 64 queries with two tiles at once, by slots of a page and tokens of a row."""
+    return turns([("pairs", "bf16", 64, 1), ("pairs", "fp16", 64, 4), ("pairs", "bf16", 128, 2)], 0)
+
+
 SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
 SUMMED = turns([False, True], 2)  # indexer keys in fp8
 SCORED = [("scored", "bf16", 1024, fp8) for fp8 in SUMMED]
@@ -189,6 +194,7 @@ CASES = [
     *SCORED,
     *LATENTS,
     *prefill_cases(),
+    *pairs_cases(),
 ]
 
 
@@ -217,7 +223,8 @@ def test_kernels_stay_on_their_way(case, compiled):
 
     Some keep bytes for want of registers, up to 64: products of few tokens, 192 tokens with zero points, one row with adapters, and streams with 128 pairs a tile. Of drafts, 64 queries with
     fp8 pages keep up to 96. Attention in a fixed order, with two results in registers, up to 150. Few rows with more
-    than 8 heads of 256 numbers keep up to 700. Latents with 64 queries, and vectors with pages in fp8, keep up to 128, long rows up to 80.
+    than 8 heads of 256 numbers keep up to 700. Latents with 64 queries, and vectors with pages in fp8, keep up to 128, two tiles of latents at
+    once up to 200, long rows up to 80.
     """
     found = compiled[case]
     assert "error" not in found, found["error"]
@@ -227,6 +234,8 @@ def test_kernels_stay_on_their_way(case, compiled):
         if case[0] == "few" and case[1] > 8 and case[2] == 256
         else 150
         if case[0] == "fixed"
+        else 200
+        if case[0] == "pairs"
         else 96
         if case[0] == "drafts" and case[1] * case[2] == 64 and case[4]
         else 64

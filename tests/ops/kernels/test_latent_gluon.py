@@ -27,6 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(latent_wide, "_gluon", lambda: SimpleNamespace(slices_kernel=found))
     monkeypatch.setattr(latent_wide, "has_gluon", lambda device: True)
     monkeypatch.setattr(latent_wide, "LEAST_UNITS", 1)
+    monkeypatch.setattr(latent_wide, "_takes_pairs", lambda *_: False)
     few = latent_decode.ValuesConfig(
         16, 2, 2, 4
     )  # the interpreter has no products of bfloat16, which more tokens would take

@@ -30,6 +30,11 @@ def _gluon() -> Any:
     return importlib.import_module("pagerunner.ops.kernels.latent_gluon")
 
 
+@functools.cache
+def _pairs() -> Any:
+    return importlib.import_module("pagerunner.ops.kernels.latent_pairs_gluon")
+
+
 def wide_tiles(queries: int) -> Tiles:
     """For units of so many queries. Up to 16 are a product's second operand, whose tiles may have so few; more are its first, which has 64."""
     return Tiles(16 if queries <= 16 else 64, 64, 8, 2, 1, 2)
@@ -59,6 +64,27 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:2])
 
 
+def _slots(x: torch.Tensor) -> Any:
+    """A table of the slots of all pages, in boxes of a tile's slots and 64 numbers."""
+    pairs, (slots, numbers), row = _pairs(), x.shape[1:], x.stride(1)
+    count = (x.shape[0] - 1) * (x.stride(0) // row) + slots
+    return pairs.TensorDescriptor(x, [count, numbers], [row, 1], [64, 64], pairs.PANEL.value)
+
+
+def _queries(x: torch.Tensor) -> Any:
+    pairs = _pairs()
+    return pairs.TensorDescriptor(x, [*x.shape], [*x.stride()], [1, 64, 64], pairs.QUERIES.value)
+
+
+def _takes_pairs(q_THC: torch.Tensor, q_THP: torch.Tensor, pages: Latents, queries: int) -> bool:
+    """Whether `kernels/latent_pairs_gluon.py` serves units of so many queries, all of whose keys they see. Smaller pages are more copies than its warp makes in time."""
+    heads, (codes, rope, scales) = q_THC.shape[1], pages
+    if queries <= 16 or scales is not None or not (heads == queries or heads % 64 == 0):
+        return False
+    tiled = all(x.shape[1] % 64 == 0 and x.stride(0) % x.stride(1) == 0 for x in (codes, rope))
+    return tiled and _aligned(q_THC) and _aligned(q_THP)
+
+
 def run_wide(
     q_THC: torch.Tensor,
     q_THP: torch.Tensor,
@@ -79,6 +105,13 @@ def run_wide(
     codes, turned, scales = pages
     fp8 = scales is not None
     held, factors = (codes.view(torch.uint8), scales) if scales is not None else (codes, codes)
+    if chosen_TK is None and _takes_pairs(q_THC, q_THP, pages, queries):
+        _pairs().pairs_kernel[(slices, blocks(queries, 64))](
+            _queries(q_THC), _queries(q_THP), _slots(codes), _slots(turned), whole_THC, parts, found, schedule.unit, schedule.slice, rows.row_T,
+            rows.positions_T, table_SW, heads, scale / math.log(2), table_SW.stride(0), *(x.stride(0) // x.stride(1) for x in (codes, turned)),
+            *whole_THC.stride()[:2], PAGE=codes.shape[1], STRIDE=stride, num_warps=4, **dependent(device),
+        )  # fmt: skip
+        return Partial(whole_THC, parts, found)
     steps = [step // (16 // x.element_size()) for x in (held, turned, factors) for step in x.stride()[:2]]
     tiles = wide_tiles(queries)
     _gluon().slices_kernel[(slices, blocks(queries, tiles.heads))](

@@ -352,7 +352,8 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
 
 
 @gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """So many barriers in shared memory, each of which ends a phase after so many arrivals."""
     found = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(found.index(i), count=arrivals)
@@ -373,9 +374,9 @@ def gluon_prefill_kernel(q_desc, k_desc, v_desc, kp_desc, vp_desc, out_desc, out
     facts = gl.allocate_shared_memory(gl.int32, [BLOCKS * FACTS, 1], FACT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], v_desc.layout)
-    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    q_full, q_empty = _barriers(BLOCKS, 1), _barriers(BLOCKS, 2)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, q_empty = barriers(BLOCKS, 1), barriers(BLOCKS, 2)
     fence_async_shared()
     c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
     gl.warp_specialize([
