@@ -90,7 +90,7 @@ def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
     dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
     sizes = indexer.score_sizes(rows, count * tokens, heads, 5000, dtype)
     constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
-    constants |= {"BN": sizes.keys, "BQ": sizes.tokens}
+    constants |= {"BN": sizes.keys, "BQ": sizes.tokens, "ONE": rows.one_token}
     return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 
@@ -141,6 +141,7 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: boo
         "CHOSEN": chosen,
         "TOP_K": 512 if scored else 0,
         "C": scored,
+        "ONE": not new,
         "PDL": True,
     }
     strides = ["q_token", "q_head", "vector_stride", "scored_stride"]

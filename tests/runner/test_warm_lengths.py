@@ -32,7 +32,7 @@ from helpers.launches import noted_launches  # noqa: E402
 from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide, vectors_attention  # noqa: E402
 
 LONGEST = 1024
-KINDS = ("SPLIT", "NEW", "CHOSEN", "C", "RATIO", "num_ctas")
+KINDS = ("SPLIT", "NEW", "CHOSEN", "C", "ONE", "RATIO", "num_ctas")
 """What the compiled kernels of DeepSeek-V4's attention in Gluon differ by."""
 
 

@@ -120,9 +120,9 @@ def _scores_kernel(
     q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
     J: tl.constexpr, D: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together.
+    """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together. ONE: token t belongs to row t.
 
     Table entries of slots that a token sees are at least 0, drafts' too: a drafter's pass goes no further than its row's pages
     (`ops/drafting.py`).
@@ -133,6 +133,8 @@ def _scores_kernel(
     inside = tl.program_id(0) % blocks_of_group * BQ
     first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside
     query = tl.arange(0, BQ)
+    if ONE:  # no load waits for another
+        slot = tl.load(slots_ptr + first_token).to(tl.int64)
     row, seen = _of_row(row_ptr, position_ptr, first_token + query, inside + query < group, RATIO)
     x, i = tl.arange(0, BQ * BJ), tl.arange(0, BI)
     token, head = first_token + x // BJ, x % BJ
@@ -143,7 +145,9 @@ def _scores_kernel(
     while current >= 0:  # rows of a prompt's block, or the only one
         limit = tl.where(row == current, seen, 0)
         if tl.max(limit, 0) > TOP_K:
-            row_table = table_ptr + tl.load(slots_ptr + current).to(tl.int64) * table_stride
+            if not ONE:
+                slot = tl.load(slots_ptr + current).to(tl.int64)
+            row_table = table_ptr + slot * table_stride
             scores = scores_ptr + (first_token + query)[None, :] * scores_stride
             _score(
                 q, weights, keys_ptr, scales_ptr, row_table, scores, limit, tl.program_id(1), parts, i, page_stride, slot_stride, scale_page, scale_slot,
@@ -361,7 +365,8 @@ def _few_kernel(
     wait_turn(PDL)
     start_next(PDL)  # attention begins with what is complete by now
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # token t belongs to row t, so no load waits for another
+    _, seen = _of_row(row_ptr, position_ptr, token, True, RATIO)
     chosen = chosen_ptr + token * width
     at = tl.arange(0, C)
     if seen <= TOP_K:
@@ -370,7 +375,7 @@ def _few_kernel(
     else:
         i, head, one = tl.arange(0, BI), tl.arange(0, BJ), tl.arange(0, 1)
         q, weights = _queries(q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)  # fmt: skip
-        row_table = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        row_table = table_ptr + slot * table_stride
         scores = scores_ptr + token * scores_stride
         _score(
             q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, part, parts, i, page_stride, slot_stride, scale_page,
@@ -459,7 +464,7 @@ def run_scores(
         table_SW.stride(0), scores_TN.stride(0),
         J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1],
         BN=sizes.keys, BQ=sizes.tokens, RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0),
-        PRECISION="tf32x3" if q_TJI.dtype == torch.float32 else "tf32", num_warps=sizes.warps, num_stages=sizes.stages,
+        PRECISION="tf32x3" if q_TJI.dtype == torch.float32 else "tf32", ONE=rows.one_token and sizes.tokens == 1, num_warps=sizes.warps, num_stages=sizes.stages,
         **dependent(q_TJI.device),
     )  # fmt: skip
     return scores_TN

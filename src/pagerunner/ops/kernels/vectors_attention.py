@@ -509,7 +509,7 @@ def _launch_gluon(
         table.shape[1], 0 if chosen is None else chosen.shape[1], *q_THD.stride()[:2], window.vectors_TD.stride(0), *steps[0], *steps[1],
         picked.stride(0), angles.cos_T1D.stride(0), window.table_SW.stride(0), table.stride(0), scored, scored.stride(0),
         WINDOW=window.size, RATIO=ratio, PAGE=held.codes.shape[1], SLOT_PAGE=stored.codes.shape[1], D=size, P=angles.cos_T1D.shape[-1],
-        SPLIT=parts > cluster, NEW=_is_new(rows), CHOSEN=chosen is not None, TOP_K=top_k, C=most,
+        SPLIT=parts > cluster, NEW=_is_new(rows), CHOSEN=chosen is not None, TOP_K=top_k, C=most, ONE=rows.one_token,
         num_warps=GLUON_TILES.warps, num_ctas=cluster, **dependent(q_THD.device),
     )  # fmt: skip
 

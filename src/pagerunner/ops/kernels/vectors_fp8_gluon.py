@@ -225,7 +225,7 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
                    window_page, window_slot, window_scale_page, window_scale_slot, page_stride, slot_stride, scale_page, scale_slot, chosen_stride,
                    angle_stride, window_table_stride, slot_table_stride, scored, scored_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr,
                    SLOT_PAGE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr, CHOSEN: gl.constexpr,
-                   TOP_K: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                   TOP_K: gl.constexpr, C: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of a token's parts of keys, 64 heads. Strides of what is in pages are in 16 bytes, those of scales in 8."""
     start_next(PDL)
     if early == 0:
@@ -237,7 +237,7 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     room = _room()
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     slot, least, start, first, seen, count = _span(
-        row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
+        row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN, ONE
     )
     own = (first + start, least + seen - start)
     complete = (least + seen) // RATIO if RATIO > 0 else 0

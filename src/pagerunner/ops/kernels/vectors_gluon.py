@@ -319,12 +319,15 @@ def _weigh(scores, p_smem, most, sums, live, scale):
 
 @gluon.jit
 def _span(row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW: gl.constexpr, RATIO: gl.constexpr, NEW: gl.constexpr,
-          CHOSEN: gl.constexpr):  # fmt: skip
+          CHOSEN: gl.constexpr, ONE: gl.constexpr):  # fmt: skip
     """A token's slot of page tables, its window's first position and the first that is in no page, where the step's vectors begin, keys of the window, and all."""
     row = gl.load(row_ptr + token)
+    if ONE:  # token t belongs to row t, so no load waits for another
+        slot = gl.load(slots_ptr + token).to(gl.int64)
     end = gl.where(row >= 0, gl.load(position_ptr + token).to(gl.int32) + 1, 0)
     row = gl.maximum(row, 0)
-    slot = gl.load(slots_ptr + row).to(gl.int64)
+    if not ONE:
+        slot = gl.load(slots_ptr + row).to(gl.int64)
     least = gl.maximum(end - WINDOW, 0)
     start = end
     first = end
@@ -375,7 +378,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
                    window_stride, window_slot, page_stride, page_slot, chosen_stride, angle_stride, window_table_stride,
                    slot_table_stride, scored, scored_stride, WINDOW: gl.constexpr, RATIO: gl.constexpr, PAGE: gl.constexpr, SLOT_PAGE: gl.constexpr,
                    D: gl.constexpr, P: gl.constexpr, SPLIT: gl.constexpr, NEW: gl.constexpr,
-                   CHOSEN: gl.constexpr, TOP_K: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                   CHOSEN: gl.constexpr, TOP_K: gl.constexpr, C: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of a token's parts of keys, 64 heads. SPLIT: there are several, which another launch merges. NEW: rows have several tokens, whose vectors may have no page.
     C: the programs of a token's cluster choose TOP_K of at most so many slots, whose scores are `scored`; 0: others have chosen.
 
@@ -390,7 +393,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
     q_smem, k_smem, p_smem = _tiles(q.dtype.element_ty, D)
     _copy_queries(q_smem, q_at, num_heads - block, q_head, D)
     slot, least, start, first, seen, stop = _span(
-        row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN
+        row_ptr, position_ptr, start_ptr, slots_ptr, token, chosen, WINDOW, RATIO, NEW, CHOSEN, ONE
     )
     begin, step = part * BN, num_parts * BN
     window_table += slot * window_table_stride
