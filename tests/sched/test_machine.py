@@ -251,7 +251,8 @@ class _BorrowsWhatIsGone(KVManager):
     ],
 )
 def test_a_bug_planted_in_windows_snapshots_or_forks_is_caught(broken: type[KVManager], kinds: tuple[str, ...]) -> None:
-    expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}))
+    steps = 60 if broken is _TrimsBeforeSnapshots else 30  # short traffic seldom saves what its step still reads
+    expect_failure(type("Broken", (Traffic,), {"manager_class": broken, "pools": mixes(kinds)}), steps=steps)
 
 
 # -- drafts: how far a sequence is, the host knows by bounds only
