@@ -73,7 +73,7 @@ def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> di
 
 def pairs(name: str, page: int, stride: int) -> dict[str, Any]:
     """Those of 64 queries with two tiles at once, `ops/kernels/latent_pairs_gluon.py`."""
-    queries, slots = f"[1,64,64],{QUERIES.value!r}", f"[64,64],{PANEL.value!r}"
+    queries, slots = f"[1,64,64],{QUERIES.value!r}", f"[{min(page, 64)},64],{PANEL.value!r}"
     types = dict.fromkeys(("q_desc", "turned_desc"), f"tensordesc<{name}{queries}>")
     types |= dict.fromkeys(("page_desc", "rope_desc"), f"tensordesc<{name}{slots}>")
     pointers = {"whole": "*" + name, "parts": "*fp32", "found": "*fp32", "position_ptr": "*i64", "table": "*i64"}

@@ -156,7 +156,7 @@ def prefill_cases() -> list[tuple[Any, ...]]:
 
 def pairs_cases() -> list[tuple[Any, ...]]:
     """Slices of 64 queries with two tiles at once, by slots of a page and tokens of a row."""
-    return turns([("pairs", "bf16", 64, 1), ("pairs", "fp16", 64, 4), ("pairs", "bf16", 128, 2)], 0)
+    return turns([("pairs", "bf16", 64, 1), ("pairs", "fp16", 16, 4), ("pairs", "bf16", 128, 2)], 0)
 
 
 SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()

@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Groups:
 
 @pytest.mark.parametrize(
     ("slices", "heads", "rows", "stride", "page"),
-    [(5, 40, ROWS, 0, 64), (9, 80, ROWS, 0, 128), (3, 64, DRAFTS, 4, 64), (2, 17, ROWS, 0, 192)],
+    [(5, 40, ROWS, 0, 16), (9, 80, ROWS, 0, 128), (3, 64, DRAFTS, 4, 64), (2, 17, ROWS, 0, 32)],
 )
 def test_rows(
     monkeypatch: pytest.MonkeyPatch, launched: Groups, slices: int, heads: int, rows: Rows, stride: int, page: int
@@ -58,12 +58,12 @@ def test_rows(
 
 
 def test_what_it_serves() -> None:
-    """Pages of whole tiles, not of codes; more than 16 queries; drafts only of whole blocks of heads."""
+    """Pages of 16, 32 or whole tiles, not of codes; more than 16 queries; drafts only of whole blocks of heads."""
     q_THC, q_THP, held, *_ = made(replace(SIZES, rows=ROWS, heads=40, slots=64))
     assert latent_wide._takes_pairs(q_THC, q_THP, held, 40)
     assert not latent_wide._takes_pairs(q_THC, q_THP, held, 160)
     assert not latent_wide._takes_pairs(q_THC[:, :16], q_THP[:, :16], held, 16)
-    q_THC, q_THP, held, *_ = made(replace(SIZES, rows=ROWS, heads=40, slots=32))
+    q_THC, q_THP, held, *_ = made(replace(SIZES, rows=ROWS, heads=40, slots=8))
     assert not latent_wide._takes_pairs(q_THC, q_THP, held, 40)
     q_THC, q_THP, held, *_ = made(replace(SIZES, rows=ROWS, heads=40, slots=64, groups=4))
     assert not latent_wide._takes_pairs(q_THC, q_THP, held, 40)

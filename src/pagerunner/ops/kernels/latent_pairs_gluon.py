@@ -4,7 +4,7 @@
 
 * Two groups of four warps have a tile each: they multiply its vectors by the queries. They tell each other their largest scores, so both have weights that are relative to the same.
 * Each group has half of a latent's elements, of both tiles: it adds its own tile's with weights that it has in registers, then the other tile's with weights that the other one left.
-* A warp copies, in bulk, a quarter of a tile's latents at a time, as soon as a group has added them: while it adds the others.
+* A warp for each tile copies, in bulk, a quarter of its latents at a time, as soon as a group has added them: while it adds the others.
 
 So a tile's vectors are read twice by products, and the scores are computed once. Vectors beyond a row are made zeros before they are added: what lies there may be no number.
 """
@@ -56,63 +56,66 @@ def _unit(unit_ptr, unit, stop):
 
 
 @gluon.jit
-def _page(row_table, start, length, PAGE: gl.constexpr):
-    """The page of a tile, and where in it the tile begins; of a tile beyond the row, its last page."""
-    return gl.load(row_table + gl.minimum(start, length - 1) // PAGE).to(gl.int32), start % PAGE
+def _rows(row_table, start, length, page_rows, PAGE: gl.constexpr):
+    """Where a tile's pages begin in the table of all slots; beyond the row's last page, that one."""
+    found = ()
+    for part in gl.static_range(N // PAGE if PAGE < N else 1):
+        key = start + part * PAGE
+        entry = gl.load(row_table + gl.minimum(key, length - 1) // PAGE).to(gl.int32)
+        found = found + (entry * page_rows + key % PAGE,)
+    return found
 
 
 @gluon.jit
-def _copy_quarter(
-    rooms,
-    descs,
-    page,
-    page_rows,
-    rope_rows,
-    full,
-    empty,
-    step,
-    tile: gl.constexpr,
-    part: gl.constexpr,
-    ROPE: gl.constexpr,
-):
+def _copy_panels(smem, panel, COUNT: gl.constexpr, desc, rows, column, full, PAGE: gl.constexpr):
+    """Begin to bring COUNT panels of a tile."""
+    for i in gl.static_range(COUNT):
+        for part in gl.static_range(N // PAGE if PAGE < N else 1):
+            own = smem.index(panel + i)
+            if PAGE < N:
+                own = own.slice(part * PAGE, PAGE)
+            tma.async_copy_global_to_shared(desc, [rows[part], column + i * 64], full, own)
+
+
+@gluon.jit
+def _copy_quarter(rooms, descs, rows, turned, full, empty, step, tile: gl.constexpr, part: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Begin to bring a quarter of a tile, with its rotary parts or without."""
     at: gl.constexpr = tile * 4 + part
-    entry, slot = page
     mbarrier.wait(empty.index(at), step & 1 ^ 1)
     mbarrier.expect(full.index(at), N * (3 if ROPE else 2) * 64 * 2)
-    for i in gl.static_range(2):
-        place = [entry * page_rows + slot, part * QUARTER + i * 64]
-        tma.async_copy_global_to_shared(descs[2], place, full.index(at), rooms[2].index(at * 2 + i))
+    _copy_panels(rooms[2], at * 2, 2, descs[2], rows, part * QUARTER, full.index(at), PAGE)
     if ROPE:
-        tma.async_copy_global_to_shared(descs[3], [entry * rope_rows + slot, 0], full.index(at), rooms[3].index(tile))
+        _copy_panels(rooms[3], tile, 1, descs[3], turned, 0, full.index(at), PAGE)
 
 
 @gluon.jit
-def _copy(descs, rooms, met, unit_ptr, slice_ptr, table, table_stride, page_rows, rope_rows, num_heads, PAGE: gl.constexpr, STRIDE: gl.constexpr,
-          PDL: gl.constexpr):  # fmt: skip
-    """The warp that copies: first quarters of a tile that its own group adds, then the others, and with the last one the rotary parts."""
+def _copy(T: gl.constexpr, descs, rooms, met, unit_ptr, slice_ptr, table, table_stride, page_rows, rope_rows, num_heads, PAGE: gl.constexpr,
+          STRIDE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """The warp that copies tile T of each two: first quarters that its own group adds, then the others, and with the last one the rotary parts. Warp 0
+    copies queries as well. One warp for both took longer than products with pages of 16 slots.
+    """
     wait_turn(PDL)
     q_full, q_empty, full, empty = met
     tile, stop, unit = _piece(slice_ptr)
-    query = gl.program_id(1) * N
-    step, turn = 0, 0
+    query, step, turn = gl.program_id(1) * N, 0, 0
     while tile < stop:
         first, length, row, end, upto = _unit(unit_ptr, unit, stop)
         if upto > tile:
             row_table = table + row.to(gl.int64) * table_stride
-            token, head = unit * STRIDE + query // num_heads * (STRIDE > 1), query
-            if STRIDE > 1:
-                head = query % num_heads
-            mbarrier.wait(q_empty.index(0), turn & 1 ^ 1)
-            mbarrier.expect(q_full.index(0), N * 9 * 64 * 2)
-            for panel in gl.static_range(8):
-                tma.async_copy_global_to_shared(descs[0], [token, head, panel * 64], q_full.index(0), rooms[0].index(panel))  # fmt: skip
-            tma.async_copy_global_to_shared(descs[1], [token, head, 0], q_full.index(0), rooms[1].index(0))
+            if T == 0:
+                token, head = unit * STRIDE + query // num_heads * (STRIDE > 1), query
+                if STRIDE > 1:
+                    head = query % num_heads
+                mbarrier.wait(q_empty.index(0), turn & 1 ^ 1)
+                mbarrier.expect(q_full.index(0), N * 9 * 64 * 2)
+                for i in gl.static_range(8):
+                    tma.async_copy_global_to_shared(descs[0], [token, head, i * 64], q_full.index(0), rooms[0].index(i))
+                tma.async_copy_global_to_shared(descs[1], [token, head, 0], q_full.index(0), rooms[1].index(0))
             for at in range((tile - first) * N, (upto - first) * N, 2 * N):
-                pages = _page(row_table, at, length, PAGE), _page(row_table, at + N, length, PAGE)
+                rows = _rows(row_table, at + T * N, length, page_rows, PAGE)
+                turned = _rows(row_table, at + T * N, length, rope_rows, PAGE)
                 for i in gl.static_range(4):
-                    for own in gl.static_range(2):
-                        _copy_quarter(rooms, descs, pages[own], page_rows, rope_rows, full, empty, step, own, (own ^ (i // 2)) * 2 + i % 2, i == 3)  # fmt: skip
+                    _copy_quarter(rooms, descs, rows, turned, full, empty, step, T, (T ^ (i // 2)) * 2 + i % 2, i == 3, PAGE)  # fmt: skip
                 step += 1
             turn += 1
             tile = upto
@@ -253,7 +256,7 @@ def _leave(c, low, high, total, most, results, unit, first_query, queries, num_h
 def pairs_kernel(q_desc, turned_desc, page_desc, rope_desc, whole, parts, found, unit_ptr, slice_ptr, row_ptr, position_ptr, table, num_heads, scale,
                  table_stride, page_rows, rope_rows, whole_token, whole_head, PAGE: gl.constexpr, STRIDE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One slice of 64 of a unit's queries, of latents of 512 elements and rotary parts of 64; see `latent_decode._slices_kernel`. `page_rows`, `rope_rows`:
-    rows of the pages' descriptors from a page to the next. PAGE: a multiple of 64.
+    rows of the pages' descriptors from a page to the next. PAGE: 16, 32, or a multiple of 64.
     """
     start_next(PDL)
     dtype: gl.constexpr = page_desc.dtype
@@ -272,5 +275,6 @@ def pairs_kernel(q_desc, turned_desc, page_desc, rope_desc, whole, parts, found,
     gl.warp_specialize([
         (_compute, (c0, rooms, told, counts, met, heard, weighed, counted, results, unit_ptr, slice_ptr, row_ptr, position_ptr, num_heads, scale, STRIDE, PDL)),
         (_compute, (c1, rooms, told, counts, met, heard, weighed, counted, results, unit_ptr, slice_ptr, row_ptr, position_ptr, num_heads, scale, STRIDE, PDL)),
-        (_copy, (descs, rooms, met, unit_ptr, slice_ptr, table, table_stride, page_rows, rope_rows, num_heads, PAGE, STRIDE, PDL)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_copy, (0, descs, rooms, met, unit_ptr, slice_ptr, table, table_stride, page_rows, rope_rows, num_heads, PAGE, STRIDE, PDL)),
+        (_copy, (1, descs, rooms, met, unit_ptr, slice_ptr, table, table_stride, page_rows, rope_rows, num_heads, PAGE, STRIDE, PDL)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip

@@ -65,10 +65,10 @@ def _aligned(x: torch.Tensor) -> bool:
 
 
 def _slots(x: torch.Tensor) -> Any:
-    """A table of the slots of all pages, in boxes of a tile's slots and 64 numbers."""
+    """A table of the slots of all pages, in boxes of a tile's slots, or of a page's, and 64 numbers."""
     pairs, (slots, numbers), row = _pairs(), x.shape[1:], x.stride(1)
     count = (x.shape[0] - 1) * (x.stride(0) // row) + slots
-    return pairs.TensorDescriptor(x, [count, numbers], [row, 1], [64, 64], pairs.PANEL.value)
+    return pairs.TensorDescriptor(x, [count, numbers], [row, 1], [min(slots, 64), 64], pairs.PANEL.value)
 
 
 def _queries(x: torch.Tensor) -> Any:
@@ -77,11 +77,13 @@ def _queries(x: torch.Tensor) -> Any:
 
 
 def _takes_pairs(q_THC: torch.Tensor, q_THP: torch.Tensor, pages: Latents, queries: int) -> bool:
-    """Whether `kernels/latent_pairs_gluon.py` serves units of so many queries, all of whose keys they see. Smaller pages are more copies than its warp makes in time."""
+    """Whether `kernels/latent_pairs_gluon.py` serves units of so many queries, all of whose keys they see."""
     heads, (codes, rope, scales) = q_THC.shape[1], pages
     if queries <= 16 or scales is not None or not (heads == queries or heads % 64 == 0):
         return False
-    tiled = all(x.shape[1] % 64 == 0 and x.stride(0) % x.stride(1) == 0 for x in (codes, rope))
+    tiled = all(
+        (x.shape[1] % 64 == 0 or x.shape[1] in (16, 32)) and x.stride(0) % x.stride(1) == 0 for x in (codes, rope)
+    )
     return tiled and _aligned(q_THC) and _aligned(q_THP)
 
 
