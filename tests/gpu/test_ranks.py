@@ -169,17 +169,26 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(
-    ("family", "pages"), [*((family, "auto") for family in OTHERS), ("qwen3", "fp8"), ("gemma3_text", "fp8")]
+    ("family", "pages", "whole"),
+    [
+        *((family, "auto", False) for family in OTHERS),
+        ("qwen3", "fp8", False),
+        ("gemma3_text", "fp8", False),
+        ("qwen3_moe", "auto", True),
+    ],
 )
-def test_other_families_and_pages_have_the_tokens_of_one_device(family: str, pages: str, tmp_path: Path) -> None:
-    """In float32, in graphs. A code of fp8 may be the next one, as what is rounded is a sum in another order."""
+def test_other_families_and_pages_have_the_tokens_of_one_device(
+    family: str, pages: str, whole: bool, tmp_path: Path
+) -> None:
+    """In float32, in graphs; with parts of experts or `whole` ones. A code of fp8 may be the next one, as what is rounded is a sum in another order."""
     check_devices(2, "ours")
     if family == "bamba":  # two ranks have the same group
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_groups": 1}
         path = make_hybrid_checkpoint(tmp_path, family, **sizes)[0]
     else:
         path = MAKERS[family](tmp_path)
-    one, two = (engine(path, ranks, dtype="float32", kv_cache_dtype=pages) for ranks in (1, 2))
+    one = engine(path, 1, dtype="float32", kv_cache_dtype=pages)
+    two = engine(path, 2, dtype="float32", kv_cache_dtype=pages, enable_expert_parallel=whole)
     found = tokens(two)
     assert same(tokens(one), found, 1e-3 if pages == "auto" else NEAR) > 0.9 * len(PROMPTS) * 24
     assert [x.token_ids for x in tokens(two)] == [x.token_ids for x in found]

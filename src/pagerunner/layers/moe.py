@@ -22,7 +22,7 @@ from pagerunner.ops.dispatch import Op
 from pagerunner.ops.lora import Adapters, FusedExperts
 from pagerunner.ops.moe import Shared, moe_experts, pair_routes, reads_groups
 from pagerunner.ops.pair_sums import PairSums, add_pairs_
-from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
+from pagerunner.ops.routing import Here, Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 from pagerunner.ops.unpacked import experts_bytes
 from pagerunner.quant.base import ExpertMethod, Mixture, UnquantizedExperts, Weights
@@ -345,8 +345,8 @@ class Router(Module):
             row_T = None  # see `of_stream`
         return self._routes(self._logits(x_TD), chosen_TA, row_T)._replace(most_tokens=most_tokens)
 
-    def of_stream(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, Routes]:
-        """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go."""
+    def of_stream(self, stream: ResidualStream, norm: RMSNorm, here: Here | None = None) -> tuple[torch.Tensor, Routes]:
+        """The norm of the stream [T, D] with what was pending added to the stream, and where its tokens go. `here`: see `route`."""
         own, row_T = (self.weights["weight"], self._weight(self.bias)), stream.row_T
         if stream.x_TD.shape[0] == 1 and not stream.most_tokens:
             row_T = None  # kernels for one token read the experts that it has
@@ -354,18 +354,24 @@ class Router(Module):
             stream.add_sums()  # so few tokens' norm and logits are one kernel
         if stream.sums is not None or self.fixed_logits is not None:
             normed_TD = stream.normed(norm)
-            routes = self._routes(self._logits(normed_TD), None, row_T)
+            routes = self._routes(self._logits(normed_TD), None, row_T, here)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
         pending_TD, stream.pending_TD = stream.pending_TD, None
         stream.x_TD, normed_TD, logits_TE = norm_expert_logits(stream.x_TD, norm.parameters, *own, pending_TD)
-        return normed_TD, self._routes(logits_TE, None, row_T)._replace(most_tokens=stream.most_tokens)
+        return normed_TD, self._routes(logits_TE, None, row_T, here)._replace(most_tokens=stream.most_tokens)
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         return (self.fixed_logits or expert_logits)(x_TD, self.weights["weight"], self._weight(self.bias))
 
-    def _routes(self, logits_TE: torch.Tensor, chosen_TA: torch.Tensor | None, row_T: torch.Tensor | None) -> Routes:
+    def _routes(
+        self,
+        logits_TE: torch.Tensor,
+        chosen_TA: torch.Tensor | None,
+        row_T: torch.Tensor | None,
+        here: Here | None = None,
+    ) -> Routes:
         fixed = self.fixed_logits is not None
-        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T, fixed=fixed)
+        return route(logits_TE, self.routing, self._weight(self.choice_bias), chosen_TA, row_T, here, fixed=fixed)
 
     @property
     def matrix_ED(self) -> torch.Tensor:
@@ -422,7 +428,9 @@ class SparseMLP(FeedForward):
 
     def add_to(self, stream: ResidualStream, norm: RMSNorm) -> None:
         """See FeedForward. The sum of each token's experts may be pending afterwards."""
-        normed_TD, routes = self.router.of_stream(stream, norm)
+        method = self.experts.method
+        here = method.only if stream.adapters is None and method.teams == 1 else None  # others read more of the routes
+        normed_TD, routes = self.router.of_stream(stream, norm, here)
         beside = self._beside_experts() if stream.adapters is None else None
         if beside is None:
             self._add_shared(normed_TD, stream.x_TD, stream.adapters)

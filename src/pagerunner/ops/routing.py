@@ -80,6 +80,14 @@ class Routes(NamedTuple):
         return -(-self.experts_TA.numel() // self.ranks)
 
 
+class Here(NamedTuple):
+    """So many experts of one of several `ranks`, from the `first` on."""
+
+    first: int
+    count: int
+    ranks: int
+
+
 _counts: list[None] = []  # one element for each measurement that runs
 
 
@@ -150,12 +158,14 @@ def route(
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
     row_T: torch.Tensor | None = None,
+    here: Here | None = None,
     *,
     fixed: bool = False,
 ) -> Routes:
     """Each token's experts and their weights. Where `chosen` says which experts these are, only their weights are computed.
 
     Tokens whose `row`, int32, is negative are a graph's padding. They go to no expert: their numbers are -1 and their weights 0.
+    `here`: the routes to these experts alone, as `own_experts` says.
     `fixed`: kernels make a token's sums in one order for any number of tokens. The twin's are those of torch.
     """
     scores_TE = _scores(logits_TE.float(), routing.scores)
@@ -175,7 +185,8 @@ def route(
     if counts_experts():
         read = experts_TA[experts_TA >= 0].unique()
         touched_experts(logits_TE.device).add_(torch.tensor([len(read), 1], device=logits_TE.device))
-    return Routes(weights_TA, experts_TA)
+    routes = Routes(weights_TA, experts_TA)
+    return routes if here is None else own_experts(experts_TA, routes, *here)
 
 
 @gpu_kernel("moe_routing")
@@ -193,6 +204,7 @@ def _route_on_cpu(
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
     row_T: torch.Tensor | None = None,
+    here: Here | None = None,
     *,
     fixed: bool = False,
 ) -> Routes:
@@ -202,7 +214,8 @@ def _route_on_cpu(
     if not choice or not small.serves(logits_TE, *(() if bias_E is None else (bias_E,))):
         return NotImplemented
     touched = touched_experts(logits_TE.device) if counts_experts() else None
-    return Routes(*mixture.route(logits_TE, routing, bias_E, touched))
+    routes = Routes(*mixture.route(logits_TE, routing, bias_E, touched))
+    return routes if here is None else own_experts(routes.experts_TA, routes, *here)
 
 
 def _scores(logits_TE: torch.Tensor, kind: str) -> torch.Tensor:

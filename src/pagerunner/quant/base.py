@@ -21,7 +21,7 @@ from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, joins_few, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
-from pagerunner.ops.routing import Routes
+from pagerunner.ops.routing import Here, Routes
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.sinks import CopySink, Sink
 
@@ -181,10 +181,12 @@ class ExpertMethod(ABC):
     Each expert's matrix is stored as `linear` stores it. So a matrix's weights are those of `linear` with a first dimension of experts:
     "weight" [E, 2 I, D] and [E, D, I] of Unquantized. They may also hold a "bias" [E, 2 I] and [E, D].
     `teams`: the products are for the tokens of so many teams of ranks. `summed`: their outputs are still to be added up with those of other ranks.
+    `only`: those of several ranks' experts whose matrices are here.
     """
 
     teams = 1
     summed = False
+    only: Here | None = None
 
     def __init__(self, linear: WeightMethod) -> None:
         self.linear = linear
@@ -233,7 +235,7 @@ class ExpertMethod(ABC):
         )
 
     def here(self, routes: Routes) -> Routes:
-        """The routes to experts whose matrices are here; of others, pairs have no expert."""
+        """The routes to experts whose matrices are here; of others, pairs have no expert. They may be that already."""
         return routes
 
     def pair_products(self, x: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pagerunner.ops.embedding import chosen_within, span_embedding
 from pagerunner.ops.linear import linear_parts
 from pagerunner.ops.moe import Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
-from pagerunner.ops.routing import Routes, own_experts
+from pagerunner.ops.routing import Here, Routes, own_experts
 from pagerunner.ops.stored import Stored
 from pagerunner.quant.base import ExpertMethod, Mixture, Unquantized, WeightMethod, Weights
 from pagerunner.quant.sinks import Sink
@@ -91,7 +91,8 @@ class SummedExperts(ExpertMethod):
 
     def __init__(self, own: ExpertMethod, comm: Comm, numbers: range | None = None) -> None:
         super().__init__(own.linear)
-        self.own, self.comm, self.numbers = own, comm, numbers
+        self.own, self.comm = own, comm
+        self.only = None if numbers is None else Here(numbers.start, len(numbers), comm.size)
 
     def create(self, experts: int, out_features: int, in_features: int, dtype: torch.dtype) -> Weights:
         """See ExpertMethod; of the part."""
@@ -130,9 +131,9 @@ class SummedExperts(ExpertMethod):
 
     def here(self, routes: Routes) -> Routes:
         """See ExpertMethod."""
-        if self.numbers is None:
+        if self.only is None or routes.ranks > 1:
             return routes
-        return own_experts(routes.experts_TA, routes, self.numbers.start, len(self.numbers), self.comm.size)
+        return own_experts(routes.experts_TA, routes, *self.only)
 
     def _summed(self, out_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         """The ranks' outputs added up, and to the residual if there is one."""

@@ -14,6 +14,7 @@ from pagerunner.ops.kernels.moe_logits import LogitsConfig, logits_config, run_l
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
     TILE_PAIRS,
+    Here,
     Routes,
     Routing,
     counting_experts,
@@ -217,16 +218,23 @@ def test_experts_that_were_read_are_counted():
     assert counted(lambda: route.kernel(few, routing, None, chosen)) == [2, 1]
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 60])
+@pytest.mark.parametrize("tokens", [1, 7, 60, 300])
 def test_a_ranks_experts_have_their_range_of_the_order_and_tiles(tokens):
-    routes = route.kernel(torch.randn(tokens, 12), Routing(3))
+    logits, row = torch.randn(tokens, 12), torch.arange(tokens).where(torch.arange(tokens) % 5 != 3, -1).int()
+    routes = route.kernel(logits, Routing(3), row_T=row)
     for first, count in ((0, 5), (5, 7)):
+        alone = route.kernel(logits, Routing(3), row_T=row, here=Here(first, count, 2))
+        twin = route.twin(logits, Routing(3), row_T=row, here=Here(first, count, 2))
+        assert torch.equal(alone.experts_TA.long(), twin.experts_TA) and alone.ranks == twin.ranks == 2
+        torch.testing.assert_close(alone.weights_TA, twin.weights_TA)
         own = own_experts.kernel(routes.experts_TA, routes, first, count, 2)
         chosen = own_experts.twin(routes.experts_TA.long(), routes, first, count, 2).experts_TA
         assert torch.equal(own.experts_TA.long(), chosen)
         assert torch.equal(own.weights_TA, routes.weights_TA.masked_fill(chosen < 0, 0.0))
-        for expert in range(count):
-            pairs = own.order_P[own.starts_E1[expert] : own.starts_E1[expert + 1]]
+        for got, expert in itertools.product((own, alone), range(count)):
+            pairs = got.order_P[got.starts_E1[expert] : got.starts_E1[expert + 1]]
             assert torch.equal(pairs.long(), (chosen.flatten() == expert).nonzero().squeeze(1))
-        if own.tiles is not None:
-            check_tiles(own, count, 2 * count)
+        for got in (own, alone):
+            assert (got.tiles is None) == (tokens == 1)
+            if got.tiles is not None:
+                check_tiles(got, count, 2 * count)

@@ -17,6 +17,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.routing import (
     TILE_PAIRS,
+    Here,
     Routes,
     Routing,
     Tiles,
@@ -149,17 +150,17 @@ def choose(logits, bias_ptr, experts, A: tl.constexpr, E: tl.constexpr, BE: tl.c
     return scores, slots, total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor,
+@triton.jit(do_not_specialize=["num_tokens", "first"])
+def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, counts_ptr, touched_ptr, num_tokens, factor, first,
                   A: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, KIND: tl.constexpr,
                   NORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-                  BG: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, PADS: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  BG: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, PADS: tl.constexpr, HERE: tl.constexpr, ALL: tl.constexpr,
+                  BA: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BT tokens. With ORDER they are all tokens, and their pairs are placed too. Otherwise each expert's pairs are counted.
 
     Of one token no tiles are stored: its experts have kernels that need none.
 
-    PADS: tokens whose `row` is negative are padding, and go to no expert.
+    PADS: tokens whose `row` is negative are padding, and go to no expert. HERE: of so many experts from `first` on; others are none.
     """
     start_next_and_wait(PDL)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -171,32 +172,38 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
     chosen = (slots >= 0) & valid[:, None]
     pairs = tokens[:, None] * A + slots
     weights, ids = scores / total[:, None] * factor, tl.broadcast_to(experts[None, :], slots.shape)
+    there = chosen
     if PADS:
-        there = (tl.load(row_ptr + tokens, mask=valid, other=-1) >= 0)[:, None]
+        there = there & (tl.load(row_ptr + tokens, mask=valid, other=-1) >= 0)[:, None]
+    if HERE < E:
+        experts -= first
+        there = there & ((experts >= 0) & (experts < HERE))[None, :]
+        ids -= first
+    if PADS or HERE < E:
         weights, ids = tl.where(there, weights, 0.0), tl.where(there, ids, -1)
     tl.store(weights_ptr + pairs, weights, mask=chosen)
     tl.store(experts_ptr + pairs, ids, mask=chosen)
-    if PADS:
-        chosen = chosen & there
+    chosen = there
+    inside = (experts >= 0) & (experts < HERE)
     own = chosen.to(tl.int32)
     counts = tl.sum(own, 0)
     if not ORDER:
-        tl.store(counts_ptr + tl.program_id(0) * E + experts, counts, mask=experts < E)
+        tl.store(counts_ptr + tl.program_id(0) * HERE + experts, counts, mask=inside)
     else:
         starts = tl.cumsum(counts, 0) - counts
         places = starts[None, :] + tl.cumsum(own, 0) - own
         tl.store(order_ptr + places, pairs, mask=chosen)
-        tl.store(starts_ptr + experts, starts, mask=experts < E)
-        tl.store(starts_ptr + E, tl.sum(counts, 0))
+        tl.store(starts_ptr + experts, starts, mask=inside)
+        tl.store(starts_ptr + HERE, tl.sum(counts, 0))
         if BT > 1:
-            _store_tiles(starts_ptr + E + 1, experts, starts, counts, E, E, BE)
+            _store_tiles(starts_ptr + HERE + 1, experts, starts, counts, HERE, ALL, BA)
         if COUNT:
             note_touched(touched_ptr, tl.sum((counts > 0).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, num_tokens, num_blocks, A: tl.constexpr, E: tl.constexpr,
-                  BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
+                  BT: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr, BA: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """Places the pairs of BT tokens, whose experts differ, behind those of smaller experts and of earlier tokens. The last program stores where experts' pairs begin."""
     wait_turn(PDL)
@@ -225,7 +232,7 @@ def _place_kernel(experts_ptr, counts_ptr, order_ptr, starts_ptr, touched_ptr, n
     else:
         tl.store(starts_ptr + experts, starts, mask=inside)
         tl.store(starts_ptr + E, tl.sum(total, 0))
-        _store_tiles(starts_ptr + E + 1, experts, starts, total, E, E, BE)
+        _store_tiles(starts_ptr + E + 1, experts, starts, total, E, ALL, BA)
         if COUNT:
             note_touched(touched_ptr, tl.sum((total > 0).to(tl.int32), 0))
 
@@ -402,6 +409,7 @@ def route(
     bias_E: torch.Tensor | None = None,
     chosen_TA: torch.Tensor | None = None,
     row_T: torch.Tensor | None = None,
+    here: Here | None = None,
     *,
     fixed: bool = False,
 ) -> Routes:
@@ -420,22 +428,25 @@ def route(
                 logits_TE, chosen_TA, chosen_TA if row_T is None else row_T, weights_TA, kept_TA, routing.factor, A=active,
                 BA=padded(active), PADS=row_T is not None, **own,
             )  # fmt: skip
-        return Routes(weights_TA, kept_TA, *order_pairs(kept_TA, experts))
+        routes = Routes(weights_TA, kept_TA, *order_pairs(kept_TA, experts))
+        return routes if here is None else own_experts(kept_TA, routes, *here)
+    first, own_count, ranks = here or Here(0, experts, 1)
     experts_TA = weights_TA.new_empty(tokens, active, dtype=torch.int32)
     order_P = weights_TA.new_empty(tokens * active, dtype=torch.int32)
-    starts_E1, tiles = _starts(experts, weights_TA)
+    starts_E1, tiles = _starts(own_count, weights_TA, ranks)
     touched, counting = _meter(starts_E1), counts_experts()
     at_once, rows, warps, counted = route_config(numerics.FIXED.routed_tokens if fixed else tokens, experts)
     count = blocks(max(tokens, 1), rows)
-    counts = order_P if at_once else weights_TA.new_empty(count, experts, dtype=torch.int32)
+    counts = order_P if at_once else weights_TA.new_empty(count, own_count, dtype=torch.int32)
+    room = {"ALL": own_count * ranks, "BA": padded(own_count * ranks)}
     _route_kernel[(count,)](
         logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if row_T is None else row_T, weights_TA, experts_TA, order_P, starts_E1, counts, touched, tokens,
-        routing.factor, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
-        BG=padded(routing.groups), ORDER=at_once, COUNT=counting, PADS=row_T is not None, num_warps=warps, **own,
+        routing.factor, first, A=active, BT=rows, BIAS=bias_E is not None, GROUPS=routing.groups, KEPT=routing.kept_groups,
+        BG=padded(routing.groups), ORDER=at_once, COUNT=counting, PADS=row_T is not None, HERE=own_count, num_warps=warps, **own, **room,
     )  # fmt: skip
     if not at_once:
         _place_kernel[(count + 1,)](
-            experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=experts, BT=rows, BE=padded(experts),
-            BC=counted, COUNT=counting, num_warps=4 if counted * padded(experts) <= _COUNTS else 8, **dependent(device),
+            experts_TA, counts, order_P, starts_E1, touched, tokens, count, A=active, E=own_count, BT=rows, BE=padded(own_count),
+            BC=counted, COUNT=counting, num_warps=4 if counted * padded(experts) <= _COUNTS else 8, **room, **dependent(device),
         )  # fmt: skip
-    return Routes(weights_TA, experts_TA, order_P, starts_E1, None if at_once and rows == 1 else tiles)
+    return Routes(weights_TA, experts_TA, order_P, starts_E1, None if at_once and rows == 1 else tiles, ranks)
