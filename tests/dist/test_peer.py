@@ -15,6 +15,7 @@ from helpers.threads_of_ranks import in_ranks
 from pagerunner.dist import peer
 from pagerunner.dist.base import sum_in_order
 from pagerunner.dist.gloo import GlooComm
+from pagerunner.dist.null import NullComm
 from pagerunner.dist.peer import PeerComm
 from pagerunner.dist.staged import StagedComm
 from pagerunner.engine.worker import worker
@@ -24,6 +25,7 @@ pytest.importorskip("triton")
 from helpers import fast_interpreter, interpreter_floats
 from pagerunner.ops import peer_sums
 from pagerunner.ops.linear import Norm
+from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.peer_sums import LIMITS, Limits, PeerSums, room_bytes
 
 fast_interpreter.install()
@@ -198,6 +200,34 @@ def test_a_rank_with_parts_and_others_without_add_up_one_sum(ranks: int, limits:
         for end, part, own in zip(others, x[1:], residuals[1:], strict=True):
             end.add_(part.clone(), own, **how)
     assert all(torch.equal(own, residual + sum_in_order(x)) for own in residuals)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_sum_of_two_ranks_adds_up_pairs_before(normed: bool) -> None:
+    """The bits are those of the kernel that does it alone, and of the twin. What pairs without an expert have isn't read."""
+    ranks, limits = 2, Limits(0, 2**31, 2**20, whole=200, places=8)
+    rooms = [torch.zeros(room_bytes(ranks, limits), dtype=torch.uint8) for _ in range(ranks)]
+    ends = ends_of(ranks, rooms, limits)
+    for tokens, features, active in ((5, 96, 3), (2, 320, 4), (9, 128, 1)):
+        pairs = (
+            torch.randn(ranks, tokens * active, features) * 10.0 ** torch.randint(-3, 3, (ranks, tokens * active, 1))
+        ).bfloat16()
+        experts = torch.randint(-1, 4, (ranks, tokens, active), dtype=torch.int32)
+        pairs[experts.flatten(1) < 0] = torch.nan
+        residual, weight = torch.randn(tokens, features).bfloat16(), torch.randn(features).bfloat16()
+        own = torch.stack([PairSums(*one).total() for one in zip(pairs, experts, strict=True)])
+        total, norm = residual + sum_in_order(own), Norm(weight, 1e-6) if normed else None
+        residuals = [residual.clone() for _ in range(ranks)]
+        for phase in (0, 1, 2):
+            how = {"send": phase == 0, "relay": phase == 1, "take": phase == 2}
+            given = zip(ends, pairs, experts, residuals, strict=True)
+            found = [end.add_pairs_(*one, mine, norm, **how) for end, *one, mine in given]
+        for own, one in zip(residuals, found, strict=True):
+            assert torch.equal(own, total)
+            assert one is None or torch.allclose(one.float(), Norm(weight, 1e-6)(total).float(), rtol=2**-7, atol=1e-6)
+        twin = residual.clone()
+        NullComm().add_pairs_(pairs[0], experts[0], twin)
+        assert torch.equal(twin, residual + PairSums(pairs[0], experts[0]).total())
 
 
 def test_numbers_that_begin_within_a_word_are_added_up_and_gathered_too() -> None:

@@ -401,8 +401,8 @@ PEERS = {
 }
 
 
-def peers(name: str, ranks: int, parts: int = 0) -> dict[str, Any]:
-    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16, and `peer_bare` for float32. `parts`: what is added up comes in so many."""
+def peers(name: str, ranks: int, parts: int = 0, pairs: int = 0) -> dict[str, Any]:
+    """Sums of ranks, `ops/kernels/peer_sum.py`, as they are launched for bfloat16, and `peer_bare` for float32. `parts`, `pairs`: what is added up comes in so many."""
     kernel = getattr(peer_sum, name)
     constants = {
         "N": ranks,
@@ -414,6 +414,7 @@ def peers(name: str, ranks: int, parts: int = 0) -> dict[str, Any]:
         "WAIT": True,
         "PDL": True,
         "PARTS": parts,
+        "PAIRS": pairs,
     }
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names} | PEERS[name]
     pointers = [one for one in kernel.arg_names if one.endswith("_ptr")]

@@ -45,7 +45,7 @@ class Calls:
         self.comm, self.host, self.device = comm, host, device
         self.kinds = [
             (
-                choose.choice(["add", "sum", "norm", "parts", "gather"]),
+                choose.choice(["add", "sum", "norm", "parts", "pairs", "gather"]),
                 SHAPES[number % len(SHAPES)],
                 choose.choice(DTYPES),
             )
@@ -77,6 +77,13 @@ class Calls:
             parts = torch.full((3, len(x) + 7, x.shape[1]), torch.nan, device=self.device)
             parts[:, : len(x)] = torch.stack([x.float() * share for share in (0.5, 0.25, 0.25)])
             normed = self.comm.add_parts_(parts, residual, Norm(weight, 1e-6))
+            assert normed is not None
+            return torch.cat([normed, residual])
+        if kind == "pairs" and self.comm.size == 2 and self.comm.takes_parts(*x.shape, x.dtype):
+            other = x.flip(0)  # which is taken away again, with no rounding
+            pairs = torch.stack([x, torch.full_like(x, torch.nan), other, -other], 1).flatten(0, 1)
+            experts = torch.stack([torch.full_like(x[:, 0], number, dtype=torch.int32) for number in (3, -1, 0, 1)], 1)
+            normed = self.comm.add_pairs_(pairs, experts, residual, Norm(weight, 1e-6))
             assert normed is not None
             return torch.cat([normed, residual])
         self.comm.all_reduce_(x, residual)

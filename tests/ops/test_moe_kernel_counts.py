@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pagerunner.ops.linear import Norm
 from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
 from pagerunner.ops.routing import Routing, norm_expert_logits, route
 from pagerunner.ops.stored import Stored4, Stored8
+from pagerunner.quant.ranked import SummedExperts
 from pagerunner.runner.graphs import MIXED_SIZES
 from pagerunner.runner.kernel_counts import more_counts
 
@@ -98,6 +100,19 @@ def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeyp
     assert len(met) > 3
     for tokens in share_of_the_day(MOST, 97):
         assert layer.kernels(tokens + 1) <= met, tokens + 1
+
+
+def test_the_warm_up_meets_sums_of_ranks_that_add_up_pairs() -> None:
+    comm = SimpleNamespace(
+        size=2, takes_parts=lambda tokens, features, dtype: 40 < tokens <= 50 and features == FEATURES
+    )
+    router, experts = mixture(128, 8)
+    assert isinstance(experts, Experts)
+    usual = kernels_of([router, experts])
+    experts.method = SummedExperts(experts.method, comm)
+    more = kernels_of([router, experts])
+    assert len(more) == len(usual) + 1
+    assert [more[1](tokens) for tokens in (40, 41, 50, 51)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -76,6 +76,17 @@ class Comm(Protocol):
         self.all_reduce_(x, residual)
         return None
 
+    def add_pairs_(
+        self, pairs: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor | None:
+        """As `add_parts_`, with the outputs `pairs` [T * A, D] of each token's `experts` [T, A], which add up to `x` in the order of the experts' numbers.
+
+        Numbers below 0 are no experts. Where `takes_parts` says yes to two ranks this is there, too.
+        """
+        order = experts.long().argsort(stable=True, dim=-1).unsqueeze(-1)
+        outputs = pairs.unflatten(0, experts.shape).float().masked_fill(experts.unsqueeze(-1) < 0, 0.0)
+        return self.add_parts_(outputs.gather(1, order.expand_as(outputs)).transpose(0, 1), residual, norm)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` in the order of the ranks, [size, *x.shape]."""
 
@@ -89,19 +100,22 @@ class Comm(Protocol):
 class RankSums(NamedTuple):
     """What a sublayer adds to the residual stream: the sum of all ranks' parts. To be added once.
 
-    This rank's `part` is [T, D], or several [P, T, D] in float32 that are still to be added up.
+    This rank's `part` is [T, D]. Or it is still to be added up: several [P, T, D] in float32, or outputs of a token's `experts`, see `Comm.add_pairs_`.
     """
 
     part: torch.Tensor
     comm: Comm
+    experts: torch.Tensor | None = None
 
     def takes_norm(self) -> bool:
         """Whether the norm behind the sum can be part of the sum's kernel."""
-        return self.part.dim() == 3 or self.comm.takes_norm(self.part)
+        return self.part.dim() == 3 or self.experts is not None or self.comm.takes_norm(self.part)
 
     def add_(self, residual_TD: torch.Tensor) -> None:
         """Add the sum to `residual` in place."""
-        if self.part.dim() == 3:
+        if self.experts is not None:
+            self.comm.add_pairs_(self.part, self.experts, residual_TD)
+        elif self.part.dim() == 3:
             self.comm.add_parts_(self.part, residual_TD)
         else:
             self.comm.all_reduce_(self.part, residual_TD)
@@ -113,11 +127,14 @@ class RankSums(NamedTuple):
 
     def add_norm_(self, residual_TD: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Add the sum to `residual` in place and return the norm of that, [T, D]."""
-        if self.part.dim() == 3:
+        if self.experts is not None:
+            normed_TD = self.comm.add_pairs_(self.part, self.experts, residual_TD, norm)
+        elif self.part.dim() == 3:
             normed_TD = self.comm.add_parts_(self.part, residual_TD, norm)
-            assert normed_TD is not None
-            return normed_TD
-        return self.comm.add_norm_(self.part, residual_TD, norm)
+        else:
+            normed_TD = self.comm.add_norm_(self.part, residual_TD, norm)
+        assert normed_TD is not None
+        return normed_TD
 
 
 class Stage(Protocol):

@@ -44,6 +44,11 @@ class Sums(Protocol):
     def add_parts_(self, parts: torch.Tensor, residual: torch.Tensor, norm: Any, /) -> torch.Tensor | None:
         """See Comm."""
 
+    def add_pairs_(
+        self, pairs: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor, norm: Any, /
+    ) -> torch.Tensor | None:
+        """See Comm."""
+
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See Comm.all_gather."""
 
@@ -157,6 +162,13 @@ class PeerComm(Comm):
         """See Comm. `residual` is dense, as the stream is."""
         self._count()
         return self._sums.add_parts_(parts, residual, norm)
+
+    def add_pairs_(
+        self, pairs: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor | None:
+        """See Comm. `residual` is dense, as the stream is."""
+        self._count()
+        return self._sums.add_pairs_(pairs, experts, residual, norm)
 
     def _serves(self, x: torch.Tensor) -> bool:
         """Whether the kernel makes a sum of such numbers."""

@@ -146,7 +146,15 @@ class Experts(Module):
         else:
             others = Routes(weights_TA, experts_TA.masked_fill(has_T1, -1), most_tokens=routes.most_tokens)
         sums = self.method.apply_then(x_TD, others, self.mixture, residual_TD, shared)
-        out_TD = sums.part if isinstance(sums, RankSums) else residual_TD
+        out_TD = residual_TD
+        if isinstance(sums, RankSums):
+            out_TD = sums.part
+            if sums.experts is not None:
+                out_TD = torch.zeros_like(x_TD)
+                add_pairs_(out_TD, PairSums(sums.part, sums.experts))
+            elif out_TD.dim() == 3:
+                out_TD = out_TD[0].to(x_TD.dtype)
+            sums = RankSums(out_TD, sums.comm)
         self._add_adapted_(x_TD, self.method.here(routes), adapters, self.adapted, out_TD)
         return sums
 
@@ -389,7 +397,9 @@ def kernels_of(modules: Iterable[Module]) -> list[Callable[[int], Hashable]]:
     here = {(m.sizes.experts, m.ranks, m.method.teams) for m in found if isinstance(m, Experts)}
     products = {(experts, active, ranks, teams) for experts, ranks, teams in here for _, active in kinds}
     routings = [partial(_kernels, route, 1, kind) for kind in kinds]
-    return [*routings, *(partial(_kernels, moe_experts, teams, tuple(kind)) for *kind, teams in products)]
+    summed = {(m.sizes.features, m.dtype): m.method for m in found if isinstance(m, Experts) and m.method.summed}
+    sums = [partial(method.leaves_pairs, features=kind[0], dtype=kind[1]) for kind, method in summed.items()]
+    return [*routings, *sums, *(partial(_kernels, moe_experts, teams, tuple(kind)) for *kind, teams in products)]
 
 
 def _kernels(op: Op[..., Any], teams: int, kind: tuple[int, ...], tokens: int) -> Hashable:

@@ -97,11 +97,14 @@ def moe_experts_then(
     residual_TD: torch.Tensor,
     weigh_inputs: bool = False,
     shared: Shared | None = None,
+    add: bool = True,
 ) -> PairSums | None:
     """As `moe_experts`, added to `residual` in place; or what is still to be added to it, where a kernel behind this one can do that on its way.
 
-    The output of `shared` is added in any case.
+    The output of `shared` is added in any case. Without `add` the experts' sums replace what the residual holds, or what is returned does, added up.
     """
+    if not add:
+        residual_TD.zero_()
     if shared is not None:
         add_shared_(x_TD, shared, activation, residual_TD)
     own = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED

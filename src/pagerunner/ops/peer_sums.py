@@ -170,6 +170,15 @@ class PeerSums:
         self._run_bare(parts, residual, norm, normed, ADD=True, SEND=send, RELAY=relay, TAKE=take)
         return normed
 
+    def add_pairs_(
+        self, pairs: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None, *, send: bool = True, relay: bool = True,
+        take: bool = True,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """See Comm."""
+        normed = None if norm is None else torch.empty_like(residual)
+        self._run_bare(pairs, residual, norm, normed, experts, ADD=True, SEND=send, RELAY=relay, TAKE=take)
+        return normed
+
     def gather(self, x: torch.Tensor, out: torch.Tensor, *, send: bool = True, take: bool = True) -> None:
         """See Comm.all_gather. `out` is [size, *x.shape], of any dtype."""
         words = torch.int32 if x.nbytes % 4 == 0 else torch.uint8
@@ -195,9 +204,10 @@ class PeerSums:
         out: torch.Tensor,
         norm: Norm | None = None,
         normed: torch.Tensor | None = None,
+        experts: torch.Tensor | None = None,
         **kind: bool,
     ) -> None:
-        """Add up to `out`, and write its norm into `normed` if there is one."""
+        """Add up to `out`, and write its norm into `normed` if there is one. With `experts` `x` has pairs of a token and one of them."""
         own, source = (one if one.data_ptr() % 4 == 0 else one.clone() for one in (out, x))
         in_parts = x.dim() == 3 and x.dtype != out.dtype
         out_words = own.view(-1).view(torch.int32)
@@ -209,6 +219,8 @@ class PeerSums:
         # all ranks go the same way, whether they have parts or not
         by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
         behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
+        how["PAIRS"] = 0 if experts is None else experts.shape[1]
+        words = (words, words if experts is None else experts)
         if norm is not None and normed is not None:
             assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
             eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
@@ -218,24 +230,25 @@ class PeerSums:
             each = num // out.shape[0]
             part = 1 << (each - 1).bit_length()
             self._kernels.peer_bare_token[(out.shape[0],)](
-                words, out_words, *behind, *rooms[:2], x.stride(0), self._rank, eps, EACH=each, PART=part,
+                *words, out_words, *behind, *rooms[:2], x.stride(0), self._rank, eps, EACH=each, PART=part,
                 num_warps=max(1, part // 256), **how,
             )  # fmt: skip
         elif out.nbytes <= self.limits.once:
-            del how["RELAY"], how["NORM"], how["PARTS"]
+            del how["RELAY"], how["NORM"], how["PARTS"], how["PAIRS"]
             width = _bare_words(num)
             programs = min(_BARE_PROGRAMS, -(-num // width))
             self._kernels.peer_bare[(programs,)](
-                words, out_words, *rooms, self._rank, W=width, num_warps=max(1, width // 128), **how
+                words[0], out_words, *rooms, self._rank, W=width, num_warps=max(1, width // 128), **how
             )
         else:
+            del how["PAIRS"]
             each = 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()
             each = part = min(_SLOT_WORDS, max(256, each))
             if by_token:
                 each = num // out.shape[0] // self._size
                 part = 1 << (each - 1).bit_length()
             self._kernels.peer_bare_twice[(min(_BARE_PROGRAMS, -(-num // (each * self._size))),)](
-                words, out_words, *behind, *rooms, x.stride(0), self._rank, eps, EACH=each, PART=part,
+                words[0], out_words, *behind, *rooms, x.stride(0), self._rank, eps, EACH=each, PART=part,
                 num_warps=max(1, part // (64 if by_token else 128)), **how,
             )  # fmt: skip
         if own is not out:

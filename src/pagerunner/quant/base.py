@@ -234,6 +234,16 @@ class ExpertMethod(ABC):
             x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared
         )
 
+    def leaves_pairs(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """Whether `apply_then` of so many tokens leaves pairs to the kernel that adds up ranks' sums."""
+        return False
+
+    def outputs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums | torch.Tensor:
+        """As `apply`, [T, D], or what is still to be added up to that."""
+        operands, out_TD = self._operands(own), torch.empty_like(x_TD)
+        pairs = moe_experts_then(x_TD, routes, *operands, residual_TD=out_TD, weigh_inputs=own.weigh_inputs, add=False)
+        return out_TD if pairs is None else pairs
+
     def here(self, routes: Routes) -> Routes:
         """The routes to experts whose matrices are here; of others, pairs have no expert. They may be that already."""
         return routes

@@ -130,6 +130,10 @@ class ExpertsInPanels(ExpertMethod):
             add_shared_(x_TD, shared, own.activation, residual_TD)
         self.apply(x_TD, routes, own, residual_TD)
 
+    def outputs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> torch.Tensor:
+        """See ExpertMethod."""
+        return self.apply(x_TD, routes, own)
+
     def pair_products(self, x: torch.Tensor, routes: Routes, weights: Weights) -> torch.Tensor:
         """See ExpertMethod."""
         active, pairs = routes.experts_TA.shape[1], routes.experts_TA.numel()

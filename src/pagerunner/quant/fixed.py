@@ -110,6 +110,10 @@ class FixedExperts(UnquantizedExperts):
         assert shared is None, "what every token passes has products in another order here"
         return self._pairs(x_TD, routes, own) if x_TD.shape[0] else None
 
+    def outputs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums:
+        """See ExpertMethod."""
+        return self._pairs(x_TD, routes, own)
+
     def _pairs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums:
         gate_up, down = own.gate_up, own.down
         biases = gate_up.get("bias"), down.get("bias")

@@ -123,11 +123,23 @@ class SummedExperts(ExpertMethod):
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | RankSums | None:
-        """See ExpertMethod. No pairs are left, as the ranks add up sums of pairs. `shared` is the rank's part, too."""
+        """See ExpertMethod. Pairs are left where the kernel that adds up the ranks' sums adds them up before. `shared` is the rank's part, too."""
+        tokens, features = x_TD.shape
+        if shared is None and self.leaves_pairs(tokens, features, x_TD.dtype):
+            left = self.own.outputs(x_TD, self.here(routes), own)
+            if isinstance(left, PairSums):
+                return RankSums(left.out_PD, self.comm, left.experts_TA)
+            return RankSums(
+                left.float().unsqueeze(0), self.comm
+            )  # all ranks' sums go the same way, whatever each of them has
         out_TD = self.own.apply(x_TD, self.here(routes), own)
         if shared is not None:
             add_shared_(x_TD, shared, own.activation, out_TD)
         return RankSums(out_TD, self.comm)
+
+    def leaves_pairs(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """See ExpertMethod."""
+        return self.comm.size == 2 and self.comm.takes_parts(tokens, features, dtype)
 
     def here(self, routes: Routes) -> Routes:
         """See ExpertMethod."""

@@ -171,6 +171,7 @@ PEERS = [
     ("peers", "peer_bare", 3),
     ("peers", "peer_bare_token", 2),
     ("peers", "peer_bare_token", 2, 4),
+    ("peers", "peer_bare_token", 2, 0, 8),
     ("peers", "peer_bare_twice", 4),
     ("peers", "peer_bare_twice", 4, 4),
 ]

@@ -7,9 +7,16 @@ import torch
 
 from helpers import interpreter_floats
 from helpers.stored_cases import stored
+from pagerunner.dist.base import RankSums
+from pagerunner.dist.null import NullComm
+from pagerunner.ops.activation import SILU
 from pagerunner.ops.linear import Norm, linear
+from pagerunner.ops.moe import moe_experts_then
 from pagerunner.ops.pair_sums import PairSums, add_pairs_, add_pairs_norm_, add_pairs_norm_linear_
+from pagerunner.ops.routing import Routing, route
 from pagerunner.ops.stored import Stored8
+from pagerunner.quant.base import Mixture, UnquantizedExperts
+from pagerunner.quant.ranked import SummedExperts
 
 interpreter_floats.install()
 
@@ -95,3 +102,37 @@ def test_no_tokens_are_no_work():
     norm = Norm(torch.ones(8), 1e-6)
     for op in (add_pairs_norm_.kernel, add_pairs_norm_.twin):
         assert op(torch.empty(0, 8), pairs, norm).shape == (0, 8)
+
+
+class Parts(NullComm):
+    """Takes what isn't added up yet, as two ranks' own kernels do."""
+
+    size = 2
+
+    def takes_parts(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        return tokens > 3
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_outputs_of_experts_are_left_to_the_sum_of_ranks(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pairs, or added up where no pairs are left: a rank's sum is of the same kind in any case."""
+    if kernels:
+        monkeypatch.setattr("pagerunner.quant.base.moe_experts_then", moe_experts_then.kernel)
+    torch.manual_seed(0)
+    method = UnquantizedExperts()
+    mixture = Mixture({"weight": torch.randn(6, 32, 64)}, {"weight": torch.randn(6, 64, 16)}, SILU)
+    for tokens in (3, 5):
+        x, residual = torch.randn(tokens, 64), torch.randn(tokens, 64)
+        routes = (route.kernel if kernels else route.twin)(torch.randn(tokens, 6), Routing(2))
+        sums = SummedExperts(method, Parts()).apply_then(x, routes, mixture, residual)
+        assert isinstance(sums, RankSums)
+        assert (sums.experts is not None, sums.part.dim()) == (
+            kernels and tokens > 3,
+            3 if tokens > 3 and not kernels else 2,
+        )
+        want, got = residual + method.apply(x, routes, mixture), residual.clone()
+        normed = sums.add_norm_(got, Norm(torch.ones(64), 1e-6))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(normed, Norm(torch.ones(64), 1e-6)(want), atol=1e-4, rtol=1e-4)
+        sums.add_(other := residual.clone())
+        assert torch.equal(other, got)

@@ -169,7 +169,7 @@ def moe_experts_then(
     shared: Shared | None = None,
     add: bool = True,
 ) -> PairSums | None:
-    """See `ops/moe.py`. Without `add` the experts' sums replace what the residual holds; or what is returned does, added up."""
+    """See `ops/moe.py`."""
     tokens = x_TD.shape[0]
     if not tokens:
         return None

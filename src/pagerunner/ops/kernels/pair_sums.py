@@ -35,15 +35,24 @@ def _in_order(keys, A: tl.constexpr):
     return keys
 
 
+NONE = tl.constexpr(2**30)
+"""Numbers of `pairs_in_order` from this one on are of pairs without an expert."""
+
+
 @triton.jit
-def _total(pairs_ptr, experts_ptr, token, cols, inside, K: tl.constexpr, A: tl.constexpr, BA: tl.constexpr):
-    """The sum of a token's pairs in the order of their experts' numbers, float32. All are loaded before the first is added."""
-    NONE: tl.constexpr = 2**30
+def pairs_in_order(experts_ptr, token, A: tl.constexpr, BA: tl.constexpr):
+    """A token's A pairs in the order of their experts' numbers. Modulo BA, a power of two, a number is the pair's place among the token's."""
     keys = ()
     for a in tl.static_range(A):
         expert = tl.load(experts_ptr + token * A + a).to(tl.int32)
-        keys = keys + (tl.where(expert < 0, NONE, expert * BA + a),)  # an expert may be there several times
-    keys = _in_order(keys, A)
+        keys = keys + (tl.where(expert < 0, NONE + a, expert * BA + a),)  # an expert may be there several times
+    return _in_order(keys, A)
+
+
+@triton.jit
+def _total(pairs_ptr, experts_ptr, token, cols, inside, K: tl.constexpr, A: tl.constexpr, BA: tl.constexpr):
+    """The sum of a token's pairs in the order of their experts' numbers, float32. All are loaded before the first is added."""
+    keys = pairs_in_order(experts_ptr, token, A, BA)
     acc = tl.zeros(cols.shape, tl.float32)
     for a in tl.static_range(A):
         pair = token * A + keys[a] % BA

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.pair_sums import NONE, pairs_in_order
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 """Of the numbers in a word."""
@@ -278,11 +279,23 @@ def _normed(words, weights, eps, features, DTYPE: tl.constexpr, OFFSET: tl.const
 
 @triton.jit
 def _given(
-    x_ptr, unit, first, num, stride, PART: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr
+    x_ptr, experts_ptr, unit, first, num, stride, PART: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """EACH words of a unit of UNIT words, from its word `first` on. PARTS: two numbers of 16 bits are the sums of so many float32, which are `stride` apart."""
+    """EACH words of a unit of UNIT words, from its word `first` on. PARTS: two numbers of 16 bits are the sums of so many float32, which are `stride` apart.
+
+    PAIRS: a unit is a token, whose numbers are the sums of so many experts' outputs (`kernels/pair_sums.py`).
+    """
     at = tl.arange(0, PART)
-    if PARTS == 0:
+    if PAIRS > 0:
+        BA: tl.constexpr = triton.next_power_of_2(PAIRS)
+        keys = pairs_in_order(experts_ptr, unit, PAIRS, BA)
+        low, high = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
+        for a in tl.static_range(PAIRS):
+            place = (unit * PAIRS + keys[a] % BA) * UNIT + first + at
+            low, high = _added(low, high, tl.load(x_ptr + place, mask=(at < EACH) & (keys[a] < NONE), other=0), DTYPE)
+        words = _rounded(low, high, DTYPE)
+    elif PARTS == 0:
         place = unit * UNIT + first + at
         words = tl.load(x_ptr + place, mask=(at < EACH) & (place < num), other=0)
     else:
@@ -298,11 +311,11 @@ def _given(
 
 @triton.jit(do_not_specialize=["rank", "eps"])
 def peer_bare_token(
-    x_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, stride, rank, eps,
+    x_ptr, experts_ptr, out_ptr, weight_ptr, normed_ptr, peers_ptr, rounds_ptr, stride, rank, eps,
     N: tl.constexpr, EACH: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, DTYPE: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, SEND: tl.constexpr, TAKE: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`peer_bare` with a token of EACH words for each program, which adds up parts before and computes the norm behind. NORM and PARTS as in `peer_bare_twice`.
+    """`peer_bare` with a token of EACH words for each program, which adds up parts or pairs before and computes the norm behind. NORM and PARTS as in `peer_bare_twice`, PAIRS as in `_given`.
 
     A token is as many rounds as it fills slots, all at once. Nothing is fenced: with those of the launch before they are at most PLACES, so that
     no place gets a word right after the launch that cleared it, see `_next_round`.
@@ -316,7 +329,9 @@ def peer_bare_token(
     wait_turn(PDL)
     round = tl.load(rounds_ptr + program) + 1
     slots = (((round + at // SLOT) & (PLACES - 1)) * PROGRAMS + program) * N * SLOT + at % SLOT
-    x = _known(_given(x_ptr, program, 0, (program + 1) * EACH, stride, PART, EACH, EACH, DTYPE, PARTS))
+    x = _known(
+        _given(x_ptr, experts_ptr, program, 0, (program + 1) * EACH, stride, PART, EACH, EACH, DTYPE, PARTS, PAIRS)
+    )
     out_ptr += program * EACH + at
     old = tl.load(out_ptr, mask=mask, other=0)
     if SEND:
@@ -362,7 +377,8 @@ def peer_bare_twice(
         if SEND:
             parts = ()
             for step in tl.static_range(1, N):  # all are asked for before the first is sent
-                given = _given(x_ptr, unit, (rank + step) % N * EACH, num, stride, PART, EACH, N * EACH, DTYPE, PARTS)
+                theirs = (rank + step) % N * EACH
+                given = _given(x_ptr, x_ptr, unit, theirs, num, stride, PART, EACH, N * EACH, DTYPE, PARTS, 0)
                 parts = parts + (given,)
             for step in tl.static_range(1, N):
                 peer = (rank + step) % N
@@ -371,7 +387,8 @@ def peer_bare_twice(
         if RELAY:
             place = first + rank * EACH + at
             mask = (at < EACH) & (place < num)
-            x = _known(_given(x_ptr, unit, rank * EACH, num, stride, PART, EACH, N * EACH, DTYPE, PARTS))
+            mine = rank * EACH
+            x = _known(_given(x_ptr, x_ptr, unit, mine, num, stride, PART, EACH, N * EACH, DTYPE, PARTS, 0))
             total = _all_there(own + slots + at, x, mask, rank, N, SLOT, DTYPE, WAIT)
             for step in tl.static_range(N):
                 tl.store(rooms[step] + sums + rank * SLOT + at, ~total, mask=mask)
