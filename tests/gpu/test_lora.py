@@ -195,6 +195,31 @@ def test_several_rows_have_their_adapters_in_their_own_product(
         assert torch.equal(again, first)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_several_rows_have_bits_of_their_own(gated: bool) -> None:
+    """Whatever the others have, and whichever place among its adapter's tokens a row has. Some have the same adapter as it, all, or none."""
+    torch.manual_seed(0)
+    tokens, inputs, outputs, count = 64, 4096, [4096, 4096], 8
+    size = 16 * 2 * inputs
+    pool = (torch.randn(2 * count * size, device=DEVICE) * 0.05).bfloat16()
+    at = torch.arange(2 * count, device=DEVICE).view(count, 2) * size
+    blocks, layer = (
+        Blocks(pool, torch.stack([at, at + 16 * inputs], 2).view(count, 2, 1, 2)),
+        Fused.of(0, outputs, DEVICE),
+    )
+    weight = (torch.randn(sum(outputs), inputs, device=DEVICE) * 0.02).bfloat16()
+    start = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE)
+    mine, found = torch.randn(inputs, device=DEVICE).bfloat16(), []
+    for others in (torch.full((tokens,), -1), torch.full((tokens,), 3), torch.arange(tokens) % count):
+        x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+        x[37], others[37] = mine, 3
+        own = others.int().to(DEVICE)
+        adapters = Adapters.of_rows(own, start, start[:-1], count, blocks)
+        out = x.new_empty(tokens, sum(outputs))
+        found.append(adapters.product(layer, x, weight, None, out, gated=gated)[37].clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
     """Four adapters and none in two slots, so graphs are replayed with adapters that change."""

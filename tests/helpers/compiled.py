@@ -28,7 +28,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from helpers import compiled_latents
 from helpers.compiling import gluon
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, mamba2, peer_sum
+from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of, whole_gates
@@ -469,9 +469,8 @@ def adapters(name: str, features: int) -> dict[str, Any]:
             "SPREAD": True,
             "NORM": 0,
             "KNOWN": True,
-            "BESIDE": True,
         },
-        "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False, "BESIDE": False},
+        "expand": {"PIECES": 8, "OUTPUTS": features, "ALIGN": 16, "NORM": False},
     }
     pointers = [one for one in kernel.arg_names if one.endswith(("_TI", "_TO", "_ptr", "_WX", "_W", "_N5"))]
     pointers += ["places", "pool", "inner"]
@@ -481,6 +480,21 @@ def adapters(name: str, features: int) -> dict[str, Any]:
     aligned = [*pointers, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
     warps = lora.WARPS if name == "shrink" else lora.expand_warps(features)
     return gluon(kernel, types, constants, aligned, ASTSource, num_warps=warps, launch_pdl=True)
+
+
+def beside(name: str) -> dict[str, Any]:
+    """The kernels of `ops/kernels/lora_gluon.py` as 64 rows of an 8B with an adapter each launch them."""
+    kernel = getattr(lora_gluon, name + "_kernel")
+    words = {one: "*i32" for one in kernel.arg_names if one.endswith(("_WX", "_W", "_N5"))}
+    types = {one: "*bf16" for one in kernel.arg_names if one.endswith(("_TI", "_TO"))} | words
+    types |= {"places": "*i64", "pool": "*bf16", "inner": "*fp32"}
+    sizes = {
+        "shrink": {"PARTS": 3, "K": lora.PIECE, "STEP": lora.STEP, "S": lora.SHRINK_WARPS, "EVEN": True},
+        "expand": {"PARTS": 3, "PIECES": 8, "UNITS": 8 // lora.EXPAND_WARPS, "WARPS": lora.EXPAND_WARPS, "ALIGN": 16},
+    }[name]
+    aligned = [*types, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
+    warps = {"shrink": lora.SHRINK_WARPS, "expand": lora.EXPAND_WARPS}[name]
+    return gluon(kernel, types, {"BLOCKS": 1, "PDL": True} | sizes, aligned, num_warps=warps, launch_pdl=True)
 
 
 def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ What comes by copies is NaN until it has been waited for, and so is shared memor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -176,10 +177,10 @@ class Cluster:
                 end.result()
 
 
-def language(programs: list[int], cluster: int = 1) -> SimpleNamespace:
+def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) -> SimpleNamespace:
     number, nothing = torch.as_tensor, lambda *_: None
     return SimpleNamespace(
-        num_ctas=lambda: cluster, split=lambda x: (x[..., 0], x[..., 1]),
+        num_ctas=lambda: cluster, num_programs=lambda axis: torch.tensor(grid[axis]), zeros_like=torch.zeros_like, DotOperandLayout=nothing, split=lambda x: (x[..., 0], x[..., 1]),
         program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end), static_range=range,
         load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
         maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),
@@ -202,20 +203,19 @@ class Launched:
         self.module, self.name, self.known, self.programs = module, name, known, 0
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, num_ctas=1, **constants):
+        def launch(*arguments, num_warps, num_ctas=1, maxnreg=None, **constants):
             At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
             given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
-            for program in range(grid[0]):
-                for block in range(grid[1]):
-                    both = Cluster(num_ctas)
-                    both.run(lambda rank: self._program([program, block], both, rank)(*given, **constants))  # noqa: B023
-                    self.programs += num_ctas
+            for programs in itertools.product(*map(range, grid)):
+                both = Cluster(num_ctas)
+                both.run(lambda rank: self._program(list(programs), grid, both, rank)(*given, **constants))  # noqa: B023
+                self.programs += num_ctas
 
         return launch
 
-    def _program(self, programs: list[int], cluster: Cluster, rank: int) -> Any:
+    def _program(self, programs: list[int], grid: tuple[int, ...], cluster: Cluster, rank: int) -> Any:
         known = {
-            "gl": language(programs, cluster.count),
+            "gl": language(programs, grid, cluster.count),
             "_rank": lambda: rank,
             "_swap": lambda *given: cluster.swap(*given[:4]),
             "async_copy": Copies(),

@@ -5,11 +5,11 @@ Adapters lie in *blocks* of 16 ranks anywhere in one flat `pool`: A's block is [
 elements. An adapter of rank 40 has three blocks, and zeros fill the last. So ranks mix at no cost, and blocks may move without a change of kernels or
 graphs.
 
-A step's tokens are ordered by adapter, in tiles of 16 (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
+A step's tokens are ordered by adapter, in tiles of 16, or of 8 in small steps (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
 Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Up to 64 tokens with a matrix in floats have the
-first beside the product (`with_shrink_`). For one token and a matrix in
+first beside the product (`with_shrink_`), and kernels of their own for both (`kernels/lora_gluon.py`). For one token and a matrix in
 floats there is none (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
 of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and other kernels add up otherwise. So `batch_invariant` refuses adapters.
 
@@ -38,6 +38,8 @@ WIDE_OUTPUTS = 512
 FEW_TILES = 16
 PIECE = 512
 """Input features whose sum is made at once; the sums of pieces are added in their order."""
+SMALL_STEP, SMALL_TILE = 64, 8
+"""Up to so many tokens, a tile has 8 at most: the columns of a matrix unit's result. One adapter's 64 tokens then have eight programs where they had four."""
 SPREAD_TILES = 128
 """Up to so many tiles, pieces are summed by programs of their own: with 64 adapters, in steps of up to 1,088 tokens."""
 
@@ -120,10 +122,15 @@ class FusedExperts(NamedTuple):
         return cls(Fused.of(first, [inner, inner], device), Fused.of(first + 2, [features], device), experts)
 
 
-def most_tiles(tokens: int, slots: int) -> int:
-    """The most tiles that so many tokens can need with so many adapters: a step's grid."""
+def tile_tokens(tokens: int) -> int:
+    """How many tokens of a step of so many a tile has at most."""
+    return SMALL_TILE if tokens <= SMALL_STEP else TILE
+
+
+def most_tiles(tokens: int, slots: int, most: int = TILE) -> int:
+    """The most tiles of up to `most` tokens that so many tokens can need with so many adapters: a step's grid."""
     used = min(tokens, slots)
-    return min(tokens, (tokens + (TILE - 1) * used) // TILE)
+    return min(tokens, (tokens + (most - 1) * used) // most)
 
 
 @gpu_kernel("lora")
@@ -134,12 +141,13 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
     for adapter, first, end in zip(adapters_R.tolist(), starts, starts[1:], strict=False):
         if adapter >= 0:
             own.setdefault(adapter, []).extend(range(first, end))
-    count = most_tiles(tokens, slots)
+    most = tile_tokens(tokens)
+    count = most_tiles(tokens, slots, most)
     tokens_WX = torch.full((count, TILE), -1, dtype=torch.int32)
     slots_W = torch.full((count,), -1, dtype=torch.int32)
     tile = 0
     for slot in sorted(own):
-        for some in torch.tensor(own[slot], dtype=torch.int32).split(TILE):
+        for some in torch.tensor(own[slot], dtype=torch.int32).split(most):
             if len(some):
                 tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
                 tile += 1
@@ -251,8 +259,6 @@ def expand_silu(
     own_R: torch.Tensor,
     row_T: torch.Tensor | None,
     norm: Norm | None = None,
-    *,
-    beside: bool = False,
 ) -> torch.Tensor:
     """`silu(gate) * up`, [T, O], behind `expand_` to a layer's gate and up, in one launch. `own_R` and `row_T` are those of `Adapters`. `y` is undefined
     afterwards, and nothing may be launched between `shrink` and this either.
@@ -401,11 +407,8 @@ class Adapters:
     ) -> torch.Tensor:  # fmt: skip
         """The layer's own product and what adapters add, into `out` or added to it. `gated`: `out` is for gates and ups, and the result is another tensor. See `with_shrink_`."""
         own, self.known = (self.work, self.blocks, layer), True
-        if gated:
-            inner = with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own)
-            return expand_silu(out_TO, inner, *own, self.own_R, self.row_T, beside=True)
         expand_(out_TO, with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own, add=add), *own, beside=True)
-        return out_TO
+        return silu_and_mul(out_TO) if gated else out_TO
 
     def gated(self, x_TI: torch.Tensor, layer: Fused, y_T2O: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """`silu(gate) * up` behind `add_` to a layer's gate and up, [T, O]. `y` is undefined afterwards."""

@@ -17,7 +17,7 @@ from helpers.effort import share_of_the_day
 from pagerunner.attention.paged_sparse import SHARED_MEMORY
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, stages_of
-from pagerunner.ops.kernels.lora import expand_warps
+from pagerunner.ops.kernels.lora import EXPAND_WARPS, SHRINK_WARPS, expand_warps
 from pagerunner.ops.kernels.vectors_attention import CLUSTER
 
 ROOT = Path(__file__).parents[3]
@@ -30,6 +30,7 @@ ADAPTERS = [
     ("adapters", "expand", 128),
     ("adapters", "expand", 512),
 ]
+BESIDE = [("beside", "shrink"), ("beside", "expand")]
 FIXED = [("fixed", 4, 128, *flags) for flags in ((2048, False, False), (8, False, True), (0, False, False))]
 FIXED += [("fixed", 2, 64, 0, True, False)]
 ADAPTED_ROWS = [
@@ -190,6 +191,7 @@ CASES = [
     *turns(FIXED, 1),
     *recurrence_cases(),
     *ADAPTERS,
+    *BESIDE,
     *ADAPTED_ROWS,
     *VECTORS,
     *SCORED,
@@ -326,14 +328,28 @@ def test_adapters_are_read_before_the_turn_and_sums_at_once(case, compiled):
     assert not any(".b16" in step for step in found["steps"])
     _, name, features = case
     if name == "shrink":
-        assert before[0] == "griddepcontrol.launch_dependents" and before.count("ld.global.v4.b32") == 16
-        assert behind == [] and found["shared"] == 8192, "it runs beside a product, with room for three"
+        assert before.count("ld.global.v4.b32") == 16 and found["shared"] == 8192
     else:
         wide = features // 128
         assert before[0] == "griddepcontrol.launch_dependents" and before.count(
             "ld.global.v4.b32"
         ) == 4 * wide * 4 // expand_warps(features)
         assert len(set(behind[:8])) == 1 and behind[0].startswith("ld.global")
+
+
+@pytest.mark.parametrize("case", BESIDE, ids=str)
+def test_adapters_beside_a_product_go_straight_to_matrix_units(case, compiled):
+    """Numbers come in words of 16 bytes. Warps meet for the sum of theirs of `A x` alone."""
+    found, shrinks = compiled[case], case[1] == "shrink"
+    assert "error" not in found, found["error"]
+    steps = found["steps"]
+    assert found["shared"] == 512 * SHRINK_WARPS * shrinks and ("bar.sync" in found["copied"]) == shrinks, (
+        "it runs beside a product"
+    )
+    assert not any(".b16" in step for step in steps) and steps[0] == "griddepcontrol.launch_dependents"
+    before = steps[: steps.index("griddepcontrol.wait")]
+    assert before.count("ld.global.v4.b32") == (48 // SHRINK_WARPS if shrinks else 32 // EXPAND_WARPS)
+    assert steps[-1] == "griddepcontrol.wait" or not shrinks, "it may run before the product has ended"
 
 
 @pytest.mark.parametrize("case", ADAPTED_ROWS, ids=str)

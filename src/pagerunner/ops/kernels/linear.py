@@ -25,7 +25,7 @@ from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next,
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, shrink, token_inner
 from pagerunner.ops.linear import Norm, joins_few
-from pagerunner.ops.lora import COPIES, Blocks, Fused, WorkList
+from pagerunner.ops.lora import COPIES, SMALL_STEP, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
@@ -346,7 +346,8 @@ def adapted_row_(
 
 def with_shrink__kernels(tokens: int, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> Hashable:
     """See `Op.kernels_for`: the product's configuration, None if its kernel doesn't let another run beside it."""
-    if not linear_dense.fits(x_TI, weight_OI) or linear_held.fits(x_TI, weight_OI, False):
+    fits = linear_dense.fits(x_TI, weight_OI) and not linear_held.fits(x_TI, weight_OI, False)
+    if tokens > SMALL_STEP or not fits:
         return None
     return linear_dense.kernels_of(tokens, x_TI.dtype, weight_OI, x_TI.device)
 

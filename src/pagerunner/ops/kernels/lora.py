@@ -1,4 +1,5 @@
 """Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer; the second has the gate behind gate and up inside.
+Those beside a product of up to 64 tokens are in `kernels/lora_gluon.py`.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.
@@ -9,6 +10,10 @@ so they hold up nobody. Example: 256 tokens may need 76 tiles with 64 adapters, 
 """
 
 from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +36,7 @@ from pagerunner.ops.lora import (
     PairLists,
     WorkList,
     most_tiles,
+    tile_tokens,
 )
 from pagerunner.ops.lora import (
     pair_lists as _pair_lists_op,
@@ -40,12 +46,16 @@ MOST_PAIRS = 1024
 """Pairs up to which each looks at all others; more are sorted."""
 WARPS = 4  # of a program of `_shrink`, each with its share of a piece
 SHARE = tl.constexpr(32)
-"""Features of a warp that are multiplied at once. A program then needs 8 KB of shared memory, so that three have room beside a product's, which leaves 27 KB."""
+"""Features of a warp that are multiplied at once."""
+SHRINK_WARPS, STEP = 2, 128
+"""Warps of a program of `A x` beside a product, and features of each that are multiplied at once."""
+EXPAND_WARPS = 2
+"""Warps of a program of B behind it. A warp has 256 outputs, so it asks for 8 KB at once."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "most"])
 def _work_list(
-    adapters_R, query_start_R1, tokens_WX, slots_W, rows, ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+    adapters_R, query_start_R1, tokens_WX, slots_W, rows, most, ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     start_next_and_wait(PDL)
     w = tl.program_id(0)
@@ -55,29 +65,31 @@ def _work_list(
     lens = tl.where(own >= 0, tl.load(query_start_R1 + r + 1, r < rows, 0) - first, 0)
     s = tl.arange(0, SLOTS)
     counts = tl.sum(tl.where(own[None, :] == s[:, None], lens[None, :], 0), 1)
-    tiles = (counts + TILE - 1) // TILE
+    tiles = (counts + most - 1) // most
     slot = tl.sum((tl.cumsum(tiles, 0) <= w).to(tl.int32), 0)
     before = tl.sum(tl.where(s < slot, tiles, 0), 0)
     mine = tl.where(own == slot, lens, 0)
     ends = tl.cumsum(mine, 0)
-    place = (w - before) * TILE + tl.arange(0, TILE)
-    inside = (ends - mine)[None, :] <= place[:, None]
+    i = tl.arange(0, TILE)
+    place = (w - before) * most + i
+    inside = (i < most)[:, None] & ((ends - mine)[None, :] <= place[:, None])
     inside = inside & (place[:, None] < ends[None, :])
     token = tl.sum(tl.where(inside, (first - ends + mine)[None, :] + place[:, None], 0), 1)
     found = tl.sum(inside.to(tl.int32), 1) > 0
-    tl.store(tokens_WX + w * TILE + tl.arange(0, TILE), tl.where(found, token, -1))
+    tl.store(tokens_WX + w * TILE + i, tl.where(found, token, -1))
     tl.store(slots_W + w, tl.where(slot < SLOTS, slot, -1))
 
 
 def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int) -> WorkList:
     """See ops/lora.py."""
-    count, rows = most_tiles(tokens, slots), len(adapters_R)
+    most = tile_tokens(tokens)
+    count, rows = most_tiles(tokens, slots, most), len(adapters_R)
     tokens_WX = torch.empty(count, TILE, dtype=torch.int32, device=adapters_R.device)
     slots_W = torch.empty(count, dtype=torch.int32, device=adapters_R.device)
     if count:
         sizes = {"ROWS": triton.next_power_of_2(rows), "SLOTS": triton.next_power_of_2(slots), "TILE": TILE}
         device = dependent(adapters_R.device)
-        _work_list[(count,)](adapters_R, query_start_R1, tokens_WX, slots_W, rows, **sizes, **device, num_warps=8)
+        _work_list[(count,)](adapters_R, query_start_R1, tokens_WX, slots_W, rows, most, **sizes, **device, num_warps=8)
     return WorkList(tokens_WX, slots_W)
 
 
@@ -170,11 +182,9 @@ def _kept(x):
 def _shrink(
     x_TI, x_stride, norm_ptr, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr,
-    NORM: tl.constexpr, KNOWN: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if BESIDE:  # all kernels before the product have ended, and the product is beside
-        start_next(PDL)
-    elif not KNOWN:
+    if not KNOWN:
         wait_turn(PDL)
     w, own, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_W + w)
@@ -202,11 +212,10 @@ def _shrink(
             if NORM != NO_NORM:
                 weight = weight + (norm_weight(norm_ptr, features + share * SHARE, there, NORM),)
         # The next kernel starts when all before this one have ended: it may read what they have written before its own wait.
-        if not BESIDE:
-            wait_turn(PDL)
-            start_next(PDL)
-            if place < 0:
-                return
+        wait_turn(PDL)
+        start_next(PDL)
+        if place < 0:
+            return
         for share in tl.static_range(SHARES):
             there = features < inputs - share * SHARE
             x = x + (tl.load(x_place + share * SHARE, there[:, None, :] & valid, 0.0),)
@@ -239,8 +248,26 @@ def _shrink(
                 acc = tl.dot(x, a, acc, input_precision="ieee")
             total += tl.sum(acc, 0)
     tl.store(to[None, :] + i[:, None] * TILE, total)
-    if BESIDE and (w == 0) & (own == 0) & (piece == 0):  # who comes next waits for this kernel alone
-        wait_turn(PDL)
+
+
+@functools.cache
+def _gluon() -> Any:
+    """The module of the kernels beside a product. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.lora_gluon")
+
+
+def _shrink_beside(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> torch.Tensor:
+    """`shrink` beside a product."""
+    tiles, inputs = len(work.slots_W), x_TI.shape[1]
+    _, products, per_product, _ = blocks.places.shape
+    pieces = blocks_of(inputs, PIECE)
+    inner = torch.empty(pieces, tiles, layer.parts, per_product, TILE, TILE, dtype=torch.float32, device=x_TI.device)
+    if tiles:
+        _gluon().shrink_kernel[(tiles, layer.parts * per_product, pieces)](
+            x_TI, x_TI.stride(0), *work, blocks.places, blocks.pool, inner, inputs, layer.first, products, BLOCKS=per_product, PARTS=layer.parts,
+            K=PIECE, STEP=STEP, S=SHRINK_WARPS, EVEN=inputs % PIECE == 0, **dependent(x_TI.device), num_warps=SHRINK_WARPS,
+        )  # fmt: skip
+    return inner
 
 
 def shrink(
@@ -250,6 +277,8 @@ def shrink(
     """See ops/lora.py. `beside`: behind a product that lets it start when all before have ended, and for up to `SPREAD_TILES` tiles."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
+    if beside:
+        return _shrink_beside(x_TI, work, blocks, layer)
     pieces = blocks_of(inputs, PIECE)
     spread = tiles <= SPREAD_TILES
     if not spread and norm is not None:
@@ -261,7 +290,7 @@ def shrink(
         sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
         _shrink[(tiles, layer.parts * per_product, shape[0])](
             x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
-            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, BESIDE=beside, **dependent(x_TI.device), num_warps=WARPS,
+            products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
 
@@ -390,7 +419,7 @@ def _tile_added(
 def _expand(
     y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, tiles_N5, first, products,
     PIECES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr,
-    NORM: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     tile = tiles_N5 + tl.program_id(1) * 5
@@ -406,15 +435,12 @@ def _expand(
     place = tl.load(own, slot >= 0, -1)
     y = y_TO + tokens.to(tl.int64)[:, None] * y_stride + column + o[None, :]
     there = (tokens >= 0)[:, None] & (o < count)[None, :] & (place >= 0)
-    if not BESIDE:
-        base = tl.load(y, there, 0.0)
+    base = tl.load(y, there, 0.0)
     b_place = pool + i[:, None] * outputs + at + o[None, :]
     b = tl.load(b_place + tl.multiple_of(place, TILE), (o < count)[None, :] & (place >= 0), 0.0)
     wait_turn(PDL)
     if place < 0:
         return
-    if BESIDE:
-        base = tl.load(y, there, 0.0)
     step = tl.num_programs(0).to(tl.int64) * PARTS * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
     inside = (o < count)[None, :]
     acc = _tile_added(
@@ -427,7 +453,7 @@ def _expand(
 def _expand_silu(
     out_TO, y_TO, y_stride, inner, eps, tokens_WX, slots_W, places, pool, own_R, row_T, first, products, tiles, num_tokens, features,
     PIECES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of tiles have the tokens with an adapter, those behind them the others, by their places. EACH: token t is row t's."""
     start_next(PDL)
@@ -449,16 +475,12 @@ def _expand_silu(
     up_own = own + BLOCKS * 2
     place, up_place = tl.load(own, slot >= 0, -1), tl.load(up_own, slot >= 0, -1)
     at, there = tokens.to(tl.int64)[:, None], (tokens >= 0)[:, None] & inside
-    if not BESIDE:
-        gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
-        up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
+    gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
+    up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
     b_place = pool + i[:, None] * features + o[None, :]
     b = tl.load(b_place + tl.multiple_of(place, TILE), inside & (place >= 0), 0.0)
     up_b = tl.load(b_place + tl.multiple_of(up_place, TILE), inside & (up_place >= 0), 0.0)
     wait_turn(PDL)
-    if BESIDE:
-        gate = tl.load(y_TO + at * y_stride + o[None, :], there, 0.0)
-        up = tl.load(y_TO + at * y_stride + features + o[None, :], there, 0.0)
     dtype: tl.constexpr = y_TO.dtype.element_ty
     step = tiles.to(tl.int64) * 2 * BLOCKS * (TILE + 1 if NORM else TILE) * TILE
     y = gate.to(tl.float32)
@@ -489,18 +511,25 @@ def expand_(
     pieces, tiles, _, _, rows, _ = inner.shape
     _, products, per_product, _ = blocks.places.shape
     tiles_N5, outputs = (layer.tiles_N5, OUTPUTS) if tiles <= FEW_TILES else (layer.wide_N5, WIDE_OUTPUTS)
-    if tiles:
+    if beside:
+        warps = 2 if outputs == OUTPUTS else EXPAND_WARPS
+        units = outputs // (64 * warps)
+        _gluon().expand_kernel[(tiles, len(tiles_N5))](
+            y_TO, y_TO.stride(0), inner, *work, blocks.places, blocks.pool, tiles_N5, layer.first, products, PIECES=pieces, BLOCKS=per_product,
+            PARTS=layer.parts, UNITS=units, WARPS=warps, ALIGN=TILE if layer.aligned else 1, **dependent(y_TO.device), num_warps=warps,
+        )  # fmt: skip
+    elif tiles:
         sizes = {"PIECES": pieces, "BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": outputs}
         _expand[(tiles, len(tiles_N5))](
             y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, tiles_N5, layer.first,
-            products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, BESIDE=beside, **dependent(y_TO.device),
+            products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, **dependent(y_TO.device),
             num_warps=expand_warps(outputs),
         )  # fmt: skip
 
 
 def expand_silu(
     y_T2O: torch.Tensor, inner: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, own_R: torch.Tensor, row_T: torch.Tensor | None,
-    norm: Norm | None = None, *, beside: bool = False,
+    norm: Norm | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See ops/lora.py."""
     pieces, tiles, _, _, rows, _ = inner.shape
@@ -512,6 +541,6 @@ def expand_silu(
         _expand_silu[(tiles + blocks_of(tokens, TILE), blocks_of(features, outputs))](
             out_TO, y_T2O, y_T2O.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, own_R,
             own_R if row_T is None else row_T, layer.first, products, tiles, tokens, features, PIECES=pieces, BLOCKS=per_product, TILE=TILE,
-            OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, BESIDE=beside, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
+            OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
         )  # fmt: skip
     return out_TO
