@@ -81,7 +81,9 @@ def test_parts_add_up_to_the_product(outputs: int, inputs: int, tokens: int) -> 
 
 
 @pytest.mark.parametrize("tokens", [33, 64])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (12_288, 4096), (8448, 1000), (4288, 512)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (12_288, 4096), (24_576, 4096), (8448, 1000), (4288, 512)]
+)
 def test_whole_gates_are_the_product_and_then_the_gate(outputs: int, inputs: int, tokens: int) -> None:
     made = {"device": "cuda", "dtype": torch.bfloat16}
     x, weight = torch.randn(tokens, inputs, **made), torch.randn(outputs, inputs, **made) * inputs**-0.5

@@ -259,8 +259,8 @@ def streams(features: int, inner: int, each: int, kind: int, gated: bool) -> dic
     return gluon(streams_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
-def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
-    """Decode attention of few rows, `ops/kernels/paged_few.py`, as it is launched for bfloat16."""
+def few(group: int, dim: int, early: bool, norm: bool, parts: int = 1) -> dict[str, Any]:
+    """Decode attention of few rows, `ops/kernels/paged_few.py`, as it is launched for bfloat16; of a projection in so many parts."""
     tiles, half, columns = few_tiles(2 * padded(dim), group, 1), max(16, padded(dim // 2)), padded(group)
     constants = {
         "LEAST": 1,
@@ -280,10 +280,12 @@ def few(group: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
         "TO": tl.bfloat16,
         "GP": columns,
         "AT_ONCE": merged_at_once(columns, 2 * half),
+        "PARTS": parts,
         "PDL": True,
         "EARLY": early,
     }
-    return _attention(few_kernel, tiles, constants)
+    projected = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16" if parts == 1 else "*fp32")
+    return _attention(few_kernel, tiles, constants, **projected)
 
 
 def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:

@@ -130,10 +130,17 @@ def check_attention(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
 
 
 def check_projected(
-    case: Case, device: str, atol: float = 2e-5, rtol: float = 2e-5, *, loud: float = 1.0, static: bool = False
+    case: Case,
+    device: str,
+    atol: float = 2e-5,
+    rtol: float = 2e-5,
+    *,
+    loud: float = 1.0,
+    static: bool = False,
+    parts: int = 0,
 ) -> None:
     """`projected_attention` against its twin: what it returns, and what it leaves in pages. `loud` multiplies keys and
-    values, beyond what the scales of fp8 pages have been made for.
+    values, beyond what the scales of fp8 pages have been made for. `parts`: the projection comes as so many sums, which are of two tokens more.
     """
     step = make_step(case, device)
     if static:
@@ -151,6 +158,9 @@ def check_projected(
     qkv[:, heads + case.kv_heads :] *= loud
     prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
     group, scores = batch.groups[0], Scores(step.scale, case.softcap, step.sinks)
+    if parts:
+        sums = torch.randn(parts, tokens + 2, *qkv.shape[1:], generator=gen).to(device)
+        prep = prep._replace(parts_PTND=sums)
     results = []
     for run in (projected_attention.twin, projected_attention.kernel):
         pages, _ = snapshot(step)

@@ -12,7 +12,7 @@ from pagerunner.attention.capability import SINKS
 from pagerunner.batch import ForwardBatch, GroupBatch, KVPages
 from pagerunner.layers.cuts import Features, by_outputs
 from pagerunner.layers.linear import FusedLinear
-from pagerunner.ops.paged_attention import HeadPrep, Scores
+from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores, takes_parts
 
 
 def head_projection(
@@ -65,12 +65,22 @@ class PagedAttention:
         sinks_H: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`."""
+        """Prepare the heads of a projection's output [T, H + 2 K, D] in place, then as `__call__`. It may come as float32 sums [P, T, H + 2 K, D]."""
+        if qkv_TND.dim() == 4:
+            prep, like = prep._replace(parts_PTND=qkv_TND), prep.angles.cos_T1D
+            qkv_TND = like.new_empty(like.shape[0], *qkv_TND.shape[2:])
         group = batch.groups[batch.kv[self.layer_index].group]
         takes_it = group.backend.capabilities.projection
         return self._run(
             Projection(qkv_TND, prep) if takes_it else Heads(*prep.apply_(qkv_TND)), batch, sinks_H, wanted
         )
+
+    def takes_parts(self, prep: HeadPrep, batch: ForwardBatch) -> bool:
+        """Whether `from_projection` gains by a projection's output that is still to be added up."""
+        pages = batch.kv[self.layer_index]
+        assert isinstance(pages, KVPages), "the layer's memory is not keys and values"
+        plan = batch.groups[pages.group].plan
+        return isinstance(plan, PagedPlan) and takes_parts(batch.rows.slots_R, prep, pages, batch.rows, plan)
 
     def _run(
         self, inputs: Heads | Projection, batch: ForwardBatch, sinks_H: torch.Tensor | None, wanted: torch.Tensor | None

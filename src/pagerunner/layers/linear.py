@@ -13,7 +13,7 @@ from pagerunner.layers.cuts import Cut, tensor_cuts
 from pagerunner.layers.module import CheckpointTensor, Module
 from pagerunner.layers.norm import RMSNorm
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.linear import linear
+from pagerunner.ops.linear import linear, linear_parts
 from pagerunner.ops.lora import Adapters, Fused, joins_product, joins_row
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.stored import Stored
@@ -130,6 +130,12 @@ class Linear(Module):
         y_TO = self.method.apply_to_norm(x_TI, norm.parameters, self.weights)
         adapters.add_(x_TI, self.adapted, y_TO, norm.parameters)
         return y_TO
+
+    def in_parts(self, x_TI: torch.Tensor, norm: RMSNorm | None, adapters: Adapters | None = None) -> torch.Tensor:
+        """Apply the layer to `norm(x)`, or `x`: [T, O]; or float32 sums [P, T, O], maybe of more tokens, which add up to it in their order."""
+        if adapters is None and not self.has_bias and type(self.method) is Unquantized:
+            return linear_parts(x_TI, self.weights["weight"], None if norm is None else norm.parameters)
+        return self(x_TI, adapters) if norm is None else self.of_norm(x_TI, norm, adapters)
 
     def of_sum(
         self, x_TI: torch.Tensor, pairs: PairSums, norm: RMSNorm, adapters: Adapters | None = None

@@ -75,14 +75,17 @@ class ResidualStream:
         pending_TD, self.pending_TD = self.pending_TD, None
         return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
 
-    def product(self, norm: RMSNorm, linear: Linear) -> torch.Tensor:
-        """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending."""
+    def product(self, norm: RMSNorm, linear: Linear, *, in_parts: bool = False) -> torch.Tensor:
+        """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending. `in_parts`: see Linear."""
         self.add_sums_before(linear)
         if isinstance(self.sums, PairSums):
             pairs, self.sums = self.sums, None
             return linear.of_sum(self.x_TD, pairs, norm, self.adapters)
         if self.is_whole:
-            return linear.of_norm(self.x_TD, norm, self.adapters)
+            of_norm = linear.in_parts if in_parts else linear.of_norm
+            return of_norm(self.x_TD, norm, self.adapters)
+        if in_parts:
+            return linear.in_parts(self.normed(norm), None, self.adapters)
         return linear(self.normed(norm), self.adapters)
 
     def whole(self) -> torch.Tensor:

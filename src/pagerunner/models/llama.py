@@ -30,10 +30,12 @@ class Attention(GroupedQueryAttention):
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
-        return self.attention_of(self.project(stream, norm), context)
+        angles, batch, wanted_S = context
+        in_parts = wanted_S is None and self.attend.takes_parts(self.prep(angles), batch)
+        return self.attention_of(self.project(stream, norm, in_parts=in_parts), context)
 
     def attention_of(self, qkv_TNd: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """What the output projection gets for these heads; see `mix`."""
+        """What the output projection gets for these heads, which may come in parts; see `mix`."""
         angles, batch, wanted_S = context
         return self.attend.from_projection(qkv_TNd, self.prep(angles), batch, wanted=wanted_S).flatten(1)
 

@@ -58,9 +58,9 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.T
 
 
 @gpu_kernel("linear")
-def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T`, [T, O]; or float32 sums [P, T, O], maybe of more tokens, which add up to it in their order."""
-    return F.linear(x_TI, weight_OI)
+def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    """`x @ weight.T`, or of `norm(x)`, [T, O]; or float32 sums [P, T, O], maybe of more tokens, which add up to it in their order."""
+    return F.linear(x_TI if norm is None else norm(x_TI), weight_OI)
 
 
 @gpu_kernel("linear")

@@ -86,7 +86,7 @@ class AttentionBorders(NamedTuple):
 
     few_rows: int = 16
     """Fewer rows do not occupy the device: each is cut into parts."""
-    few_units: int = 128
+    few_units: int = 256
     """Nor do so many rows times heads of keys, or fewer."""
     row_parts: int = 32
     """Of a row in steps of few rows, because each adds to the time of merging."""

@@ -72,6 +72,8 @@ class PagedPlan:
 class HeadPrep(NamedTuple):
     """What is done to the heads of a projection's output [T, N, D] before attention: norms of queries and keys (None:
     none), then rotary positions in halves. Heads are queries, then keys, then values.
+
+    `parts`: the output is only room yet. It is what these float32 sums, which may be of more tokens, add up to in their order.
     """
 
     num_heads: int
@@ -80,6 +82,17 @@ class HeadPrep(NamedTuple):
     q_norm_D: torch.Tensor | None = None
     k_norm_D: torch.Tensor | None = None
     eps: float = 0.0
+    parts_PTND: torch.Tensor | None = None
+
+    def whole(self, qkv_TND: torch.Tensor) -> HeadPrep:
+        """What is left to do once parts are added up, which it does."""
+        if self.parts_PTND is None:
+            return self
+        total_TND, *others = self.parts_PTND[:, : qkv_TND.shape[0]]
+        for part_TND in others:
+            total_TND = total_TND + part_TND
+        qkv_TND.copy_(total_TND)
+        return self._replace(parts_PTND=None)
 
     def split(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of queries, keys and values."""
@@ -88,6 +101,7 @@ class HeadPrep(NamedTuple):
 
     def apply_(self, qkv_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Norm and rotate the heads in place, and return their views."""
+        self.whole(qkv_TND)
         qk_TND = qkv_TND[:, : self.num_heads + self.num_kv_heads]
         if self.q_norm_D is not None and self.k_norm_D is not None:
             qk_norm_(qk_TND, self.q_norm_D, self.k_norm_D, self.num_heads, self.eps)
@@ -188,6 +202,12 @@ def paged_attention(
             seen_QL &= keys_L > queries_Q1 - plan.window
         out_THV[first:last] = _attend(q_THD[first:last], k_LKD, v_LKV, seen_QL, scores)
     return out_THV
+
+
+@gpu_kernel("paged_attention")
+def takes_parts(first: torch.Tensor, prep: HeadPrep, pages: KVPages, rows: StepRows, plan: PagedPlan) -> bool:
+    """Whether `projected_attention` of a step adds up parts of a projection in its own kernel. `first` is any tensor of the device."""
+    return False
 
 
 @gpu_kernel("paged_attention")

@@ -94,9 +94,10 @@ def wide_cases() -> list[tuple[Any, ...]]:
 
 
 def few_cases() -> list[tuple[Any, ...]]:
-    """Query heads of a head of keys, and a head's size; whether the schedule is read early; norms."""
+    """Query heads of a head of keys, and a head's size; whether the schedule is read early; norms; parts of the projection."""
     shapes = (16, 128), (12, 80), (16, 64), (16, 256), (8, 128)
-    return turns([("few", *shape, early, not early) for shape, early in itertools.product(shapes, (False, True))], 0)
+    whole = [("few", *shape, early, not early) for shape, early in itertools.product(shapes, (False, True))]
+    return turns([*whole, ("few", 4, 128, True, True, 4), ("few", 8, 64, True, False, 3)], 0)
 
 
 def few_drafts_cases() -> list[tuple[Any, ...]]:
@@ -123,7 +124,7 @@ def dense_cases() -> list[tuple[Any, ...]]:
     """One of all kernels of dense products, by tokens, groups, and whether there are parts."""
     sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 3), (False, True))
     cases = [("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes]
-    gates = [("dense", "bf16", 64, 3, True, 0, False, count) for count in (3072, 6144)]
+    gates = [("dense", "bf16", 64, 3, True, 0, False, count) for count in (3072, 6144, 12_288)]
     return turns([*cases, *gates], 1)
 
 

@@ -266,7 +266,7 @@ def test_a_program_computes_its_parts(groups, steps, w_stages, x_stages, outputs
     torch.testing.assert_close(found[live], want[live], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("groups", "high"), [(1, 64), (2, 64), (3, 16), (3, 32)])
+@pytest.mark.parametrize(("groups", "high"), [(1, 64), (2, 64), (3, 64), (3, 32)])
 def test_a_program_computes_whole_gates(groups, high):
     """Half of its groups' rows are gates, and the others the ups that belong to them."""
     outputs, columns = high * groups * 2, 7
@@ -280,18 +280,21 @@ def test_a_program_computes_whole_gates(groups, high):
 
 
 def test_gates_are_whole_where_their_tiles_have_most_multiprocessors() -> None:
-    """As in 8B on four ranks and on two. Fewer tiles would leave memory idle, and more would come in two turns."""
+    """As in 8B on four ranks, on two, and on one card. Fewer tiles would leave memory idle, and more would come in two turns."""
     found = {
         outputs: whole_gates(64, outputs, 4096, 132) for outputs in (6144, 8448, 4288, 12_288, 4224, 24_576, 12_292)
     }
     assert [one and (one.groups, one.high, one.steps) for one in found.values()] == [(1, 64, 64)] * 3 + [
-        (3, 32, 64)
-    ] + [None] * 3
+        (3, 32, 64),
+        None,
+        (3, 64, 64),
+        None,
+    ]
     for outputs, config in found.items():
         if config is not None:
             assert 66 < outputs / config.rows <= 132 and outputs % config.rows == 0
             assert (config.w_stages * config.rows + config.x_stages * 64) * STEP * 2 + 64 * config.rows + 1024 <= ROOM
-    for outputs, fewest in ((6144, 33), (12_288, 17)):
+    for outputs, fewest in ((6144, 33), (12_288, 17), (24_576, 17)):
         assert (
             whole_gates(fewest, outputs, 4096, 132) == found[outputs]
             and whole_gates(fewest - 1, outputs, 4096, 132) is None

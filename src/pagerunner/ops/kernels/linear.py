@@ -438,11 +438,13 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.T
     return _product(x_TI, weight_OI, bias_O)
 
 
-def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
     """See `ops/linear.py`."""
-    held = linear_held.fits(x_TI, weight_OI, False)
-    sums_PTO = None if held else linear_dense.run_parts(x_TI, weight_OI)
-    return linear(x_TI, weight_OI) if sums_PTO is None else sums_PTO
+    if _few_tokens(x_TI, weight_OI) is linear_dense.run_dense:
+        x_TI, norm = x_TI if norm is None else norm(x_TI), None
+        if (sums_PTO := linear_dense.run_parts(x_TI, weight_OI)) is not None:
+            return sums_PTO
+    return _product(x_TI, weight_OI, None, norm)
 
 
 def linear_add_(

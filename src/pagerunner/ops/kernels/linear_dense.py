@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,9 +44,9 @@ STEP_TIMES = {1: 0.345, 2: 0.545, 3: 0.80}
 """Microseconds of a step by groups, with few tokens."""
 SUM_REGISTERS = 96
 """Of a thread that adds parts. By its own choice ptxas takes fewer, and lets some parts' loads wait for others', so that they come in up to six turns and not in one."""
-WHOLE_GATES = {(1, 64): range(33, 65), (3, 32): range(17, 65)}
+WHOLE_GATES = {(1, 64): range(33, 65), (3, 32): range(17, 65), (3, 64): range(17, 65)}
 """Groups of whole tiles with a gate and rows of each, with the tokens for which they serve. They were faster than parts with 4,096 inputs, at 64 tokens and, of
-96 rows, at 32; other numbers of inputs weren't measured."""
+96 and 192 rows, at 32; other numbers of inputs weren't measured."""
 LEAST_TILES = 32
 """So many programs or more, each with one tile whose weights all have room, are faster than twice as many whose sums must be added, if sums are of 64 tokens."""
 
@@ -127,6 +128,18 @@ def dense_config(tokens: int, outputs: int, inputs: int, programs: int) -> Dense
             config = config_of(tokens, groups, steps)
             found.append((microseconds(config, tiles, total), config))
     return min(found)[1]
+
+
+@functools.lru_cache(4096)
+def _even_config(tokens: int, outputs: int, inputs: int, programs: int) -> DenseConfig | None:
+    """What takes least where every tile has equally many parts, two to four, as who reads these reads each at the same time."""
+    total, found = blocks(inputs, STEP), []
+    for groups, parts in itertools.product((1, 2, 3), (2, 3, 4)):
+        tiles, rest = divmod(outputs, ROWS * groups)
+        if rest == total % parts == 0 and tiles * parts <= programs:
+            config = config_of(tokens, groups, total // parts)
+            found.append((microseconds(config, tiles, total), config))
+    return min(found)[1] if found else None
 
 
 def whole_gates(tokens: int, outputs: int, inputs: int, programs: int) -> DenseConfig | None:
@@ -326,9 +339,11 @@ def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | Non
     if not fits(x_TI, weight_OI):
         return None
     (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
-    config = dense_config(tokens, outputs, inputs, multiprocessors(x_TI.device))
-    total = blocks(inputs, STEP)
-    if config.steps >= total or total % config.steps or outputs % config.rows:
+    programs, total = multiprocessors(x_TI.device), blocks(inputs, STEP)
+    config: DenseConfig | None = dense_config(tokens, outputs, inputs, programs)
+    if config.steps < total and (total % config.steps or outputs % config.rows):
+        config = _even_config(config.tokens, outputs, inputs, programs)
+    if config is None or config.steps >= total:
         return None
     sums_PTO = torch.empty(total // config.steps, config.tokens, outputs, dtype=torch.float32, device=x_TI.device)
     gluon, (registers, average) = _gluon(), config.registers

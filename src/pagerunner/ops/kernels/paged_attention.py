@@ -309,15 +309,19 @@ class _Call:
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         group, half = self.group_padded, max(16, padded(self.dim // 2))
         units = _borders().few_rows if self.one_tile else max(_borders().few_rows, padded(self.tokens))
+        given, count, apart = self.projection_args(), 1, 0
+        if prep is not None and prep.parts_PTND is not None:
+            count, apart = prep.parts_PTND.shape[0], prep.parts_PTND.stride(0)
+            given = (*(x for heads in prep.split(prep.parts_PTND[0]) for x in (heads, *heads.stride()[:2])), *given[9:])
         few_kernel[((slices + self.tokens) * self.kv_heads,)](
-            *self.projection_args(), *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
+            *given, apart, *self.page_args()[:8], *self.head_args(), self.table, self.table.stride(0),
             self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
             part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             LEAST=1, UNITS=units, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
             BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
             AT_ONCE=merged_at_once(group, 2 * half), num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=tiles.registers,
+            maxnreg=tiles.registers, PARTS=count,
             EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
@@ -475,6 +479,13 @@ def are_few(rows: int, kv_heads: int, group: int) -> bool:
     return rows < _borders().few_rows or (group <= 8 and rows * kv_heads <= _borders().few_units)
 
 
+def takes_parts(first: torch.Tensor, prep: HeadPrep, pages: KVPages, rows: StepRows, plan: PagedPlan) -> bool:
+    """See the twin: `few_kernel` alone does."""
+    count, group = rows.slots_R.shape[0], prep.num_heads // prep.num_kv_heads
+    few = plan.one_token and not plan.fixed and pages.scales is None
+    return few and group <= MOST_FEW_HEADS and are_few(count, prep.num_kv_heads, group) and not shares(rows, plan)
+
+
 def shares(rows: StepRows, plan: PagedPlan) -> bool:
     """Whether a step looks for pages that all of its rows share. Strided batches don't: their graphs are for rows that share none."""
     never = plan.window or plan.chunk or rows.stride
@@ -516,6 +527,8 @@ def projected_attention(
     work, as with few rows or with windows (64 rows: 21.8 us, and 20.4 with two kernels). A strided batch is one kernel if it has few rows.
     """
     q, k, v = prep.split(qkv_TND)
+    if not takes_parts(q, prep, pages, rows, plan):
+        prep = prep.whole(qkv_TND)
     if plan.fixed:
         prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
         return paged_attention(q, k, v, pages, table_SW, rows, plan, scores)

@@ -121,6 +121,17 @@ def beside(ptr, there, M: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
 
 
 @triton.jit
+def _projected(at, mask, part_st, HALF: tl.constexpr, PARTS: tl.constexpr, TO: tl.constexpr):
+    """Both halves of heads as the projection has them. PARTS: it comes as so many sums in float32, `part_st` apart, which are added up in their order."""
+    low, high = load_half_heads(at, mask, HALF)
+    for part in tl.static_range(1, PARTS):
+        more_low, more_high = load_half_heads(at + part * part_st, mask, HALF)
+        low += more_low
+        high += more_high
+    return low.to(TO), high.to(TO)
+
+
+@triton.jit
 def prepared_halves(
     low, high, weight_low, weight_high, cos_low, cos_high, sin_low, sin_high, eps, D: tl.constexpr, NORM: tl.constexpr
 ):
@@ -158,9 +169,9 @@ def _constants(
 
 @triton.jit
 def _heads(
-    q_at, q_sh, k_at, v_at, has_own, turns, q_weights, k_weights, eps,
+    q_at, q_sh, k_at, v_at, part_st, has_own, turns, q_weights, k_weights, eps,
     held: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A token's queries, ready; and beside each of them its key, ready, and its value, as pages hold them. Halves [M, HP].
 
@@ -169,9 +180,13 @@ def _heads(
     """
     m, h = tl.arange(0, M), tl.arange(0, HP)
     mask = (m < G)[:, None] & (h < HALF)[None, :]
-    q_low, q_high = load_half_heads(q_at + m[:, None] * q_sh + h[None, :], mask, HALF)
-    k_low, k_high = beside(k_at, has_own, M, HALF, HP)
-    v_low, v_high = beside(v_at, has_own, M, HALF, HP)
+    own, own_mask = (m * 0)[:, None] + h[None, :], has_own & (m < M)[:, None] & (h < HALF)[None, :]
+    q_low, q_high = _projected(q_at + m[:, None] * q_sh + h[None, :], mask, part_st, HALF, PARTS, DTYPE)
+    k_low, k_high = _projected(k_at + own, own_mask, part_st, HALF, PARTS, DTYPE)
+    v_low, v_high = _projected(v_at + own, own_mask, part_st, HALF, PARTS, DTYPE)
+    if PARTS > 1:  # as in `prepared_halves`: else the compiler converts each part by itself
+        one = tl.where(tl.max(tl.abs(v_low.to(tl.float32)), 1) == -1.0, 0.0, 1.0)[:, None]
+        v_low, v_high = (v_low * one).to(DTYPE), (v_high * one).to(DTYPE)
     q_low, q_high = prepared_halves(q_low, q_high, *q_weights, *turns, eps, D, NORM)
     k_low, k_high = prepared_halves(k_low, k_high, *k_weights, *turns, eps, D, NORM)
     return q_low, q_high, k_low.to(held), k_high.to(held), v_low.to(held), v_high.to(held)
@@ -245,7 +260,7 @@ def _store_own(ptr, low, high, M: tl.constexpr, HALF: tl.constexpr, HP: tl.const
 
 @triton.jit(do_not_specialize=["num_units", "width", "slices"])
 def few_kernel(
-    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh,
+    q_ptr, q_st, q_sh, k_ptr, k_st, k_sh, v_ptr, v_st, v_sh, out_ptr, out_st, out_sh, part_st,
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh,
     cos_ptr, sin_ptr, stride_rope, q_norm_ptr, k_norm_ptr, eps, entry_ptr, offset_ptr,
     table_ptr, table_st, width, begin_ptr, unit_ptr, num_units, slices, counter_ptr,
@@ -253,10 +268,11 @@ def few_kernel(
     LEAST: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, TO: tl.constexpr, GP: tl.constexpr, AT_ONCE: tl.constexpr, ONE_TILE: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of one row and one head of keys. `begin` and `unit`: see `decode_kernel`. `part` [S, K, G, D] and `sums` [S, K, G, 2]
     are what parts leave; `counter` [U, K] counts them. ONE_TILE: no unit has more than one tile, so each is one part, and there may be many.
+    PARTS: queries, keys and values are still so many sums, see `_projected`.
 
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself. So
     the schedule, and all that earlier steps have stored, can be read while the predecessor still runs.
@@ -287,7 +303,8 @@ def few_kernel(
         start_next(EARLY)
         q_low, q_high, k_low, k_high, v_low, v_high = _heads(
             q_ptr + wide * q_st + head * G * q_sh, q_sh, k_ptr + wide * k_st + head * k_sh, v_ptr + wide * v_st + head * v_sh,
-            has_own, turns, q_weights, k_weights, eps, kp_ptr.dtype.element_ty, G, M, D, HALF, HP, NORM,
+            part_st, has_own, turns, q_weights, k_weights, eps, kp_ptr.dtype.element_ty, G, M, D, HALF, HP, NORM,
+            PARTS, out_ptr.dtype.element_ty,
         )  # fmt: skip
         highest, total = _own_score(q_low, q_high, k_low, k_high, has_own, scale, softcap, SOFTCAP)
         acc_low, acc_high = tl.trans(v_low.to(tl.float32)), tl.trans(v_high.to(tl.float32))
