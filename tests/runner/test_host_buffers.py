@@ -122,6 +122,17 @@ def test_few_are_spare_and_who_gives_one_back_unlocks_none() -> None:
     assert not memory.locked, "all that were given back, and so are those of an engine that is gone"
 
 
+def test_what_is_in_use_when_its_engine_goes_is_unlocked_when_it_is_let_go() -> None:
+    """Locked memory that is unmapped stays lost to the system."""
+    memory = Locks()
+    buffers = HostBuffers(memory)
+    whole, holder = buffers.take(1000, torch.float32)
+    del buffers
+    assert len(memory.locked) == 1 and whole.fill_(1).all()
+    del whole, holder
+    assert not memory.locked
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the memory of this process")
 def test_hundreds_in_turn_take_no_more_than_those_in_use() -> None:
     """40 of 5 MB are in use. Threads put others in their places."""

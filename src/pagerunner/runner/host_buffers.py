@@ -54,8 +54,8 @@ class HostBuffers:
         if buffer is None:
             buffer = self._make(size)
         holder = _Holder()
-        # without the lock, as the collector may call this in a thread that has it
-        gone = weakref.finalize(holder, self._spare.append, buffer)
+        # Without the lock, as the collector may call this in a thread that has it. It keeps `self`, which unlocks the last buffers when it goes.
+        gone = weakref.finalize(holder, lambda: self._spare.append(buffer))
         gone.atexit = False
         return buffer[: elements * dtype.itemsize].view(dtype), holder
 
