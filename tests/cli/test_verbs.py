@@ -277,7 +277,9 @@ def test_serve_hands_its_options_to_the_server(monkeypatch):
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
 def test_a_model_behind_a_flag_of_several_words_is_not_taken_for_one_of_them(flag, capsys):
     assert main(["serve", flag, "one", "dir"]) == 2
-    assert f"no model is named; if dir is it, put it before {flag}." in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"no model is named; if the last word is it, put it before {flag}." in shown
+    assert "dir" not in shown, "it may be a key"
 
 
 @pytest.mark.parametrize(

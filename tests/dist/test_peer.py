@@ -224,6 +224,7 @@ def test_a_sum_of_two_ranks_adds_up_pairs_before(normed: bool) -> None:
             found = [end.add_pairs_(*one, mine, norm, **how) for end, *one, mine in given]
         for own, one in zip(residuals, found, strict=True):
             assert torch.equal(own, total)
+            assert (one is not None) == normed
             assert one is None or torch.allclose(one.float(), Norm(weight, 1e-6)(total).float(), rtol=2**-7, atol=1e-6)
         twin = residual.clone()
         NullComm().add_pairs_(pairs[0], experts[0], twin)

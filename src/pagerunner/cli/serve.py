@@ -92,7 +92,7 @@ def run(namespace: argparse.Namespace) -> int:
     keys = namespace.api_key or []
     for flag, given in (("--served-model-name", names), *(("--api-key", some) for some in keys)):
         if namespace.model is None and len(given) > 1:
-            raise ConfigError(f"no model is named; if {given[-1]} is it, put it before {flag}.")
+            raise ConfigError(f"no model is named; if the last word is it, put it before {flag}.")
     del namespace.served_model_name
     args, _ = resolve_model(namespace)
     set_up_logging(namespace.log_level or ("warning" if namespace.quiet else "info"))

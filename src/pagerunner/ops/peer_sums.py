@@ -219,29 +219,29 @@ class PeerSums:
         # all ranks go the same way, whether they have parts or not
         by_token = out.dim() == 2 and self._by_tokens(out.shape[0], out.shape[1] * out.itemsize)
         behind, eps, how["NORM"], how["PARTS"] = (out_words, out_words), 0.0, 0, x.shape[0] if in_parts else 0
-        how["PAIRS"] = 0 if experts is None else experts.shape[1]
+        pairs = 0 if experts is None else experts.shape[1]
         words = (words, words if experts is None else experts)
         if norm is not None and normed is not None:
             assert norm.weight_I.dtype == out.dtype, "a norm's weights are read in words of the same numbers"
             eps, how["NORM"] = norm.eps, 2 if norm.offset else 1
             behind = norm.weight_I.view(torch.int32), normed.view(-1).view(torch.int32)
+        assert not pairs or (by_token and not self.limits.twice), "one round of a token for each program adds up pairs"
         if by_token and how["ADD"] and not self.limits.twice:
             del how["RELAY"], how["ADD"]
             each = num // out.shape[0]
             part = 1 << (each - 1).bit_length()
             self._kernels.peer_bare_token[(out.shape[0],)](
                 *words, out_words, *behind, *rooms[:2], x.stride(0), self._rank, eps, EACH=each, PART=part,
-                num_warps=max(1, part // 256), **how,
+                PAIRS=pairs, num_warps=max(1, part // 256), **how,
             )  # fmt: skip
         elif out.nbytes <= self.limits.once:
-            del how["RELAY"], how["NORM"], how["PARTS"], how["PAIRS"]
+            del how["RELAY"], how["NORM"], how["PARTS"]
             width = _bare_words(num)
             programs = min(_BARE_PROGRAMS, -(-num // width))
             self._kernels.peer_bare[(programs,)](
                 words[0], out_words, *rooms, self._rank, W=width, num_warps=max(1, width // 128), **how
             )
         else:
-            del how["PAIRS"]
             each = 1 << (-(-num // (_BARE_PROGRAMS // 2 * self._size)) - 1).bit_length()
             each = part = min(_SLOT_WORDS, max(256, each))
             if by_token:
