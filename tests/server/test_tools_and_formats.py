@@ -265,6 +265,67 @@ def test_forced_calls(guided: RunningServer, stream: bool, choice: Any) -> None:
     assert json.loads(call.function.arguments) in ({"city": "Oslo"}, {"city": "Rome"}, {})
 
 
+TREE = {"properties": {"v": {"const": 1}, "below": {"$ref": "#"}}, "required": ["v"], "additionalProperties": False}
+ROME: Any = {
+    "properties": {"city": {"$ref": "#/definitions/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NAMED: Any = {"type": "function", "function": {"name": "f"}}
+
+
+def forced(*parameters: Any) -> Any:
+    """The bodies of calls of `f`, or of `f` and `g`, by name and by "required"."""
+    tools = [{"type": "function", "function": {"name": "fg"[i], "parameters": one}} for i, one in enumerate(parameters)]
+    body = {"messages": ASK, "tools": tools, "max_tokens": 200, "parallel_tool_calls": False, "temperature": 1}
+    return [{**body, "tool_choice": choice} for choice in (NAMED, "required")]
+
+
+@pytest.mark.parametrize("kind", [None, ["object", "null"]])
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(guided: RunningServer, kind: Any) -> None:
+    schema: Any = {"minimum": 7, "maximum": 7, "maxLength": 0, "maxItems": 0, **({"type": kind} if kind else {})}
+    for body in forced({**schema, "properties": {"a": {"const": 1}}, "additionalProperties": False}):
+        for seed in range(4):
+            [choice] = guided.post("/v1/chat/completions", {**body, "seed": seed}).json()["choices"]
+            assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) in ({}, {"a": 1}), choice
+
+
+def test_a_reference_in_a_tool_means_that_tool(guided: RunningServer) -> None:
+    """ "#" is the root of the tool's own schema, and two tools may define one name in two ways."""
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    other = {**draft, **ROME, "definitions": {"City": {"enum": ["Rome"]}}}
+    for first in (TREE, {**ROME, "definitions": {"City": {"enum": ["Oslo"]}}}):
+        for body in forced(first, other):
+            for seed in range(4):
+                [choice] = guided.post("/v1/chat/completions", {**body, "seed": seed}).json()["choices"]
+                call = choice["message"]["tool_calls"][0]["function"]
+                found = json.loads(call["arguments"])
+                while "below" in found:
+                    found = found["below"]
+                wanted = {"city": "Rome"} if call["name"] == "g" else {"v": 1} if first is TREE else {"city": "Oslo"}
+                assert found == wanted, choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_no_call_can_follow_are_refused_before_the_answer_begins(
+    guided: RunningServer, stream: bool
+) -> None:
+    circle = {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}}
+    for schema, words in (
+        (circle, "tools is nothing that can be followed: its references go in a circle"),
+        ({"type": "string"}, "The parameters of tool 'f' have the type 'string'; a call's arguments are an object"),
+        ({"type": ["array", "null"]}, "have the type ['array', 'null']"),
+    ):
+        for body in forced(schema):
+            response = guided.post("/v1/chat/completions", {**body, "stream": stream})
+            assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+            assert response.json()["error"]["param"] == "tools"
+    for body in forced(TREE, TREE):
+        twice = {**body, "tools": [body["tools"][0]] * 2, "stream": stream}
+        response = guided.post("/v1/chat/completions", twice)
+        assert response.status_code == 400 and "tools has two functions named 'f'" in response.text
+
+
 def test_a_bad_grammar_is_a_400_and_neighbours_go_on(guided: RunningServer) -> None:
     async def main() -> None:
         client = guided.async_openai()

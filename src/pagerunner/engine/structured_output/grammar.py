@@ -66,6 +66,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 _REASONS = (
     ("NoExtension", "no finite text matches it"),
+    ("intersection stack level", "its references go in a circle, or too deep"),
     ("Current row has", "it allows too many alternatives at one place"),
     ("too many expressions", "it takes too much work to follow, as nested repetitions do"),
     ("too many items", "it takes too much work to follow"),

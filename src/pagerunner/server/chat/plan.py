@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -182,6 +182,8 @@ class ChatPlan:
 def _mode(turn: ChatTurn, options: ChatOptions) -> ToolMode:
     """How tools are chosen, where the request leaves it open."""
     names = [tool.function.name for tool in turn.tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InvalidRequestError(f"tools has two functions named {twice[0]!r}; give each its own name.", param="tools")
     choice = turn.tool_choice or ("auto" if names else "none")
     if choice == "named" and turn.tool_name not in names:
         raise InvalidRequestError(
@@ -204,14 +206,11 @@ def _forced_schema(tools: list[Tool], named: str, one_call: bool) -> dict[str, A
     """The schema of what a forced call is: the named tool's arguments, or a list of calls."""
     if named:
         return next(tool.function.schema() for tool in tools if tool.function.name == named)
-    definitions: dict[str, Any] = {}
     calls = []
-    for tool in tools:
-        schema = tool.function.schema()
-        for key in ("$defs", "definitions"):
-            found = schema.pop(key, None)
-            if isinstance(found, Mapping):
-                _merge(definitions.setdefault(key, {}), found, tool.function.name)
+    for number, tool in enumerate(tools):
+        # With an id each schema is a root of its own, to which its references go.
+        schema = {"$id": f"tool:{number}", **tool.function.schema()}
+        schema.pop("$schema", None)  # drafts before 2019 know no id beside a reference
         properties = {"name": {"const": tool.function.name}, "parameters": schema}
         calls.append(
             {
@@ -222,13 +221,4 @@ def _forced_schema(tools: list[Tool], named: str, one_call: bool) -> dict[str, A
             }
         )
     most = {"maxItems": 1} if one_call else {}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **definitions}
-
-
-def _merge(into: dict[str, Any], found: Mapping[str, Any], name: str) -> None:
-    for key, value in found.items():
-        if into.setdefault(key, value) != value:
-            raise InvalidRequestError(
-                f"The parameters of tool {name!r} define {key!r} otherwise than another tool's do; rename one of them.",
-                param="tools",
-            )
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}

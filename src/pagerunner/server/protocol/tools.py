@@ -21,8 +21,18 @@ class FunctionSpec(msgspec.Struct, omit_defaults=True):
     returns: Any = msgspec.field(default=None, name="return")  # some templates show it
 
     def schema(self) -> dict[str, Any]:
-        """A copy of the schema of the arguments; without one there are none."""
-        return dict(self.parameters or {"type": "object", "properties": {}, "additionalProperties": False})
+        """A copy of the schema of the arguments, which are an object; without one there are none.
+
+        Raises InvalidRequestError for a schema that allows no object.
+        """
+        found = dict(self.parameters or {"properties": {}, "additionalProperties": False})
+        kinds = found.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise InvalidRequestError(
+                f"The parameters of tool {self.name!r} have the type {kinds!r:.100}; a call's arguments are an object.",
+                param="tools",
+            )
+        return {**found, "type": "object"}
 
 
 class Tool(msgspec.Struct):
