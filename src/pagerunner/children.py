@@ -171,7 +171,7 @@ def exit_reason(who: str, status: int) -> str:
         # not the real-time signals between the first and the last
         known = -status in {one.value for one in signal.Signals}
         name = signal.Signals(-status).name if known else f"signal {-status}"
-        hint = ", which is what the kernel does when memory runs out" if -status == signal.SIGKILL else ""
+        hint = ", perhaps by the kernel for want of memory" if -status == signal.SIGKILL else ""
         return f"{who} was ended by {name}{hint}."
     return f"{who} ended with exit status {status}."
 

@@ -96,7 +96,7 @@ def test_one_that_was_killed_while_it_waited_is_named(begun: list[subprocess.Pop
         begun[1].wait()
         from pagerunner.engine.startup.build import build_core
 
-        with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 was ended by SIGKILL, which is what the kernel does"):
+        with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 was ended by SIGKILL, perhaps by the kernel"):
             build_core(EngineArgs(model=str(demo_path()), **TWO), early=early)
     assert all(process.poll() is not None for process in begun)
 

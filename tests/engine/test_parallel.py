@@ -424,7 +424,7 @@ def test_a_rank_that_is_killed_or_stopped_in_the_middle_of_steps(how: str, short
     number, message = {
         "killed": (
             signal.SIGKILL,
-            r"Rank [0123] of 4 was ended by SIGKILL, which is what the kernel does when memory runs out",
+            r"Rank [0123] of 4 was ended by SIGKILL, perhaps by the kernel for want of memory",
         ),
         "stopped": (signal.SIGSTOP, r"Rank 1 of 2 (hangs|has given no sign of life)"),
     }[how]
