@@ -25,7 +25,7 @@ from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.norm import add_rms_norm_, rms_norm
 from pagerunner.ops.rope import rope_, rope_angles
 from pagerunner.ops.routing import Routing, route
@@ -315,7 +315,7 @@ def experts(tokens: int) -> None:
     routes = route(torch.randn(tokens, 128, device="cuda"), Routing(8, normalise=True))
     per_expert = 3 * 2048 * 768 * 2
     floor = max(len(routes.experts_TA.unique()) * per_expert, tokens * 8 * per_expert / 790e6 * BYTES_PER_US)
-    show(f"moe_experts {tokens}", floor, lambda i: moe_experts(x, routes, gate_up, down, SILU), 1)
+    show(f"moe_experts {tokens}", floor, lambda i: moe_experts(x, routes, ExpertWeights(gate_up, down, SILU)), 1)
 
 
 def ops_table() -> None:

@@ -18,7 +18,7 @@ from pagerunner import LLM, SamplingParams
 from pagerunner.ops.activation import SILU
 from pagerunner.ops.kernels import linear_wide
 from pagerunner.ops.linear import linear
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored
 
@@ -59,7 +59,7 @@ def test_joint_products_beside_a_busy_stream_leave_their_counters_at_zero(form, 
 
     def run() -> tuple[torch.Tensor, Routes]:
         routes = route(now, routing)
-        return moe_experts(x, routes, *matrices, SILU), routes
+        return moe_experts(x, routes, ExpertWeights(*matrices, SILU)), routes
 
     alone = []
     for one in logits:
@@ -94,7 +94,7 @@ def test_experts_in_gluon_follow_their_inputs_in_a_graph(form, kernels, tokens, 
     monkeypatch.setattr(moe, kernels, lambda *args, **own: calls.append(1) or product(*args, **own))
 
     def run() -> torch.Tensor:
-        return moe_experts(x, route(logits, routing), *matrices, SILU)
+        return moe_experts(x, route(logits, routing), ExpertWeights(*matrices, SILU))
 
     graph, out = captured(run)
     assert calls, "other kernels served"

@@ -8,7 +8,7 @@ import torch
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.linear import Norm, linear
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
+from pagerunner.ops.moe import ExpertWeights, Shared, moe_experts, moe_experts_then
 from pagerunner.ops.pair_sums import PairSums, add_pairs_, add_pairs_norm_, add_pairs_norm_linear_
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
@@ -96,8 +96,8 @@ def test_padding_goes_nowhere(tokens, experts, active):
     unread = torch.isin(torch.arange(experts, device="cuda"), want.experts_TA, invert=True)
     gate_up[unread], down[unread] = float("nan"), float("nan")
     x = random(tokens, 256).bfloat16()
-    alone = moe_experts(x[:own].clone(), want, gate_up, down, SILU)
-    padded = moe_experts(x, got, gate_up, down, SILU)
+    alone = moe_experts(x[:own].clone(), want, ExpertWeights(gate_up, down, SILU))
+    padded = moe_experts(x, got, ExpertWeights(gate_up, down, SILU))
     close(padded[:own], alone)
     assert (padded[own:] == 0).all()
 
@@ -139,8 +139,8 @@ def test_experts(tokens, dtype, activation, features, inner):
     biases = random(48, 2 * inner).to(dtype), random(48, features).to(dtype)
     routes = route(random(tokens, 48), Routing(8, normalise=True))
     got, want = residual.clone(), residual.clone()
-    moe_experts(x, routes, gate_up, down, activation, *biases, residual_TD=got)
-    moe_experts.twin(x, routes, gate_up, down, activation, *biases, residual_TD=want)
+    moe_experts(x, routes, ExpertWeights(gate_up, down, activation, *biases), residual_TD=got)
+    moe_experts.twin(x, routes, ExpertWeights(gate_up, down, activation, *biases), residual_TD=want)
     close(got - residual, want - residual)
 
 
@@ -161,7 +161,9 @@ def mixture(form: str) -> tuple[Stored, Stored]:
 
 def exact(x: torch.Tensor, routes: Routes, gate_up: Stored, down: Stored, activation: GatedActivation, *biases):
     """The sum of a token's experts in float32."""
-    return moe_experts.twin(x.float(), routes, gate_up, down, activation, *(bias.float() for bias in biases))
+    return moe_experts.twin(
+        x.float(), routes, ExpertWeights(gate_up, down, activation, *(bias.float() for bias in biases))
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -174,7 +176,7 @@ def test_stored_experts(form, tokens, activation):
     x, residual = random(tokens, features).bfloat16(), random(tokens, features).bfloat16()
     routes = route(random(tokens, 24), Routing(4, normalise=True))
     want, got = exact(x, routes, gate_up, down, activation, *biases), residual.clone()
-    moe_experts(x, routes, gate_up, down, activation, *biases, residual_TD=got)
+    moe_experts(x, routes, ExpertWeights(gate_up, down, activation, *biases), residual_TD=got)
     close(got - residual, want)
 
 
@@ -189,10 +191,10 @@ def test_experts_in_mxfp4_of_any_size(tokens, features, inner, activation, weigh
     biases = random(32, 2 * inner).bfloat16(), random(32, features).bfloat16()
     x, residual = random(tokens, features).bfloat16(), random(tokens, features).bfloat16()
     routes = route(random(tokens, 32), Routing(4, normalise=True))
-    own, exactly = (gate_up, down, activation), {"weigh_inputs": weigh_inputs}
-    want = moe_experts.twin(x.float(), routes, *own, *(bias.float() for bias in biases), **exactly)
-    got = residual.clone()
-    moe_experts(x, routes, *own, *biases, residual_TD=got, **exactly)
+    own = ExpertWeights(gate_up, down, activation, *biases, weigh_inputs)
+    exactly = own._replace(gate_up_bias_E2I=biases[0].float(), down_bias_ED=biases[1].float())
+    want, got = moe_experts.twin(x.float(), routes, exactly), residual.clone()
+    moe_experts(x, routes, own, residual_TD=got)
     close(got - residual, want)
 
 
@@ -204,7 +206,8 @@ def test_many_tokens_are_rounded_as_8_bit_experts_ask(form, activations, tokens)
         for sizes in ((768, 640), (640, 384))
     )
     x, routes = random(tokens, 640).bfloat16(), route(random(tokens, 24), Routing(4, normalise=True))
-    got, want = moe_experts(x, routes, gate_up, down, SILU).float(), exact(x, routes, gate_up, down, SILU)
+    got = moe_experts(x, routes, ExpertWeights(gate_up, down, SILU)).float()
+    want = exact(x, routes, gate_up, down, SILU)
     assert (got - want).norm() < 6e-2 * want.norm()
 
 
@@ -213,10 +216,10 @@ def test_many_tokens_are_rounded_as_8_bit_experts_ask(form, activations, tokens)
 def test_stored_experts_in_a_graph_follow_the_routing(form, tokens):
     gate_up, down = mixture(form)
     x, logits, routing = random(tokens, down.shape[1]).bfloat16(), random(tokens, 24), Routing(4, normalise=True)
-    moe_experts(x, route(logits, routing), gate_up, down, SILU)
+    moe_experts(x, route(logits, routing), ExpertWeights(gate_up, down, SILU))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = moe_experts(x, route(logits, routing), gate_up, down, SILU)
+        out = moe_experts(x, route(logits, routing), ExpertWeights(gate_up, down, SILU))
     for _ in range(3):
         logits.copy_(random(tokens, 24))
         graph.replay()
@@ -288,24 +291,25 @@ def test_piped_products(dtype, features, inner, activation, weigh_inputs, monkey
         x, routes = random(tokens, features).to(dtype), route(random(tokens, 7) + chances, Routing(2, normalise=True))
         exact_given = (bias.float() for bias in given)
         want = moe_experts.twin(
-            x.float(), routes, gate_up.float(), down.float(), activation, *exact_given, weigh_inputs=weigh_inputs
+            x.float(),
+            routes,
+            ExpertWeights(gate_up.float(), down.float(), activation, *exact_given, weigh_inputs=weigh_inputs),
         )
-        got = moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs)
+        own = ExpertWeights(gate_up, down, activation, *given, weigh_inputs=weigh_inputs)
+        got = moe_experts(x, routes, own)
         close(got, want)
         with monkeypatch.context() as only:
             only.setattr(moe_piped, "has_gluon", lambda device: False)
-            close(got, moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs))
+            close(got, moe_experts(x, routes, own))
         for _ in range(5):
-            assert torch.equal(
-                moe_experts(x, routes, gate_up, down, activation, *given, weigh_inputs=weigh_inputs), got
-            )
+            assert torch.equal(moe_experts(x, routes, own), got)
 
 
 def layers(x: torch.Tensor, routes: list[Routes], gate_up: Stored, down: Stored, *, wait: bool) -> torch.Tensor:
     """Mixtures that each need the one before, and nothing between them."""
     stream = x.clone()
     for own in routes:
-        moe_experts(stream, own, gate_up, down, CLAMPED, residual_TD=stream)
+        moe_experts(stream, own, ExpertWeights(gate_up, down, CLAMPED), residual_TD=stream)
         if wait:
             torch.cuda.synchronize()
     return stream
@@ -330,21 +334,21 @@ def test_a_chain_of_dependent_launches_keeps_its_order(form, tokens):
 def test_experts_in_a_graph_follow_the_routing():
     x, gate_up, down = random(9, 256), random(16, 256, 256) * 0.05, random(16, 256, 128) * 0.05
     logits, routing = random(9, 16), Routing(4, normalise=True)
-    moe_experts(x, route(logits, routing), gate_up, down, SILU)
+    moe_experts(x, route(logits, routing), ExpertWeights(gate_up, down, SILU))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = moe_experts(x, route(logits, routing), gate_up, down, SILU)
+        out = moe_experts(x, route(logits, routing), ExpertWeights(gate_up, down, SILU))
     logits.copy_(random(9, 16))
     graph.replay()
-    close(out, moe_experts.twin(x, route.twin(logits, routing), gate_up, down, SILU))
+    close(out, moe_experts.twin(x, route.twin(logits, routing), ExpertWeights(gate_up, down, SILU)))
 
 
 def test_a_token_is_the_same_alone_and_among_others():
     x, gate_up, down = random(40, 256).bfloat16(), random(16, 256, 256).bfloat16(), random(16, 256, 128).bfloat16()
     routes = route(random(40, 16), Routing(4))
-    every = moe_experts(x, routes, gate_up, down, SILU)
+    every = moe_experts(x, routes, ExpertWeights(gate_up, down, SILU))
     some = Routes(routes.weights_TA[8:24], routes.experts_TA[8:24])
-    assert torch.equal(every[8:24], moe_experts(x[8:24], some, gate_up, down, SILU))
+    assert torch.equal(every[8:24], moe_experts(x[8:24], some, ExpertWeights(gate_up, down, SILU)))
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8 row", "fp8 block", "int8 row", "int4 f16 128"])
@@ -368,7 +372,7 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, tokens):
         stream = x.clone()
         for one in routes:
             normed = norm(stream)
-            pairs = moe_experts_then(normed, one, *own, residual_TD=stream, shared=shared)
+            pairs = moe_experts_then(normed, one, ExpertWeights(*own), residual_TD=stream, shared=shared)
             if pairs is not None:
                 add_pairs_(stream, pairs)
             if wait:
@@ -376,12 +380,12 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, tokens):
         return stream
 
     normed, got, want = norm(x), x.clone(), x.float()
-    pairs = moe_experts_then(normed, routes[0], *own, residual_TD=got, shared=shared)
+    pairs = moe_experts_then(normed, routes[0], ExpertWeights(*own), residual_TD=got, shared=shared)
     if pairs is not None:
         add_pairs_(got, pairs)
     exactly = (gate_up.float(), down.float(), SILU) if form == "bf16" else own
     also = Shared(*(one.float() for one in shared)) if form == "bf16" else shared
-    moe_experts_then.twin(normed.float(), routes[0], *exactly, residual_TD=want, shared=also)
+    moe_experts_then.twin(normed.float(), routes[0], ExpertWeights(*exactly), residual_TD=want, shared=also)
     assert (got.float() - want).norm() <= 1e-2 * want.norm()
     want = run(wait=True)
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.activation import SILU, GatedActivation, clamped_swiglu, silu_and_mul
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.routing import Routes, Routing, expert_logits, route, touched_experts
 from pagerunner.ops.stored import Stored8
 
@@ -21,10 +21,9 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(tokens: int, biases: bool,
     gate_up_bias, down_bias = (torch.randn(5, 6), torch.randn(5, 8)) if biases else (None, None)
     routes = route(torch.randn(tokens, 5), Routing(2, normalise=True))
     residual = torch.randn(tokens, 8)
-    own = {"weigh_inputs": weigh_inputs}
-    got = moe_experts(x, routes, gate_up, down, SILU, gate_up_bias, down_bias, **own)
-    added = residual.clone()
-    assert moe_experts(x, routes, gate_up, down, SILU, gate_up_bias, down_bias, residual_TD=added, **own) is added
+    experts = ExpertWeights(gate_up, down, SILU, gate_up_bias, down_bias, weigh_inputs)
+    got, added = moe_experts(x, routes, experts), residual.clone()
+    assert moe_experts(x, routes, experts, added) is added
     torch.testing.assert_close(added, residual + got)
     for t in range(tokens):
         want = torch.zeros(8)
@@ -40,15 +39,15 @@ def test_stored_experts_are_what_they_stand_for() -> None:
     codes = torch.randn(3, 6, 8).to(torch.float8_e4m3fn)
     stored = Stored8(codes, torch.rand(3, 6, 1), (1, 8))
     x, down, routes = torch.randn(4, 8), torch.randn(3, 8, 3), route(torch.randn(4, 3), Routing(2))
-    want = moe_experts(x, routes, codes.float() * stored.scales, down, SILU)
-    torch.testing.assert_close(moe_experts(x, routes, stored, down, SILU), want)
+    want = moe_experts(x, routes, ExpertWeights(codes.float() * stored.scales, down, SILU))
+    torch.testing.assert_close(moe_experts(x, routes, ExpertWeights(stored, down, SILU)), want)
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     gate_up, down = torch.full((4, 2, 3), float("nan")), torch.full((4, 3, 1), float("nan"))
     gate_up[2], down[2] = 1.0, 1.0
     routes = Routes(torch.ones(3, 1), torch.full((3, 1), 2))
-    assert moe_experts(torch.ones(3, 3), routes, gate_up, down, SILU).isfinite().all()
+    assert moe_experts(torch.ones(3, 3), routes, ExpertWeights(gate_up, down, SILU)).isfinite().all()
 
 
 def test_softmax_routing() -> None:

@@ -16,7 +16,7 @@ from pagerunner.layers.moe import Experts, ExpertSizes, Router, kernels_of
 from pagerunner.ops import quantize as twins
 from pagerunner.ops.activation import SILU
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then
+from pagerunner.ops.moe import ExpertWeights, Shared, moe_experts, moe_experts_then
 from pagerunner.ops.routing import Routing, norm_expert_logits, route
 from pagerunner.ops.stored import Stored4, Stored8
 from pagerunner.quant.ranked import SummedExperts
@@ -84,10 +84,10 @@ class Layer:
         if tokens <= 16:
             norm_expert_logits.kernel(self.x[:tokens], norm, weight)
         routes = route.kernel(torch.empty(tokens, self.experts), self.routing)
-        moe_experts.kernel(self.x[:tokens], routes._replace(order_P=None, starts_E1=None), *self.weights, SILU)
-        moe_experts.kernel(self.x[:tokens], routes, *self.weights, SILU)
-        own = self.x[:tokens], routes, *self.weights, SILU
-        moe_experts_then.kernel(*own, residual_TD=self.x[:tokens], shared=self.shared)
+        x, experts = self.x[:tokens], ExpertWeights(*self.weights, SILU)
+        moe_experts.kernel(x, routes._replace(order_P=None, starts_E1=None), experts)
+        moe_experts.kernel(x, routes, experts)
+        moe_experts_then.kernel(x, routes, experts, x, self.shared)
         return self.launches
 
 

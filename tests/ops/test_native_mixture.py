@@ -9,7 +9,7 @@ import torch
 
 from helpers.compiler import needs_compiler
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.moe import moe_experts
+from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.native import mixture
 from pagerunner.ops.native.calls import record
 from pagerunner.ops.panels import Layout, panel_width, put_rows
@@ -112,7 +112,10 @@ def test_experts_equal_their_twin(
         routes = route(torch.randn(tokens, count), Routing(3))
         held = [torch.ones(tokens, features + 2)[:, :-2] if residual else None for _ in range(2)]
         want = moe_experts.twin(
-            x_TD, routes, gate_up_EOI, down_EOI, activation, *biases, weigh_inputs=weigh, residual_TD=held[0]
+            x_TD,
+            routes,
+            ExpertWeights(gate_up_EOI, down_EOI, activation, *biases, weigh_inputs=weigh),
+            residual_TD=held[0],
         )
         got = mixture.experts(x_TD, routes, matrices, inner, activation, weigh_inputs=weigh, residual_TD=held[1])
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
@@ -148,7 +151,9 @@ def test_padding_goes_to_no_expert(residual: bool) -> None:
         row_T[padding] = -1
         routes = route.twin(torch.randn(5, 6), Routing(3), row_T=row_T)
         held = [torch.ones(5, 24) if residual else None for _ in range(2)]
-        want = moe_experts.twin(x_TD, routes, gate_up_EOI, down_EOI, SILU, weigh_inputs=False, residual_TD=held[0])
+        want = moe_experts.twin(
+            x_TD, routes, ExpertWeights(gate_up_EOI, down_EOI, SILU, weigh_inputs=False), residual_TD=held[0]
+        )
         got = mixture.experts(x_TD, routes, matrices, 16, SILU, weigh_inputs=False, residual_TD=held[1])
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
 

@@ -38,6 +38,20 @@ class Shared(NamedTuple):
     down_DS: torch.Tensor | Stored
 
 
+class ExpertWeights(NamedTuple):
+    """All experts of a mixture, whose matrices are gates above ups and what follows them, with their biases. `activation` is between both products.
+
+    With `weigh_inputs` the experts' inputs are weighted instead of their outputs.
+    """
+
+    gate_up_E2ID: torch.Tensor | Stored
+    down_EDI: torch.Tensor | Stored
+    activation: GatedActivation
+    gate_up_bias_E2I: torch.Tensor | None = None
+    down_bias_ED: torch.Tensor | None = None
+    weigh_inputs: bool = False
+
+
 def add_shared_(x_TD: torch.Tensor, shared: Shared, activation: GatedActivation, residual_TD: torch.Tensor) -> None:
     """Add the output of `shared` to `residual` in place."""
     if activation == SILU:
@@ -49,38 +63,25 @@ def add_shared_(x_TD: torch.Tensor, shared: Shared, activation: GatedActivation,
 
 @gpu_kernel("moe")
 def moe_experts(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up_E2ID: torch.Tensor | Stored,
-    down_EDI: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
-    weigh_inputs: bool = False,
-    residual_TD: torch.Tensor | None = None,
+    x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights, residual_TD: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sum over a token's experts of `weight * down(activation(gate_up(x)))`, [T, D]. It is added to `residual` in place if there is one.
 
-    With `weigh_inputs` the experts' inputs are weighted instead of their outputs. Tokens are grouped by expert: one pair of matrix
-    products for each expert that any token chose, over all of its tokens. A token's experts are added up in the order of their
-    numbers, whatever else is in the batch.
+    Tokens are grouped by expert: one pair of matrix products for each expert that any token chose, over all of its tokens. A token's
+    experts are added up in the order of their numbers, whatever else is in the batch.
     """
 
     def run(x_PD: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
         out_PD, first = torch.empty_like(x_PD), 0
         for expert, count in enumerate(counts_E):
-            if not count:
-                continue
-            chosen = slice(first, first + count)
-            gate_up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
-            down_bias = None if down_bias_ED is None else down_bias_ED[expert]
-            inner = activation(F.linear(x_PD[chosen], _of_expert(gate_up_E2ID, expert, x_TD.dtype), gate_up_bias))
-            out_PD[chosen] = F.linear(inner, _of_expert(down_EDI, expert, x_TD.dtype), down_bias)
-            first += count
+            if count:
+                chosen = slice(first, first + count)
+                out_PD[chosen] = _one_expert(x_PD[chosen], experts, expert)
+                first += count
         return out_PD
 
-    out_TD = sum_of_pairs(x_TD, routes, gate_up_E2ID.shape[0], run, weigh_inputs=weigh_inputs)
+    count, weigh_inputs = experts.gate_up_E2ID.shape[0], experts.weigh_inputs
+    out_TD = sum_of_pairs(x_TD, routes, count, run, weigh_inputs=weigh_inputs)
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
@@ -88,15 +89,10 @@ def moe_experts(
 def moe_experts_then(
     x_TD: torch.Tensor,
     routes: Routes,
-    gate_up_E2ID: torch.Tensor | Stored,
-    down_EDI: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
+    experts: ExpertWeights,
     residual_TD: torch.Tensor,
-    weigh_inputs: bool = False,
     shared: Shared | None = None,
+    *,
     add: bool = True,
 ) -> PairSums | None:
     """As `moe_experts`, added to `residual` in place; or what is still to be added to it, where a kernel behind this one can do that on its way.
@@ -106,24 +102,13 @@ def moe_experts_then(
     if not add:
         residual_TD.zero_()
     if shared is not None:
-        add_shared_(x_TD, shared, activation, residual_TD)
-    own = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
-    moe_experts.twin(x_TD, routes, *own, weigh_inputs=weigh_inputs, residual_TD=residual_TD)
+        add_shared_(x_TD, shared, experts.activation, residual_TD)
+    moe_experts.twin(x_TD, routes, experts, residual_TD)
     return None
 
 
 @gpu_kernel("moe")
-def fixed_pairs(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up_E2ID: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
-    weigh_inputs: bool = False,
-) -> torch.Tensor:
+def fixed_pairs(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
     """Each pair's part of the sum that `moe_experts` computes, [P, D], in the tokens' order: each as if it were alone. A pair without an expert may get anything."""
     active = routes.experts_TA.shape[1]
     out_PD = x_TD.new_zeros(routes.experts_TA.numel(), x_TD.shape[1])
@@ -131,11 +116,8 @@ def fixed_pairs(
         if expert < 0:
             continue
         x_1D, weight = x_TD[pair // active][None], routes.weights_TA.flatten()[pair].to(x_TD.dtype)
-        up_bias = None if gate_up_bias_E2I is None else gate_up_bias_E2I[expert]
-        bias = None if down_bias_ED is None else down_bias_ED[expert]
-        inner = activation(F.linear(x_1D * weight if weigh_inputs else x_1D, gate_up_E2ID[expert], up_bias))
-        out_1D = F.linear(inner, down_EDI[expert], bias)
-        out_PD[pair] = out_1D[0] if weigh_inputs else out_1D[0] * weight
+        out_1D = _one_expert(x_1D * weight if experts.weigh_inputs else x_1D, experts, expert)
+        out_PD[pair] = out_1D[0] if experts.weigh_inputs else out_1D[0] * weight
     return out_PD
 
 
@@ -196,6 +178,13 @@ def sum_of_pairs(
     if not weigh_inputs:
         out_PD.mul_(weights_P1)
     return torch.zeros_like(x_TD).index_add_(0, tokens_P, out_PD)
+
+
+def _one_expert(x_ND: torch.Tensor, experts: ExpertWeights, expert: int) -> torch.Tensor:
+    """The unweighted output of one expert."""
+    up_bias, bias = (None if one is None else one[expert] for one in (experts.gate_up_bias_E2I, experts.down_bias_ED))
+    inner = experts.activation(F.linear(x_ND, _of_expert(experts.gate_up_E2ID, expert, x_ND.dtype), up_bias))
+    return F.linear(inner, _of_expert(experts.down_EDI, expert, x_ND.dtype), bias)
 
 
 def _of_expert(matrices: torch.Tensor | Stored, expert: int, dtype: torch.dtype) -> torch.Tensor:

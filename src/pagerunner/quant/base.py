@@ -19,7 +19,7 @@ from pagerunner.dist.base import RankSums
 from pagerunner.ops.activation import GatedActivation, silu_and_mul
 from pagerunner.ops.embedding import embedding
 from pagerunner.ops.linear import Norm, joins_few, linear, linear_add_, norm_linear, norm_linear_silu
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products
+from pagerunner.ops.moe import ExpertWeights, Shared, moe_experts, moe_experts_then, pair_products
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 from pagerunner.ops.routing import Here, Routes
 from pagerunner.ops.stored import Stored
@@ -223,16 +223,13 @@ class ExpertMethod(ABC):
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `moe_experts`, [T, D]."""
-        return moe_experts(x_TD, routes, *self._operands(own), weigh_inputs=own.weigh_inputs, residual_TD=residual_TD)
+        return moe_experts(x_TD, routes, self.operands(own), residual_TD)
 
     def apply_then(
         self, x_TD: torch.Tensor, routes: Routes, own: Mixture, residual_TD: torch.Tensor, shared: Shared | None = None
     ) -> PairSums | RankSums | None:
         """See `moe_experts_then`. Several ranks' sums are still to be added up."""
-        operands, weigh_inputs = self._operands(own), own.weigh_inputs
-        return moe_experts_then(
-            x_TD, routes, *operands, residual_TD=residual_TD, weigh_inputs=weigh_inputs, shared=shared
-        )
+        return moe_experts_then(x_TD, routes, self.operands(own), residual_TD, shared)
 
     def leaves_pairs(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
         """Whether `apply_then` of so many tokens leaves pairs to the kernel that adds up ranks' sums."""
@@ -240,8 +237,8 @@ class ExpertMethod(ABC):
 
     def outputs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums | torch.Tensor:
         """As `apply`, [T, D], or what is still to be added up to that."""
-        operands, out_TD = self._operands(own), torch.empty_like(x_TD)
-        pairs = moe_experts_then(x_TD, routes, *operands, residual_TD=out_TD, weigh_inputs=own.weigh_inputs, add=False)
+        out_TD = torch.empty_like(x_TD)
+        pairs = moe_experts_then(x_TD, routes, self.operands(own), out_TD, add=False)
         return out_TD if pairs is None else pairs
 
     def here(self, routes: Routes) -> Routes:
@@ -252,12 +249,11 @@ class ExpertMethod(ABC):
         """See `ops.moe.pair_products`, of one of the two matrices."""
         return pair_products(x, routes, self.matrix(weights), weights.get("bias"))
 
-    def _operands(
-        self, own: Mixture
-    ) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored, GatedActivation, torch.Tensor | None, torch.Tensor | None]:
-        """Both matrices, what is between them, and both biases."""
-        gate_up, down, activation, _ = own
-        return self.matrix(gate_up), self.matrix(down), activation, gate_up.get("bias"), down.get("bias")
+    def operands(self, own: Mixture) -> ExpertWeights:
+        """The mixture as products take it."""
+        gate_up, down, activation, weigh_inputs = own
+        matrices, biases = (self.matrix(gate_up), self.matrix(down)), (gate_up.get("bias"), down.get("bias"))
+        return ExpertWeights(*matrices, activation, *biases, weigh_inputs)
 
 
 class UnquantizedExperts(ExpertMethod):

@@ -115,11 +115,7 @@ class FixedExperts(UnquantizedExperts):
         return self._pairs(x_TD, routes, own)
 
     def _pairs(self, x_TD: torch.Tensor, routes: Routes, own: Mixture) -> PairSums:
-        gate_up, down = own.gate_up, own.down
-        biases = gate_up.get("bias"), down.get("bias")
-        matrices = gate_up["weight"], down["weight"]
-        out_PD = fixed_pairs(x_TD, routes, *matrices, own.activation, *biases, weigh_inputs=own.weigh_inputs)
-        return PairSums(out_PD, routes.experts_TA)
+        return PairSums(fixed_pairs(x_TD, routes, self.operands(own)), routes.experts_TA)
 
 
 def check_experts(own: Mixture, router_ED: torch.Tensor, routing: Routing) -> None:

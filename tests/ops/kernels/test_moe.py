@@ -15,7 +15,7 @@ from pagerunner.ops.kernels import moe
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
 from pagerunner.ops.kernels.moe_joint import joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
-from pagerunner.ops.moe import Shared, moe_experts, moe_experts_then, pair_products, pair_routes
+from pagerunner.ops.moe import ExpertWeights, Shared, moe_experts, moe_experts_then, pair_products, pair_routes
 from pagerunner.ops.pair_sums import add_pairs_
 from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, own_experts, route
 from pagerunner.ops.stored import Stored, Stored4
@@ -33,8 +33,8 @@ def test_experts(sizes, biases, activation):
     x, gate_up, down = torch.randn(tokens, 18), torch.randn(experts, 6, 18), torch.randn(experts, 18, 3)
     extra = (torch.randn(experts, 6), torch.randn(experts, 18)) if biases else (None, None)
     routes = route.twin(torch.randn(tokens, experts), Routing(active, normalise=True))
-    got = moe_experts.kernel(x, routes, gate_up, down, activation, *extra)
-    want = moe_experts.twin(x, routes, gate_up, down, activation, *extra)
+    got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, activation, *extra))
+    want = moe_experts.twin(x, routes, ExpertWeights(gate_up, down, activation, *extra))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -63,7 +63,7 @@ def test_inputs_are_weighted_and_the_sum_is_added_to_a_residual():
     routes = route.twin(torch.randn(7, 4), Routing(2, "sigmoid"))
     got, want = residual.clone(), residual.clone()
     for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
-        op(x, routes, gate_up, down, SILU, weigh_inputs=True, residual_TD=out[:, :18])
+        op(x, routes, ExpertWeights(gate_up, down, SILU, weigh_inputs=True), residual_TD=out[:, :18])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -71,21 +71,21 @@ def test_experts_that_nobody_chose_are_not_read_and_no_tokens_are_no_work():
     gate_up, down = torch.full((4, 2, 3), float("nan")), torch.full((4, 3, 1), float("nan"))
     gate_up[2], down[2] = 1.0, 1.0
     x, routes = torch.ones(3, 3), Routes(torch.ones(3, 1), torch.full((3, 1), 2))
-    assert moe_experts.kernel(x, routes, gate_up, down, SILU).isfinite().all()
+    assert moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, SILU)).isfinite().all()
     none = Routes(routes.weights_TA[:0], routes.experts_TA[:0])
-    assert moe_experts.kernel(x[:0], none, gate_up, down, SILU).shape == (0, 3)
+    assert moe_experts.kernel(x[:0], none, ExpertWeights(gate_up, down, SILU)).shape == (0, 3)
 
 
 def test_a_token_is_the_same_alone_and_among_others():
     torch.manual_seed(0)
     x, gate_up, down = torch.randn(9, 16), torch.randn(5, 8, 16), torch.randn(5, 16, 4)
     weights, chosen, *_ = route.twin(torch.randn(9, 5), Routing(3))
-    every = moe_experts.kernel(x, Routes(weights, chosen), gate_up, down, SILU)
-    again = moe_experts.kernel(x, Routes(weights.flip(1), chosen.flip(1)), gate_up, down, SILU)
+    every = moe_experts.kernel(x, Routes(weights, chosen), ExpertWeights(gate_up, down, SILU))
+    again = moe_experts.kernel(x, Routes(weights.flip(1), chosen.flip(1)), ExpertWeights(gate_up, down, SILU))
     assert torch.equal(every, again)
-    some = moe_experts.kernel(x[4:6], Routes(weights[4:6], chosen[4:6]), gate_up, down, SILU)
+    some = moe_experts.kernel(x[4:6], Routes(weights[4:6], chosen[4:6]), ExpertWeights(gate_up, down, SILU))
     assert torch.equal(every[4:6], some)
-    one = moe_experts.kernel(x[4:5], Routes(weights[4:5], chosen[4:5]), gate_up, down, SILU)
+    one = moe_experts.kernel(x[4:5], Routes(weights[4:5], chosen[4:5]), ExpertWeights(gate_up, down, SILU))
     torch.testing.assert_close(every[4:5], one)  # by kernels of its own, which sum in another order
 
 
@@ -108,8 +108,8 @@ def test_stored_experts(form, sizes):
     biases = torch.randn(3, 2 * inner), torch.randn(3, features)
     x, routes = torch.randn(tokens, features), route.twin(torch.randn(tokens, 3), Routing(2, normalise=True))
     for activation in (SILU, GatedActivation("clamped_swiglu", 2.0)):
-        got = moe_experts.kernel(x, routes, gate_up, down, activation, *biases)
-        want = moe_experts.twin(x, routes, gate_up, down, activation, *biases)
+        got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, activation, *biases))
+        want = moe_experts.twin(x, routes, ExpertWeights(gate_up, down, activation, *biases))
         torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
 
 
@@ -156,9 +156,9 @@ def test_pairs_of_a_few_tokens_in_4_bits(form, sizes, active, configs):
         x, residual = torch.randn(tokens, features), torch.randn(tokens, features + 2)
         routes = route.twin(torch.randn(tokens, 7), Routing(active, normalise=True))
         got, want = residual.clone(), residual.clone()
-        own = x, routes, gate_up, down, activation, *biases
-        pairs_products(*own, got[:, :features], weigh_inputs=weigh_inputs, add=True, configs=configs)
-        moe_experts.twin(*own, weigh_inputs=weigh_inputs, residual_TD=want[:, :features])
+        own = x, routes, ExpertWeights(gate_up, down, activation, *biases, weigh_inputs)
+        pairs_products(*own, got[:, :features], add=True, configs=configs)
+        moe_experts.twin(*own, want[:, :features])
         torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
 
 
@@ -174,11 +174,9 @@ def test_padding_of_a_few_tokens_in_4_bits_reads_no_expert_of_its_own():
         matrix.scales[[0, 2, 4, 6]] = float("nan")
     x, residual = torch.randn(4, 128), torch.randn(4, 128)
     got, want = residual.clone(), residual.clone()
-    own = x, Routes(weights, chosen), gate_up, down, SILU
-    pairs_products(
-        *own, None, None, got, weigh_inputs=False, add=True, configs=(PairsConfig(64, 1, 1), PairsConfig(64, 1, 2))
-    )
-    moe_experts.twin(*own, residual_TD=want)
+    own = x, Routes(weights, chosen), ExpertWeights(gate_up, down, SILU)
+    pairs_products(*own, got, add=True, configs=(PairsConfig(64, 1, 1), PairsConfig(64, 1, 2)))
+    moe_experts.twin(*own, want)
     assert torch.equal(got[2:], residual[2:])
     torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
 
@@ -191,7 +189,7 @@ def test_few_tokens_in_4_bits_take_the_kernel_of_pairs(monkeypatch):
     monkeypatch.setattr("pagerunner.ops.kernels.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
     for tokens, active in ((1, 8), (2, 2), (4, 1), (3, 2), (5, 1)):
         routes = route.kernel(torch.randn(tokens, 8), Routing(active))
-        moe_experts.kernel(torch.randn(tokens, 64), routes, gate_up, down, SILU)
+        moe_experts.kernel(torch.randn(tokens, 64), routes, ExpertWeights(gate_up, down, SILU))
     assert seen == [1, 2, 4]  # up to half a pair of an expert, and one token in any case
     assert not packs(torch.float32, *(stored("int4 bf16 32", 64, 64, experts=3),) * 2)
     assert not packs(torch.float32, gate_up, torch.zeros(3, 64, 32))
@@ -216,9 +214,9 @@ def test_one_token(active, weigh_inputs):
     biases = torch.randn(12, 20), torch.randn(12, 36)
     got, want = residual.clone(), residual.clone()
     for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
-        op(x, routes, gate_up, down, SILU, *biases, weigh_inputs=weigh_inputs, residual_TD=out)
+        op(x, routes, ExpertWeights(gate_up, down, SILU, *biases, weigh_inputs=weigh_inputs), residual_TD=out)
     torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
-    alone = [op(x, routes, gate_up, down, SILU) for op in (moe_experts.kernel, moe_experts.twin)]
+    alone = [op(x, routes, ExpertWeights(gate_up, down, SILU)) for op in (moe_experts.kernel, moe_experts.twin)]
     torch.testing.assert_close(*alone, atol=1e-4 * float(alone[1].abs().max()), rtol=1e-4)
 
 
@@ -242,8 +240,10 @@ def test_what_all_tokens_pass_is_part_of_both_kernels_of_one_token(form, wide, m
     seen = []
     monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
     got, want = residual.clone(), residual.clone()
-    assert moe_experts_then.kernel(x, routes, gate_up, down, SILU, residual_TD=got, shared=shared) is None
-    moe_experts_then.twin(x, routes, gate_up, down, SILU, residual_TD=want, shared=shared)
+    assert (
+        moe_experts_then.kernel(x, routes, ExpertWeights(gate_up, down, SILU), residual_TD=got, shared=shared) is None
+    )
+    moe_experts_then.twin(x, routes, ExpertWeights(gate_up, down, SILU), residual_TD=want, shared=shared)
     torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=1e-4)
     assert not seen
 
@@ -277,7 +277,7 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
             "pagerunner.ops.kernels.moe_joint.NARROW", narrow
         )  # tiles for experts of few inner features, and of more
         got, want = residual.clone(), residual.clone()
-        own = x, routes, gate_up, down, activation
+        own = x, routes, ExpertWeights(gate_up, down, activation)
         pairs = moe_experts_then.kernel(*own, residual_TD=got[:, :features], shared=shared)
         add_pairs_(got[:, :features], pairs)
         moe_experts_then.twin(*own, residual_TD=want[:, :features], shared=shared)
@@ -310,7 +310,7 @@ def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_anot
         routes = route.kernel(torch.randn(tokens, 5), Routing(2))
         for active_routes in (routes, routes._replace(order_P=None, starts_E1=None, tiles=None)):
             got, want = residual[:tokens].clone(), residual[:tokens].clone()
-            own = x[:tokens], active_routes, gate_up, down, SILU
+            own = x[:tokens], active_routes, ExpertWeights(gate_up, down, SILU)
             pairs = moe_experts_then.kernel(*own, residual_TD=got, shared=shared)
             if pairs is not None:
                 add_pairs_(got, pairs)
@@ -343,14 +343,17 @@ def test_ranks_with_some_of_the_experts_compute_those_alone(form, tokens):
         torch.testing.assert_close(own.weights_TA, want.weights_TA)
         parts = [one[here].clone() if isinstance(one, torch.Tensor) else experts_of(one, here) for one in matrices]
         extra = [bias[here].clone() for bias in biases]
-        got = moe_experts.kernel(x, own, *parts, SILU, *extra)
+        got = moe_experts.kernel(x, own, ExpertWeights(*parts, SILU, *extra))
         torch.testing.assert_close(
-            got, moe_experts.twin(x, want, *parts, SILU, *extra), atol=1e-3 * float(x.abs().max()) * 50, rtol=1e-3
+            got,
+            moe_experts.twin(x, want, ExpertWeights(*parts, SILU, *extra)),
+            atol=1e-3 * float(x.abs().max()) * 50,
+            rtol=1e-3,
         )
         total += got
         gathered = own_experts.kernel(routes.experts_TA, Routes(*routes[:2]), first, count, 2)  # of other teams' tokens
-        torch.testing.assert_close(moe_experts.kernel(x, gathered, *parts, SILU, *extra), got)
-    whole = moe_experts.kernel(x, routes, *matrices, SILU, *biases)
+        torch.testing.assert_close(moe_experts.kernel(x, gathered, ExpertWeights(*parts, SILU, *extra)), got)
+    whole = moe_experts.kernel(x, routes, ExpertWeights(*matrices, SILU, *biases))
     torch.testing.assert_close(total, whole, atol=1e-3 * float(whole.abs().max()), rtol=1e-3)
 
 
@@ -373,12 +376,12 @@ def test_kernels_are_chosen_by_a_ranks_share_of_the_pairs_and_have_room_for_all_
     routes, plain = (way(logits, Routing(2, normalise=True)) for way in (route.kernel, route.twin))
     own = own_experts.kernel(routes.experts_TA, routes, 0, 2, ranks)
     assert own.tiles.counts.tolist() == [0] * (8 * 2 * ranks)
-    want = moe_experts.twin(x, own_experts.twin(plain.experts_TA, plain, 0, 2, ranks), *matrices, SILU)
-    got = moe_experts.kernel(x, own, *matrices, SILU)
+    want = moe_experts.twin(x, own_experts.twin(plain.experts_TA, plain, 0, 2, ranks), ExpertWeights(*matrices, SILU))
+    got = moe_experts.kernel(x, own, ExpertWeights(*matrices, SILU))
     torch.testing.assert_close(got, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
     assert seen == [tokens * 2 // ranks] and not own.tiles.counts.any()
     gathered = own_experts.kernel(routes.experts_TA, Routes(*routes[:2]), 0, 2, ranks)
-    torch.testing.assert_close(moe_experts.kernel(x, gathered, *matrices, SILU), got)
+    torch.testing.assert_close(moe_experts.kernel(x, gathered, ExpertWeights(*matrices, SILU)), got)
     assert seen == 2 * [tokens * 2 // ranks]
     for many in (tokens, 4 * tokens, 400):  # the warm-up compiles these
         kernels, few = (moe.moe_experts_kernels(many // n, 2, 2, ranks // n) for n in (1, ranks))

@@ -10,7 +10,7 @@ from helpers.stored_cases import dequantized
 from pagerunner.ops.activation import SILU, GatedActivation
 from pagerunner.ops.kernels import moe, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
-from pagerunner.ops.moe import fixed_pairs, moe_experts
+from pagerunner.ops.moe import ExpertWeights, fixed_pairs, moe_experts
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
@@ -27,7 +27,7 @@ def test_dense_halves(activation, tokens, features, inner, monkeypatch):
     routes = route.twin(torch.randn(tokens, 5) + torch.tensor([3.0, 0, 0, 0, -9]), Routing(2, normalise=True))
     got, want = residual.clone(), residual.clone()
     for op, out in ((moe_experts.kernel, got), (moe_experts.twin, want)):
-        op(x, routes, gate_up, down, activation, *biases, residual_TD=out)
+        op(x, routes, ExpertWeights(gate_up, down, activation, *biases), residual_TD=out)
     assert (got - want).float().norm() < 3e-3 * want.float().norm()
 
 
@@ -81,9 +81,11 @@ def test_matrices_of_8_bits_round_their_inputs_where_they_say_so(monkeypatch):
     x, routes = torch.randn(40, 128).half(), route.twin(torch.randn(40, 3), Routing(2, normalise=True))
     gate_up = Stored8(torch.randn(3, 256, 128).to(torch.float8_e4m3fn), torch.rand(3, 256, 1) / 8, (1, 128), "token")
     down = Stored8(torch.randn(3, 128, 128).to(torch.float8_e4m3fn), torch.rand(3, 128, 1) / 8, (1, 128), "token")
-    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU)
+    want = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up, down, SILU))
     plain = [weights._replace(activations="none") for weights in (gate_up, down)]
-    exact, rounded = (moe_experts.kernel(x, routes, *own, SILU).float() for own in (plain, (gate_up, down)))
+    exact, rounded = (
+        moe_experts.kernel(x, routes, ExpertWeights(*own, SILU)).float() for own in (plain, (gate_up, down))
+    )
     assert (exact - want).norm() < 3e-3 * want.norm()
     assert 3e-3 * want.norm() < (rounded - want).norm() < 6e-2 * want.norm()
 
@@ -101,15 +103,15 @@ def test_stored_matrices_are_unpacked_some_experts_at_a_time(blocks, monkeypatch
         for outputs in (256, 128)
     )
     biases = torch.randn(6, 256).half(), torch.randn(6, 128).half()
-    got = moe_experts.kernel(x, routes, gate_up, down, SILU, *biases).float()
-    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU, *(bias.float() for bias in biases))
+    got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, SILU, *biases)).float()
+    want = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up, down, SILU, *(bias.float() for bias in biases)))
     assert (got - want).norm() < 3e-3 * want.norm()
     if blocks:
         return
     codes = pack4(torch.randint(0, 16, (6, 256, 128), dtype=torch.uint8))
     gate_up = Stored4(codes, torch.randint(120, 126, (6, 256, 4), dtype=torch.uint8), 32, "e2m1")
-    got = moe_experts.kernel(x, routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0)).float()
-    want = moe_experts.twin(x.float(), routes, gate_up, down, GatedActivation("clamped_swiglu", 2.0))
+    got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, GatedActivation("clamped_swiglu", 2.0))).float()
+    want = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up, down, GatedActivation("clamped_swiglu", 2.0)))
     assert (got - want).norm() < 3e-3 * want.norm()
 
 
@@ -139,8 +141,8 @@ def test_both_products_are_unpacked_in_two_lanes(biases, monkeypatch):
     ]  # fmt: skip
     own = (torch.randn(18, 128).half(), torch.randn(18, 64).half()) if biases else ()
     x, routes = torch.randn(40, 64).half(), route.twin(torch.randn(40, 18), Routing(3, normalise=True))
-    got = moe_experts.kernel(x, routes, gate_up, down, SILU, *own).float()
-    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU, *(bias.float() for bias in own))
+    got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, SILU, *own)).float()
+    want = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up, down, SILU, *(bias.float() for bias in own)))
     assert (got - want).norm() < 3e-3 * want.norm()
 
 
@@ -153,8 +155,8 @@ def test_matrices_of_4_bits_and_of_8_share_rooms_that_hold_the_larger(monkeypatc
     down = Stored8(torch.randn(10, 64, 64).to(torch.float8_e4m3fn), torch.rand(10, 64, 1) / 8, (1, 64))
     assert moe_unpacked.rooms_of((gate_up, down), 2, moe_unpacked.EXPERTS_BYTES) == (2, 10 * 64 * 64)
     x, routes = torch.randn(40, 64).half(), route.twin(torch.randn(40, 10), Routing(3, normalise=True))
-    got = moe_experts.kernel(x, routes, gate_up, down, SILU).float()
-    want = moe_experts.twin(x.float(), routes, gate_up, down, SILU)
+    got = moe_experts.kernel(x, routes, ExpertWeights(gate_up, down, SILU)).float()
+    want = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up, down, SILU))
     assert (got - want).norm() < 3e-3 * want.norm()
 
 
@@ -193,11 +195,11 @@ def test_a_token_has_the_same_bits_in_every_step(dtype, features, activation):
             rows = torch.where(torch.arange(tokens) % 7 == 6, -1, 1).int()
             routes = route.kernel(logits[:tokens], Routing(2, normalise=True), row_T=rows, fixed=True)
             own = gate_up, down, activation, *biases
-            got = fixed_pairs.kernel(x[:tokens], routes, *own, weigh_inputs=weigh_inputs)
+            got = fixed_pairs.kernel(x[:tokens], routes, ExpertWeights(*own, weigh_inputs=weigh_inputs))
             there = (routes.experts_TA >= 0).flatten()
             if whole is None:
                 whole = routes, got
-                want = fixed_pairs.twin(x, routes, *own, weigh_inputs=weigh_inputs)
+                want = fixed_pairs.twin(x, routes, ExpertWeights(*own, weigh_inputs=weigh_inputs))
                 assert (got - want)[there].float().norm() < 3e-3 * want[there].float().norm()
             assert torch.equal(routes.weights_TA, whole[0].weights_TA[:tokens])
             assert torch.equal(routes.experts_TA, whole[0].experts_TA[:tokens])

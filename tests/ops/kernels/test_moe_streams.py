@@ -11,6 +11,7 @@ from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.moe_joint import most_tiles
 from pagerunner.ops.kernels.moe_routing import order_pairs
 from pagerunner.ops.kernels.moe_streams import PART_ROWS, serves_streams
+from pagerunner.ops.moe import ExpertWeights
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4
 
@@ -102,5 +103,5 @@ def test_pairs_of_an_expert_decide_which_kernel_serves(each, served, monkeypatch
     routes = Routes(
         torch.zeros(each, 4), torch.zeros(each, 4, dtype=torch.int32), torch.zeros(4 * each, dtype=torch.int32)
     )
-    moe._products(torch.zeros(each, 128).bfloat16(), routes, (gate_up, None), (down, None), SILU, weigh_inputs=False)
+    moe._products(torch.zeros(each, 128).bfloat16(), routes, ExpertWeights(gate_up, down, SILU))
     assert seen == [served]

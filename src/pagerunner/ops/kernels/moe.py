@@ -35,24 +35,16 @@ from pagerunner.ops.kernels.moe_tiles import serves
 from pagerunner.ops.kernels.moe_unpacked import UnpackedProduct, unpacked_products, unpacks
 from pagerunner.ops.kernels.pair_sums import sum_pairs
 from pagerunner.ops.kernels.quantize import quantize_many
-from pagerunner.ops.moe import Shared, add_shared_
+from pagerunner.ops.moe import ExpertWeights, Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
 
 
-def _products(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up: tuple[torch.Tensor | Stored, torch.Tensor | None],
-    down: tuple[torch.Tensor | Stored, torch.Tensor | None],
-    activation: GatedActivation,
-    *,
-    weigh_inputs: bool,
-) -> torch.Tensor:
-    """Both products, [P, D] in the tokens' order. Weights come with their biases."""
-    (up, up_bias), (low, low_bias) = gate_up, down
+def _products(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+    """Both products, [P, D] in the tokens' order."""
+    up, low, activation, up_bias, low_bias, weigh_inputs = experts
     config = streams_config(routes.expected, up.shape[0])
     if config is not None and _streams(x_TD, up) and _streams(x_TD, low):
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
@@ -69,8 +61,8 @@ def _products(
         table = row_blocks(routes)
         inner_PI = piped_product(x_TD, up, up_bias, routes, table, activation, weigh=weigh_inputs)
         return piped_product(inner_PI, low, low_bias, routes, table, None, weigh=not weigh_inputs)
-    inner_PI = _any_product(x_TD, *gate_up, routes, activation, weigh=weigh_inputs)
-    return _any_product(inner_PI, *down, routes, None, weigh=not weigh_inputs)
+    inner_PI = _any_product(x_TD, up, up_bias, routes, activation, weigh=weigh_inputs)
+    return _any_product(inner_PI, low, low_bias, routes, None, weigh=not weigh_inputs)
 
 
 def _streams(x: torch.Tensor, weights: torch.Tensor | Stored) -> TypeGuard[Stored4]:
@@ -134,22 +126,12 @@ def _rounding(x: torch.Tensor, weights: Stored) -> Rounded | None:
 
 
 def moe_experts(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up_E2ID: torch.Tensor | Stored,
-    down_EDI: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
-    weigh_inputs: bool = False,
-    residual_TD: torch.Tensor | None = None,
+    x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights, residual_TD: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops/moe.py`."""
     add = residual_TD is not None
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if residual_TD is None else residual_TD
-    weights = gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED
-    pairs = moe_experts_then(x_TD, routes, *weights, residual_TD=out_TD, weigh_inputs=weigh_inputs, add=add)
+    pairs = moe_experts_then(x_TD, routes, experts, out_TD, add=add)
     if pairs is not None:
         sum_pairs(out_TD, pairs, add=add)
     return out_TD
@@ -158,15 +140,10 @@ def moe_experts(
 def moe_experts_then(
     x_TD: torch.Tensor,
     routes: Routes,
-    gate_up_E2ID: torch.Tensor | Stored,
-    down_EDI: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
+    experts: ExpertWeights,
     residual_TD: torch.Tensor,
-    weigh_inputs: bool = False,
     shared: Shared | None = None,
+    *,
     add: bool = True,
 ) -> PairSums | None:
     """See `ops/moe.py`."""
@@ -176,46 +153,35 @@ def moe_experts_then(
     if residual_TD.stride(1) != 1:
         raise ValueError("The residual must be dense in its features.")
     x_TD = x_TD.contiguous()
-    gate_up_E2ID, down_EDI = _readable(gate_up_E2ID, x_TD.dtype), _readable(down_EDI, x_TD.dtype)
+    gate_up_E2ID, down_EDI = (_readable(weights, x_TD.dtype) for weights in experts[:2])
+    experts = experts._replace(gate_up_E2ID=gate_up_E2ID, down_EDI=down_EDI)
     packed = _is_packed(x_TD, routes, gate_up_E2ID, down_EDI)
     routes = _dense(routes) if packed else _ordered(routes, gate_up_E2ID.shape[0])
     joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI)
     beside = joint or tokens == 1 and not packed
     if shared is not None and not (beside and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
-        add_shared_(x_TD, shared, activation, residual_TD)
+        add_shared_(x_TD, shared, experts.activation, residual_TD)
         shared = None
-    own = x_TD, routes, gate_up_E2ID, down_EDI, activation, gate_up_bias_E2I, down_bias_ED, residual_TD
     if packed:
-        pairs_products(*own, weigh_inputs=weigh_inputs, add=add)
+        pairs_products(x_TD, routes, experts, residual_TD, add=add)
         return None
     if tokens == 1:
-        one_token(*own, weigh_inputs=weigh_inputs, add=add, shared=shared)
+        one_token(x_TD, routes, experts, residual_TD, shared, add=add)
         return None
-    products = (gate_up_E2ID, gate_up_bias_E2I), (down_EDI, down_bias_ED), activation
     if joint:
-        out_PD = joint_products(
-            x_TD, routes, *products, weigh_inputs=weigh_inputs, shared=shared, residual_TD=residual_TD
-        )
+        out_PD = joint_products(x_TD, routes, experts, shared, residual_TD)
     else:
-        out_PD = _products(x_TD, routes, *products, weigh_inputs=weigh_inputs)
+        out_PD = _products(x_TD, routes, experts)
     return PairSums(out_PD, routes.experts_TA)
 
 
-def fixed_pairs(
-    x_TD: torch.Tensor,
-    routes: Routes,
-    gate_up_E2ID: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: GatedActivation,
-    gate_up_bias_E2I: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    *,
-    weigh_inputs: bool = False,
-) -> torch.Tensor:
+def fixed_pairs(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
     """See `ops/moe.py`. Each output is the sum of all its inputs in ascending order by one program. Matrix units have the same bits in each tile."""
-    routes, x_TD = _ordered(routes, gate_up_E2ID.shape[0]), x_TD.contiguous()
-    inner_PI = _fixed_product(x_TD, gate_up_E2ID, gate_up_bias_E2I, routes, activation, weigh=weigh_inputs)
-    return _fixed_product(inner_PI, down_EDI, down_bias_ED, routes, None, weigh=not weigh_inputs)
+    up, low, activation, up_bias, low_bias, weigh_inputs = experts
+    assert isinstance(up, torch.Tensor) and isinstance(low, torch.Tensor), "numbers of codes have other sums"
+    routes, x_TD = _ordered(routes, up.shape[0]), x_TD.contiguous()
+    inner_PI = _fixed_product(x_TD, up, up_bias, routes, activation, weigh=weigh_inputs)
+    return _fixed_product(inner_PI, low, low_bias, routes, None, weigh=not weigh_inputs)
 
 
 def _fixed_product(

@@ -25,7 +25,7 @@ from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU
 from pagerunner.ops.kernels.codes import E2M1, INT4, ROW_SCALES
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.moe_tiles import add_step, find_tile, finish, kind_of, row_factors, serves, stored_args
-from pagerunner.ops.moe import STEP, Shared
+from pagerunner.ops.moe import STEP, ExpertWeights, Shared
 from pagerunner.ops.routing import TILE_PAIRS, Routes
 from pagerunner.ops.stored import Stored
 
@@ -266,29 +266,22 @@ def is_full(pairs: int, experts: int) -> bool:
 def joint_products(
     x_TD: torch.Tensor,
     routes: Routes,
-    gate_up: tuple[torch.Tensor | Stored, torch.Tensor | None],
-    down: tuple[torch.Tensor | Stored, torch.Tensor | None],
-    activation: GatedActivation,
-    *,
-    weigh_inputs: bool,
+    experts: ExpertWeights,
     shared: Shared | None = None,
     residual_TD: torch.Tensor | None = None,
     config: JointConfig | None = None,
 ) -> torch.Tensor:
-    """Both products, [P, D] in the tokens' order, in one launch. Weights come with their biases.
-
-    The output of `shared` is added to `residual`; `joins` says which ones may be.
-    """
+    """Both products, [P, D] in the tokens' order, in one launch. The output of `shared` is added to `residual`; `joins` says which ones may be."""
+    up, low, activation, up_bias, low_bias, weigh_inputs = experts
     assert routes.order_P is not None and routes.tiles is not None, "the pairs have no tiles"
-    (up, up_bias), (low, low_bias) = gate_up, down
-    experts, features, inner = low.shape
+    count, features, inner = low.shape
     (pairs,), (tokens, active) = routes.order_P.shape, routes.experts_TA.shape
     plain = isinstance(up, torch.Tensor) and isinstance(low, torch.Tensor)
-    config = config or joint_config(routes.expected, experts, inner, plain=plain)
+    config = config or joint_config(routes.expected, count, inner, plain=plain)
     tensors, constants = stored_args(up, x_TD.dtype)
     low_tensors, low_constants = stored_args(low, x_TD.dtype)
     constants |= {f"{name}2": value for name, value in low_constants.items() if name != "WORDS"}
-    tiles = most_tiles(pairs, experts, config.pairs)
+    tiles = most_tiles(pairs, count, config.pairs)
     places = routes.tiles.places if config.pairs == TILE_PAIRS else routes.starts_E1
     common = routes.weights_TA, routes.order_P, places, routes.tiles.counts
     inner_PI, out_PD = x_TD.new_empty(pairs, inner), x_TD.new_empty(pairs, features)
@@ -313,7 +306,7 @@ def joint_products(
     _joint_kernel[(programs,)](
         x_TD, *tensors, x_TD if up_bias is None else up_bias, *low_tensors, x_TD if low_bias is None else low_bias, *shared_tensors,
         *common, inner_PI, out_PD, shared_TS, residual, residual.stride(0), active, tokens, activation.limit, tiles,
-        E=experts, D=features, INNER=inner, BE=padded(experts), BM=config.pairs, BN=wide, BK=_depth(config.inputs, features),
+        E=count, D=features, INNER=inner, BE=padded(count), BM=config.pairs, BN=wide, BK=_depth(config.inputs, features),
         BN2=low_wide, BK2=_depth(config.down_inputs, inner), BIAS=up_bias is not None, BIAS2=low_bias is not None,
         KIND=kind_of(activation), WEIGH=weigh_inputs, num_warps=config.warps, num_stages=config.stages, ALL=routes.tiles.places.shape[1] // 2, **own, **constants,
         **dependent(x_TD.device),

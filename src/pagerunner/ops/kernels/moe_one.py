@@ -19,15 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import DENSE, E2M1, INT4, ROW_SCALES, numbers4, numbers8, spread
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
 from pagerunner.ops.kernels.stored import scale_numbers
-from pagerunner.ops.moe import Shared
+from pagerunner.ops.moe import ExpertWeights, Shared
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored
 
 
 @triton.jit
@@ -238,19 +236,15 @@ def down_config(inputs: int, form: int, shared: bool) -> OneConfig:
 def one_token(
     x_1D: torch.Tensor,
     routes: Routes,
-    gate_up: torch.Tensor | Stored,
-    down: torch.Tensor | Stored,
-    activation: GatedActivation,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    experts: ExpertWeights,
     out_1D: torch.Tensor,
-    *,
-    weigh_inputs: bool,
-    add: bool,
     shared: Shared | None = None,
+    *,
+    add: bool,
     configs: tuple[OneConfig, OneConfig] | None = None,
 ) -> torch.Tensor:
     """The experts of one token, and `shared`, which is stored as they are (`moe_joint.joins`)."""
+    gate_up, down, activation, gate_up_bias, down_bias, weigh_inputs = experts
     _, features, inner = down.shape
     active = routes.experts_TA.shape[1]
     chosen = routes.experts_TA, routes.weights_TA

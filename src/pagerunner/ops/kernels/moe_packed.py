@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops import numerics
-from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated
 from pagerunner.ops.kernels.codes import E2M1
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
@@ -36,6 +35,7 @@ from pagerunner.ops.kernels.linear_packed import (
     reads,
 )
 from pagerunner.ops.kernels.moe_tiles import kind_of, stored_args
+from pagerunner.ops.moe import ExpertWeights
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4
 
@@ -275,7 +275,7 @@ def packs(dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor
     return reads(gate_up, dtype) and reads(down, dtype)
 
 
-def _args(weights: Stored4, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tensors, constants = stored_args(weights, dtype)
     return tensors, {name: constants[name] for name in ("FORM", "WORDS", "G", "ZEROS", "FACTORS")}
 
@@ -283,18 +283,14 @@ def _args(weights: Stored4, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[s
 def pairs_products(
     x_TD: torch.Tensor,
     routes: Routes,
-    gate_up: Stored4,
-    down: Stored4,
-    activation: GatedActivation,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    experts: ExpertWeights,
     out_TD: torch.Tensor,
     *,
-    weigh_inputs: bool,
     add: bool,
     configs: tuple[PairsConfig, PairsConfig] | None = None,
 ) -> torch.Tensor:
     """The experts of a few tokens, written into `out` or added to it."""
+    gate_up, down, activation, gate_up_bias, down_bias, weigh_inputs = experts
     _, features, inner = down.shape
     tokens, active = routes.experts_TA.shape
     chosen = routes.experts_TA, routes.weights_TA
