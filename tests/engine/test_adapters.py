@@ -202,6 +202,19 @@ def test_options_are_checked(base: Path, options: dict[str, Any], said: str) -> 
         LLM(str(base), **{"enable_lora": True, **options})
 
 
+def test_a_path_may_begin_with_the_home_directory(
+    llm: LLM, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell has read a path in JSON, or one behind the name in `--lora-modules`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    random_adapter(base, tmp_path / "own", rank=4, seed=9)
+    whole, short = (
+        llm.generate(PROMPTS[:1], GREEDY, False, lora_request=LoRARequest(path, 50 + number, path))
+        for number, path in enumerate((str(tmp_path / "own"), "~/own"))
+    )
+    assert whole[0].outputs[0].token_ids == short[0].outputs[0].token_ids
+
+
 def test_what_cannot_be_loaded_is_refused(llm: LLM, base: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:
     big = random_adapter(base, tmp_path / "big", rank=20, seed=1)
     for request, kind, said in (

@@ -107,6 +107,7 @@ class AdapterLoader:
 
     def _read(self, number: int, path: str) -> None:
         table = self.table
+        path = os.path.expanduser(path)
         check_directory(path)
         adapter = read_adapter(Path(path), self._targets, table.dtype, table.max_rank)
         if (packed := self._kept.get(adapter.digest)) is None:
