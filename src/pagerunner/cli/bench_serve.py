@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -115,6 +116,7 @@ def run(namespace: argparse.Namespace) -> int:
         for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
             setattr(namespace, name, namespace.output_len)
     times = _times(namespace)
+    _make_places(namespace)
     if namespace.backend not in BACKENDS:
         raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {namespace.backend!r}.")
     base = server_url(namespace.base_url or f"http://{namespace.host}:{namespace.port}")
@@ -279,6 +281,20 @@ def _requests(namespace: argparse.Namespace, places: Sequence[str | None]) -> li
     )
 
 
+def _make_places(namespace: argparse.Namespace) -> None:
+    """Make the directory of results, and see that files can be made there and beside the plot: after the requests it is too late."""
+    saved = Path(namespace.result_dir) / (namespace.result_filename or "result")
+    places = [saved.parent] if namespace.save_result or namespace.save_detailed else []
+    drawn = [Path(namespace.plot).parent] if namespace.plot and not Path(namespace.plot).exists() else []
+    try:
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+        for place in [*places, *drawn]:
+            tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ConfigError(f"The result can't be written to {place}: {error.strerror}.") from error
+
+
 def _write(namespace: argparse.Namespace, model: str, result: dict[str, Any], samples: list[Sample]) -> None:
     rate = "inf" if math.isinf(namespace.request_rate) else namespace.request_rate
     date = time.strftime("%Y%m%d-%H%M%S")
@@ -300,7 +316,6 @@ def _write(namespace: argparse.Namespace, model: str, result: dict[str, Any], sa
     try:
         if namespace.save_result or namespace.save_detailed:
             file = Path(namespace.result_dir) / (namespace.result_filename or name)
-            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({**facts, **kept}), encoding="utf-8")
             note(namespace, f"Wrote {file}.")
         if namespace.plot:
