@@ -79,7 +79,7 @@ class Calls:
             normed = self.comm.add_parts_(parts, residual, Norm(weight, 1e-6))
             assert normed is not None
             return torch.cat([normed, residual])
-        if kind == "pairs" and self.comm.size == 2 and self.comm.takes_parts(*x.shape, x.dtype):
+        if kind == "pairs" and self.comm.takes_pairs(*x.shape, x.dtype):
             other = x.flip(0)  # which is taken away again, with no rounding
             pairs = torch.stack([x, torch.full_like(x, torch.nan), other, -other], 1).flatten(0, 1)
             experts = torch.stack([torch.full_like(x[:, 0], number, dtype=torch.int32) for number in (3, -1, 0, 1)], 1)

@@ -104,7 +104,7 @@ def test_no_number_of_tokens_needs_a_kernel_that_the_warm_up_has_not_met(monkeyp
 
 def test_the_warm_up_meets_sums_of_ranks_that_add_up_pairs() -> None:
     comm = SimpleNamespace(
-        size=2, takes_parts=lambda tokens, features, dtype: 40 < tokens <= 50 and features == FEATURES
+        size=2, takes_pairs=lambda tokens, features, dtype: 40 < tokens <= 50 and features == FEATURES
     )
     router, experts = mixture(128, 8)
     assert isinstance(experts, Experts)

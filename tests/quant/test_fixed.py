@@ -7,7 +7,8 @@ import torch
 
 from helpers.borders import set_borders
 from pagerunner.errors import ConfigError
-from pagerunner.ops.activation import SILU
+from pagerunner.ops.activation import SILU, silu_and_mul
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.routing import Routing
 from pagerunner.quant import fixed
 from pagerunner.quant.base import Mixture
@@ -54,3 +55,18 @@ def test_a_matrix_that_goes_by_the_step_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fixed.F, "linear", lambda x, w: product(x, w) + (len(x) == 7))
     with pytest.raises(ConfigError, match=r"matrix of \[8, 16\] by other sums for 7 tokens than for 257"):
         fixed.check_products([matrix_OI])
+
+
+def test_no_operation_takes_a_kernel_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that others join goes one after another, through the one product."""
+    method, weight_OI, x_TI = fixed.FixedOrder(), torch.randn(8, 6), torch.randn(3, 6)
+    weights, norm = {"weight": weight_OI, "bias": torch.randn(8)}, Norm(torch.rand(6), 1e-6)
+    for op in (norm_linear, norm_linear_silu, linear, linear_add_):
+        monkeypatch.setattr(f"pagerunner.quant.base.{op.twin.__name__}", None)
+    want = method.apply(x_TI, weights)
+    torch.testing.assert_close(want, torch.nn.functional.linear(x_TI, weight_OI, weights["bias"]))
+    assert torch.equal(method.apply_silu(x_TI, weights), silu_and_mul(want))
+    normed = method.apply(norm(x_TI), weights)
+    assert torch.equal(method.apply_to_norm(x_TI, norm, weights), normed)
+    assert torch.equal(method.apply_to_norm_silu(x_TI, norm, weights), silu_and_mul(normed))
+    assert not method.joins_norm(3, weight_OI.numel(), weights)

@@ -76,12 +76,16 @@ class Comm(Protocol):
         self.all_reduce_(x, residual)
         return None
 
+    def takes_pairs(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
+        """Whether `add_pairs_` is there for such sums, on all ranks: so far of two."""
+        return self.size == 2 and self.takes_parts(tokens, features, dtype)
+
     def add_pairs_(
         self, pairs: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor, norm: Norm | None = None
     ) -> torch.Tensor | None:
         """As `add_parts_`, with the outputs `pairs` [T * A, D] of each token's `experts` [T, A], which add up to `x` in the order of the experts' numbers.
 
-        Numbers below 0 are no experts. Where `takes_parts` says yes to two ranks this is there, too.
+        Numbers below 0 are no experts.
         """
         order = experts.long().argsort(stable=True, dim=-1).unsqueeze(-1)
         outputs = pairs.unflatten(0, experts.shape).float().masked_fill(experts.unsqueeze(-1) < 0, 0.0)

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from pagerunner.errors import ConfigError
 from pagerunner.ops import numerics
-from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.linear import Norm
 from pagerunner.ops.moe import Shared, fixed_pairs
 from pagerunner.ops.pair_sums import PairSums, add_pairs_
 from pagerunner.ops.routing import Routes, Routing, expert_logits, route
@@ -67,10 +65,6 @@ class FixedOrder(Unquantized):
         """None: kernels of other products would sum in other orders."""
         return None
 
-    def joins_norm(self, tokens: int, size: int, weights: Mapping[str, torch.Tensor]) -> bool:
-        """See WeightMethod."""
-        return False
-
     def apply(self, x_TI: torch.Tensor, weights: Weights) -> torch.Tensor:
         """See WeightMethod. With a bias torch would call another library."""
         out_TO = F.linear(x_TI, weights["weight"])
@@ -83,13 +77,11 @@ class FixedOrder(Unquantized):
         else:
             residual_TO.addmm_(x_TI, weights["weight"].t())
 
-    def apply_to_norm(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
-        """See WeightMethod."""
-        return WeightMethod.apply_to_norm(self, x_TI, norm, weights)
-
-    def apply_to_norm_silu(self, x_TI: torch.Tensor, norm: Norm, weights: Weights) -> torch.Tensor:
-        """See WeightMethod."""
-        return silu_and_mul(self.apply_to_norm(x_TI, norm, weights))
+    # What other forms join goes one after another.
+    joins_norm = WeightMethod.joins_norm
+    apply_to_norm = WeightMethod.apply_to_norm
+    apply_to_norm_silu = WeightMethod.apply_to_norm_silu
+    apply_silu = WeightMethod.apply_silu
 
 
 class FixedExperts(UnquantizedExperts):

@@ -139,7 +139,7 @@ class SummedExperts(ExpertMethod):
 
     def leaves_pairs(self, tokens: int, features: int, dtype: torch.dtype) -> bool:
         """See ExpertMethod."""
-        return self.comm.size == 2 and self.comm.takes_parts(tokens, features, dtype)
+        return self.comm.takes_pairs(tokens, features, dtype)
 
     def here(self, routes: Routes) -> Routes:
         """See ExpertMethod."""
