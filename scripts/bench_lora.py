@@ -168,7 +168,9 @@ def with_adapters(llm: LLM, model: Path, folder: Path, parsed: argparse.Namespac
     if "thousand" in parts and time.perf_counter() - begun < parsed.seconds:
         many = write_adapters(model, folder / "thousand", parsed.registered, layers=4)
         at = time.perf_counter()
-        llm._core.load_adapters(many)
+        numbers = llm._core.begin_adapters(many)
+        while llm._core.loaded_adapters(numbers) is None:
+            pass
         say("register ms", 1e3 * (time.perf_counter() - at) / len(many))
         for what, value in in_turn(llm, many[:200], parsed.turns).items():
             say(what, value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers import faulty_ranks
-from helpers.adapters import random_adapter
+from helpers.adapters import load_adapters, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY
 from helpers.families import MAKERS
@@ -194,12 +194,12 @@ def test_a_load_is_of_all_ranks_or_of_none(tmp_path: Path, monkeypatch: pytest.M
     ):
         before = len(forgotten)
         with pytest.raises(ConfigError, match=said):
-            core.load_adapters([LoRARequest("x", 1, str(path))])
+            load_adapters(core, [LoRARequest("x", 1, str(path))])
         assert not books.names and len(forgotten) == before + copies
-    [first] = core.load_adapters([LoRARequest("a", 1, str(a))])
+    [first] = load_adapters(core, [LoRARequest("a", 1, str(a))])
     assert ask(core, "a").error is None and first.digest in forgotten  # read before for nothing, as `gone`
     forgotten.clear()
-    [second] = core.load_adapters([LoRARequest("b", 1, str(b))])  # host memory has room for one
+    [second] = load_adapters(core, [LoRARequest("b", 1, str(b))])  # host memory has room for one
     assert forgotten == [first.digest] and ask(core, "b").error is None
     (a / "last").mkdir()
     ended = ask(core, "a")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.adapters import merged_checkpoint, random_adapter
+from helpers.adapters import load_adapters, merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_drafters import make_smaller
 from helpers.device import as_on_cuda
@@ -104,13 +104,13 @@ def test_idle_copies_are_forgotten_before_those_of_running_requests(llm: LLM, ad
     """Host memory has three. A request runs with the first, and three others are loaded: if it is preempted, its adapter can still come back from host memory."""
     core = llm._core
     names = [msgspec.structs.replace(one, lora_name=f"copy {one.lora_name}") for one in adapters]
-    core.load_adapters(names[:1])
+    load_adapters(core, names[:1])
     [request] = llm._frontend.inputs.process(PROMPTS[0], GREEDY, "runs", lora=names[0].lora_name)
     core.add(request)
     while not core.stats().running:
         core.step()
     for one in names[1:]:
-        core.load_adapters([one])
+        load_adapters(core, [one])
     digests = [core.adapters.books.of(one.lora_name).digest for one in names]
     assert list(core.adapters._copies) == [digests[0], *digests[2:]]
     core.abort(["runs"])

@@ -362,7 +362,7 @@ def test_a_hanging_core_is_unhealthy_only_while_it_has_work(model: Path, capfd: 
         with pytest.raises(EngineDeadError, match="1 unfinished requests and has made no step for"):
             engine.check_health()
         task.cancel()
-        os.kill(engine.core_pid, signal.SIGKILL)
+        os.kill(engine.replicas[0].client.pid, signal.SIGKILL)
 
     with_engine(model, test, stall_seconds=STALL)
 

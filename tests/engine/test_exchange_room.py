@@ -10,7 +10,7 @@ import pytest
 
 from engine.test_exchange import OTHER, PROMPT, Engine, checkpoint, own_secret
 from engine.test_host_tier import LateTransfers
-from helpers.adapters import random_adapter
+from helpers.adapters import load_adapters, random_adapter
 from helpers.patience import until
 from pagerunner import LoRARequest
 from pagerunner.engine.worker import build
@@ -149,7 +149,7 @@ def test_pages_go_to_prompts_with_the_same_adapter_alone(checkpoint, tmp_path: P
     pair = [Engine(checkpoint("qwen3"), "kv_both", enable_lora=True, max_loras=2) for _ in range(2)]
     paths = [random_adapter(Path(checkpoint("qwen3")), tmp_path / str(seed), rank=4, seed=seed) for seed in range(2)]
     for engine, names in zip(pair, (("a", "b"), ("other", "a")), strict=True):
-        engine.core.load_adapters(LoRARequest(name, 1, str(path)) for name, path in zip(names, paths, strict=True))
+        load_adapters(engine.core, [LoRARequest(name, 1, str(path)) for name, path in zip(names, paths, strict=True)])
     prefill, decode = pair
     wanted = {lora: prefill.tokens(prefill.add(PROMPT, lora=lora)) for lora in ("", "a", "b")}
     assert len({tuple(tokens) for tokens in wanted.values()}) == 3

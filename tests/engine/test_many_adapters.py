@@ -19,7 +19,7 @@ import torch
 from engine.test_disk_tier import below, written
 from engine.test_disk_tier import engine as disk_engine
 from engine.test_exchange import Engine
-from helpers.adapters import random_adapter
+from helpers.adapters import load_adapters, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY, effort
 from helpers.patience import LONG, until
@@ -95,7 +95,7 @@ def test_a_thousand_adapters_of_which_many_are_used_in_turn(base: Path, tmp_path
     """Each is read from its directory again when its turn comes. What is held is the same after each round."""
     engine = Engine(str(base), None, enable_lora=True, max_loras=slots, max_cpu_loras=KEPT, max_lora_rank=8)
     paths = versions(base, tmp_path, REGISTERED)
-    infos = engine.core.load_adapters(LoRARequest(f"n{n}", n + 1, str(path)) for n, path in enumerate(paths))
+    infos = load_adapters(engine.core, [LoRARequest(f"n{n}", n + 1, str(path)) for n, path in enumerate(paths)])
     assert len({info.digest for info in infos}) == REGISTERED
     rounds, accounts = [], []
     for count in (20, IN_TURN, IN_TURN):
@@ -120,10 +120,10 @@ def test_who_waits_for_a_directory_holds_up_nobody(base: Path, tmp_path: Path, m
     engine = Engine(str(base), None, enable_lora=True, max_loras=SLOTS + 3, max_cpu_loras=SLOTS + 3, max_lora_rank=8)
     paths = versions(base, tmp_path, 20)
     for first in (5, 0):  # host memory has room for the last seven
-        engine.core.load_adapters(LoRARequest(f"n{n}", 1, str(paths[n])) for n in range(first, first + 5))
+        load_adapters(engine.core, [LoRARequest(f"n{n}", 1, str(paths[n])) for n in range(first, first + 5)])
     loader, gate = loader_of(engine.core), threading.Event()
     for number in range(10, 12):
-        engine.core.load_adapters([LoRARequest(f"n{number}", 1, str(paths[number]))])
+        load_adapters(engine.core, [LoRARequest(f"n{number}", 1, str(paths[number]))])
     read = loader_module.read_adapter
 
     def slow(path: Path, *rest: Any) -> Any:
@@ -149,7 +149,7 @@ def test_directories_that_do_not_answer(
     monkeypatch.setattr(readers, "SLOW_SECONDS", 0.0)
     engine = Engine(str(base), None, enable_lora=True, max_loras=5, max_lora_rank=8, enable_sleep_mode=True)
     core, paths = engine.core, versions(base, tmp_path, 7)
-    core.load_adapters(LoRARequest(f"n{n}", 1, str(path)) for n, path in enumerate(paths))
+    load_adapters(core, [LoRARequest(f"n{n}", 1, str(path)) for n, path in enumerate(paths)])
     loader, read, gates = loader_of(core), loader_module.read_adapter, {str(path): threading.Event() for path in paths}
 
     def gated(path: Path, *rest: Any) -> Any:
@@ -181,12 +181,12 @@ def test_directories_that_do_not_answer(
 def test_loads_of_which_one_cannot_begin_are_not_begun(base: Path, tmp_path: Path) -> None:
     engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
     core, (first, second) = engine.core, versions(base, tmp_path, 2)
-    core.load_adapters([LoRARequest("a", 1, str(first))])
+    load_adapters(core, [LoRARequest("a", 1, str(first))])
     for names, said in ((("b", "a"), "'a' is loaded already"), (("b", "b"), "'b' is being loaded")):
         with pytest.raises(InvalidRequestError, match=said):
-            core.load_adapters([LoRARequest(name, 1, str(second)) for name in names])
+            load_adapters(core, [LoRARequest(name, 1, str(second)) for name in names])
         assert not core.poll_adapters(0.01) and not core.adapters.busy and [*core.adapters.books.names] == ["a"]
-    core.load_adapters([LoRARequest("b", 1, str(second))])
+    load_adapters(core, [LoRARequest("b", 1, str(second))])
     engine.close()
 
 
@@ -250,7 +250,9 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
     whole = Engine(str(base), None, max_loras=4, **options)
     wanted: dict[str, list[list[int]]] = {}
-    for number, info in enumerate(whole.core.load_adapters(LoRARequest(f"v{n}", 1, str(paths[n])) for n in range(4))):
+    for number, info in enumerate(
+        load_adapters(whole.core, [LoRARequest(f"v{n}", 1, str(paths[n])) for n in range(4)])
+    ):
         wanted[info.digest] = run(whole, [whole.add(prompt, tokens=24, lora=f"v{number}") for prompt in PROMPTS])
     assert len({str(tokens) for tokens in wanted.values()}) == 4
     engine = Engine(
@@ -266,7 +268,7 @@ def test_a_name_that_changes_under_load_mixes_no_versions(
     )
     core, books, rng = engine.core, engine.core.adapters.books, random.Random(TEST_DAY)
     here = shutil.copytree(paths[0], tmp_path / "here")
-    core.load_adapters([LoRARequest("x", 1, str(here))])
+    load_adapters(core, [LoRARequest("x", 1, str(here))])
     came: dict[str, list[int]] = {}
     changes = itertools.cycle(range(4))
     for turn in range(effort(30, 300)):
@@ -302,12 +304,12 @@ def test_forty_adapters_in_a_pool_that_holds_three(
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 5, "poison_fresh_pages": True}
     whole = Engine(str(base), None, max_loras=4, **options)
     requests = [LoRARequest(f"n{n}", 1, str(path)) for n, path in enumerate(paths)]
-    whole.core.load_adapters(requests)
+    load_adapters(whole.core, requests)
     wanted = [run(whole, [whole.add(prompt, tokens=20, lora=f"n{n}") for prompt in PROMPTS]) for n in range(count)]
     few = {"max_model_len": 64, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 3 * each + 9}
     engine = Engine(str(base), None, max_loras=4, enable_sleep_mode=True, **few, **options, **ways)
     core, rng = engine.core, random.Random(TEST_DAY)
-    assert {info.num_pages for info in core.load_adapters(requests)} == {each}
+    assert {info.num_pages for info in load_adapters(core, requests)} == {each}
     scheduler = core._scheduler
     came: dict[str, list[int]] = {}
     for turn in range(2 * count):
@@ -342,7 +344,7 @@ def test_a_fill_that_fails_leaves_nothing_to_be_found(
     [path] = versions(base, tmp_path, 1)
     engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8, poison_fresh_pages=True)
     core, table = engine.core, loader_of(engine.core).table
-    [info] = core.load_adapters([LoRARequest("a", 1, str(path))])
+    [info] = load_adapters(core, [LoRARequest("a", 1, str(path))])
     whole = type(table).fill
 
     def half(self: Any, slot: int, packed: Any, offsets: list[int], missing: list[int]) -> None:
@@ -369,7 +371,7 @@ def test_what_goes_on_after_an_interrupt_waits_for_fills(
     [path] = versions(base, tmp_path, 1)
     engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
     core, loader = engine.core, loader_of(engine.core)
-    core.load_adapters([LoRARequest("a", 1, str(path))])
+    load_adapters(core, [LoRARequest("a", 1, str(path))])
     gate, order = threading.Event(), list[str]()
     fill, drain = loader.table.fill, loader.drain
 
@@ -400,10 +402,10 @@ def test_an_adapter_that_never_fits_is_refused(base: Path, tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match="needs 16 pages for 1 tokens, 15 pages of its adapter among them; the pool has 15"
     ):
-        small.core.load_adapters([LoRARequest("a", 1, str(path))])
+        load_adapters(small.core, [LoRARequest("a", 1, str(path))])
     small.close()
     engine = Engine(str(base), None, num_gpu_blocks_override=17, **few)
-    engine.core.load_adapters([LoRARequest("a", 1, str(path))])
+    load_adapters(engine.core, [LoRARequest("a", 1, str(path))])
     with pytest.raises(
         InvalidRequestError, match="The request needs 18 pages for 34 tokens, 15 pages of its adapter among them"
     ):
@@ -417,23 +419,23 @@ def test_requests_go_on_with_what_is_gone_from_its_directory(base: Path, tmp_pat
     """One slot and host memory for one adapter: x waits for y's slot while its directory gets another content, or is deleted."""
     x, y, other = versions(base, tmp_path, 3)
     alone = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
-    alone.core.load_adapters([LoRARequest("x", 1, str(x))])
+    load_adapters(alone.core, [LoRARequest("x", 1, str(x))])
     wanted = run(alone, [alone.add(PROMPTS[0], lora="x")])
     engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8, enable_sleep_mode=True)
     core = engine.core
-    core.load_adapters([LoRARequest("y", 1, str(y))])
+    load_adapters(core, [LoRARequest("y", 1, str(y))])
     before = engine.add(PROMPTS[1], tokens=20, lora="y")
     engine.step()
-    core.load_adapters([LoRARequest("x", 1, str(x))])
+    load_adapters(core, [LoRARequest("x", 1, str(x))])
     held = engine.add(PROMPTS[0], lora="x")
     engine.step()
     if change == "unload":
         shutil.rmtree(x)
         core.adapters.remove("x")
-        core.load_adapters([LoRARequest("z", 1, str(other))])
+        load_adapters(core, [LoRARequest("z", 1, str(other))])
     else:
         shutil.copy(other / "adapter_config.json", x)
-        core.load_adapters([LoRARequest("x", 1, str(x), load_inplace=True)])
+        load_adapters(core, [LoRARequest("x", 1, str(x), load_inplace=True)])
     run(engine, [before])
     engine.take(core.sleep(1, "keep") or ())
     core.wake_up()
@@ -450,11 +452,11 @@ def test_a_content_of_two_names_is_read_where_it_still_is(base: Path, tmp_path: 
     x, y, other = versions(base, tmp_path, 3)
     twin = shutil.copytree(x, tmp_path / "twin")
     alone = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
-    alone.core.load_adapters([LoRARequest("x", 1, str(x))])
+    load_adapters(alone.core, [LoRARequest("x", 1, str(x))])
     [wanted] = run(alone, [alone.add(PROMPTS[0], lora="x")])
     engine = Engine(str(base), None, enable_lora=True, max_lora_rank=8)
     core = engine.core
-    core.load_adapters(LoRARequest(name, 1, str(path)) for name, path in (("y", y), ("x", x), ("twin", twin)))
+    load_adapters(core, [LoRARequest(name, 1, str(path)) for name, path in (("y", y), ("x", x), ("twin", twin))])
     before = engine.add(PROMPTS[1], tokens=20, lora="y")
     engine.step()
     held = [engine.add(PROMPTS[0], lora=name) for name in (first, *{"x", "twin"} - {first})]
@@ -465,7 +467,7 @@ def test_a_content_of_two_names_is_read_where_it_still_is(base: Path, tmp_path: 
     last = (
         LoRARequest("x", 1, str(x), load_inplace=True) if change == "load_inplace" else LoRARequest("z", 1, str(other))
     )
-    core.load_adapters([last])  # host memory has no other one any more
+    load_adapters(core, [last])  # host memory has no other one any more
     assert len(loader_of(core)._kept) == 1
     run(engine, [before])
     assert run(engine, held) == [wanted, wanted]

@@ -11,7 +11,7 @@ import pytest
 
 from engine.test_parallel import rank_pids
 from helpers import faulty_ranks
-from helpers.adapters import random_adapter
+from helpers.adapters import load_adapters, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY
 from helpers.patience import patient
@@ -52,8 +52,8 @@ ACTS: dict[str, Callable[[EngineCore, LoRARequest], object]] = {
     "wake_up": lambda core, _: asleep(core),
     "change_weights": lambda core, _: core._executor.change_weights(FinishUpdate()),
     "state_digest": lambda core, _: core._executor._compare(),  # type: ignore[attr-defined]
-    "read_adapter": lambda core, one: core.load_adapters([one]),
-    "fill_adapter": lambda core, one: core.load_adapters([one]) and ask(core, "a"),
+    "read_adapter": lambda core, one: load_adapters(core, [one]),
+    "fill_adapter": lambda core, one: load_adapters(core, [one]) and ask(core, "a"),
 }
 """What an engine that serves is asked for. In the other phases it hasn't come up."""
 

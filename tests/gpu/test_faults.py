@@ -62,7 +62,7 @@ def test_every_waiting_request_hears_why_and_the_cores_process_ends(token: int) 
         async with asyncio.timeout(START):
             engine = await AsyncEngine.from_args(args, core_factory=faulty_device.FACTORY)
         try:
-            pid = engine.core_pid
+            pid = engine.replicas[0].client.pid
             params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
             prompts = [[50 + n] * (n + 1) for n in range(12)]
             prompts[5] = [60] * LONG + [token]

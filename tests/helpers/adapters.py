@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +12,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.forward import load
+from pagerunner.engine.core.core import EngineCore
 from pagerunner.layers.moe import Experts, ExpertSizes, Router, SparseMLP
 from pagerunner.lora.adapter import Adapter, Stack, Targets, read_adapter
 from pagerunner.lora.blocks import AdapterTable, Products
 from pagerunner.models.checkpoint.loader import own_name
 from pagerunner.ops.lora import Adapters
 from pagerunner.ops.routing import Routing
+from pagerunner.types.lora import AdapterInfo, LoRARequest
 
 PREFIX = "base_model.model."
+
+
+def load_adapters(core: EngineCore, requests: Iterable[LoRARequest]) -> list[AdapterInfo]:
+    """Load adapters and wait for them. Raises what is wrong with the first that can't be loaded; the others are.
+
+    Where a name is taken nothing is loaded.
+    """
+    numbers = core.begin_adapters(requests)
+    while (infos := core.loaded_adapters(numbers)) is None:
+        pass
+    return infos
 
 
 def write_adapter(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

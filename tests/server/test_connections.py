@@ -192,7 +192,7 @@ def test_a_server_whose_core_has_died_waits_for_no_body(text_side: Path) -> None
             client.sendall(HEAD + HALVES["a part"])
             assert server.get("/health").status_code == 200  # the half has arrived
             began = time.monotonic()
-            os.kill(server.engine.core_pid, signal.SIGKILL)
+            os.kill(server.engine.replicas[0].client.pid, signal.SIGKILL)
             reply = read_to_end(client)
         assert time.monotonic() - began < patient(5)
     assert reply.startswith(b"HTTP/1.1 503") and b"is not complete" in reply

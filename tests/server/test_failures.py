@@ -36,7 +36,7 @@ def test_when_the_core_dies_every_client_hears_why_within_a_second(
         streams = readers(server.url, 5, prompt="abc", max_tokens=1900)
         start = time.monotonic()
         if how == "kill":
-            os.kill(server.engine.core_pid, signal.SIGKILL)
+            os.kill(server.engine.replicas[0].client.pid, signal.SIGKILL)
         else:
             response = server.post("/v1/completions", {"prompt": [fake_core.CRASH], "max_tokens": 1})
             assert response.status_code == 503 and reason in response.json()["error"]["message"]
@@ -73,7 +73,7 @@ def test_health_fails_when_the_core_hangs(text_side: Path) -> None:
         ):
             response = httpx.request(*call.split()[:1], server.url + call.split()[1], timeout=LONG)
             assert response.status_code == 503 and said in response.text, call
-        os.kill(server.engine.core_pid, signal.SIGKILL)
+        os.kill(server.engine.replicas[0].client.pid, signal.SIGKILL)
         client.join()
 
 
@@ -98,7 +98,7 @@ def test_a_step_that_hangs_logs_all_stacks_once_and_fails_health(
         assert "_wait_for_a_device_that_never_answers" in logged and "Thread MainThread" in logged
         time.sleep(0.6)
         assert (logged + capfd.readouterr().err).count("A step has taken more than") == 1
-        os.kill(server.engine.core_pid, signal.SIGKILL)
+        os.kill(server.engine.replicas[0].client.pid, signal.SIGKILL)
         client.join()
 
 

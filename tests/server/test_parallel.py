@@ -32,7 +32,7 @@ ARGS = EngineArgs(model=str(demo_path()), device="cpu", max_num_seqs=8, num_gpu_
 
 def ranks_of(server: RunningServer) -> list[int]:
     """Processes of ranks that the server's core has started."""
-    return ranks_under(server.engine.core_pid)
+    return ranks_under(server.engine.replicas[0].client.pid)
 
 
 def ranks_under(pid: int) -> list[int]:
@@ -53,7 +53,7 @@ def test_when_a_rank_fails_every_client_hears_why_and_no_process_is_left(
 ) -> None:
     monkeypatch.setenv("PAGERUNNER_LIMIT_RANK_SECONDS", "3")
     with running_server(ARGS, core_factory=faulty_ranks.FACTORY) as server:
-        pids, core = sorted(ranks_of(server)), server.engine.core_pid
+        pids, core = sorted(ranks_of(server)), server.engine.replicas[0].client.pid
         rank = pids[1]
         idle = how == "killed while nothing runs"
         streams = [] if idle else readers(server.url, 3, prompt="abc", max_tokens=1900, extra_body={"ignore_eos": True})

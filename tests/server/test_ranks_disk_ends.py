@@ -65,7 +65,7 @@ def test_ranks_end_while_one_writes(how: str, fault: str, tmp_path: Path, monkey
             wanted, *before = ask(server)
             assert before == [0, 0]
             wait_for(server, "pages" if how != "stopped" and fault == "disk slow" else "writes")
-            *ranks, core = pids = [*ranks_of(server), server.engine.core_pid]
+            *ranks, core = pids = [*ranks_of(server), server.engine.replicas[0].client.pid]
             began = time.monotonic()
             if how != "stopped":
                 os.kill(ranks[1] if how == "a rank is killed" else core, signal.SIGKILL)

@@ -305,16 +305,6 @@ class EngineCore:
         self._adapters.poll(seconds)
         return bool(self._adapters.loaded)
 
-    def load_adapters(self, requests: Iterable[LoRARequest]) -> list[AdapterInfo]:
-        """Load adapters and wait for them. Raises what is wrong with the first that can't be loaded; the others are.
-
-        Where a name is taken nothing is loaded.
-        """
-        numbers = self.begin_adapters(requests)
-        while (infos := self.loaded_adapters(numbers)) is None:
-            pass
-        return infos
-
     def begin_adapters(self, requests: Iterable[LoRARequest]) -> list[int]:
         """Begin to load adapters, of which `loaded_adapters` tells. Nobody waits for earlier ones any more. Raises InvalidRequestError; then none is begun.
 

@@ -66,8 +66,8 @@ class AsyncEngine:
     core has ended, whatever the reason.
 
     With `data_parallel_size` there are several cores, in `replicas`, each with the whole model. A request runs on one of them
-    (engine/frontend/replicas.py says which). The end of one is the end of its requests, and the others go on. `stats`, `startup`,
-    `memory_plan` and `core_pid` are those of the first. With `enable_expert_parallel`, too, there is one core, which has as many teams of ranks.
+    (engine/frontend/replicas.py says which). The end of one is the end of its requests, and the others go on. `stats`, `startup` and
+    `memory_plan` are those of the first. With `enable_expert_parallel`, too, there is one core, which has as many teams of ranks.
     `places` are the replicas and teams, by the numbers that requests may ask for. `adapters` are those that requests may name.
     """
 
@@ -193,11 +193,6 @@ class AsyncEngine:
     def stats(self) -> wire.SchedulerStats:
         """The core's gauges and running totals, at most a moment old."""
         return self.replicas[0].desk.stats
-
-    @property
-    def core_pid(self) -> int:
-        """The process id of the core."""
-        return self.replicas[0].client.pid
 
     @property
     def num_unfinished(self) -> int:
