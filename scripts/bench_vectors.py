@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.testing import do_bench_cudagraph
@@ -50,7 +50,7 @@ def pages_of(count: int, slots: int, fp8: bool) -> torch.Tensor | Latents:
     return pages
 
 
-def layer_of(rows: StepRows, context: int, heads: int, fp8: bool) -> Layer:
+def layer_of(rows: StepRows, context: int, heads: int, fp8: bool, scratch: dict[Any, Any]) -> Layer:
     """Rows of one token that see `context` tokens each."""
     count, held = rows.num_tokens, PAGE // RATIO
     per_row = -(-context // PAGE)
@@ -72,7 +72,7 @@ def layer_of(rows: StepRows, context: int, heads: int, fp8: bool) -> Layer:
         torch.randn(count, heads, SIZE, device="cuda", dtype=DTYPE),
         window,
         slots,
-        Choice(queries, weights, TOP_K, keys, key_scales, {}),
+        Choice(queries, weights, TOP_K, keys, key_scales, scratch),
     )
 
 
@@ -81,7 +81,8 @@ class Step:
 
     def __init__(self, count: int, context: int, heads: int, fp8: bool, layers: int) -> None:
         self.rows = StepRows.of([1] * count, [context] * count, range(count), "cuda")
-        self.layers = [layer_of(self.rows, context, heads, fp8) for _ in range(layers)]
+        scratch: dict[Any, Any] = {}
+        self.layers = [layer_of(self.rows, context, heads, fp8, scratch) for _ in range(layers)]
         self.sinks_H = torch.randn(heads, device="cuda")
         self.angles = RopeAngles(*(torch.rand(count, 1, 64, device="cuda", dtype=DTYPE) for _ in range(2)))
         self.chosen = [self.choose(layer) for layer in self.layers]

@@ -44,6 +44,28 @@ def test_no_number_stays_none(dtype: torch.dtype, broken: float) -> None:
         assert (found * scale).tolist()[::2] == [1.0, -3.0]
 
 
+@triton.jit
+def _each(x, codes, scales, N: tl.constexpr, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
+    i = tl.arange(0, N)
+    value = tl.load(x + i)
+    scale = paged_heads.fitting_scale(tl.abs(value), FP8_MAX)
+    tl.store(scales + i, scale)
+    tl.store(codes + i, paged_heads.quantise(value * 0.3, scale, FP8_MAX, FP8).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", paged_heads.FP8_MAX)
+def test_scales_and_codes_without_division_have_its_bits(dtype: torch.dtype) -> None:
+    """Around each power of two times the largest code, from numbers that aren't normal to the largest float."""
+    most = (paged_heads.FP8_MAX[dtype] * 2.0 ** torch.arange(-140.0, 113).double()).float()
+    tops = torch.cat([most.view(torch.int32) + step for step in (-1, 0, 1)]).view(torch.float32)
+    x = torch.cat([tops, -tops, torch.tensor([0.0, 1e-40, 3.4e38])])
+    x = torch.nn.functional.pad(x[x.isfinite()], (0, 2048))[:2048]
+    codes, scales = torch.empty(2048), torch.empty(2048)
+    _each[(1,)](x, codes, scales, N=2048, FP8_MAX=paged_heads.FP8_MAX[dtype], FP8=paged_heads.fp8_type(dtype))
+    want = fitting_scale(x.abs(), dtype)
+    assert torch.equal(scales, want) and torch.equal(codes, to_fp8(x * 0.3, want, dtype).float())
+
+
 ANGLES = RopeAngles(torch.ones(3, 1, 4), torch.zeros(3, 1, 4))
 WHERE = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
 

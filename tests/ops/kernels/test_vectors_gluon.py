@@ -117,8 +117,10 @@ def test_a_cluster_chooses_slots_itself(monkeypatch: pytest.MonkeyPatch, rows: A
     launch = launched(monkeypatch, 2, fp8, wait_turn=lambda PDL: scored.copy_(scores(arguments)))
     want = vectors_attention.twin(*numbers)
     monkeypatch.setattr(Slots, "choose", None)
-    monkeypatch.setattr(kernels, "run_scores", lambda *_: scored)
+    told, scratch = [], held[2].chosen.scratch
+    monkeypatch.setattr(kernels, "run_scores", lambda *_, early: told.append((early, "scored" in scratch)) or scored)
     got = kernels.vectors_attention(*held)
+    assert told == [(False, False)] and scratch["scored"], "the step's next layer has its scores early"
     assert launch.programs == 2 * len(rows)
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 

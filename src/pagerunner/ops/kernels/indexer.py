@@ -83,16 +83,22 @@ def _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights
 
 
 @triton.jit
-def _score(
-    q, weights, keys_ptr, scales_ptr, row_table, scores, limit, part, parts, i, page_stride, slot_stride, scale_page, scale_slot,
-    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores of BQ tokens of a row, in one of `parts` parts of the slots that they see: `limit` [BQ] so many each. `scores` [1, BQ]: where theirs begin."""
+def _begin(row_table, limit, part, parts, BN: tl.constexpr, PAGE: tl.constexpr):
+    """Where one of `parts` parts of the slots begins of which tokens see `limit` [BQ] each, where it ends, and pages of its first tile."""
     n, length = tl.arange(0, BN), tl.max(limit, 0)
     per = tl.cdiv(tl.cdiv(length, BN), parts) * BN
     first = part * per
     last = tl.minimum(first + per, length)
-    entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
+    return first, last, tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
+
+
+@triton.jit
+def _score(
+    q, weights, keys_ptr, scales_ptr, row_table, scores, limit, first, last, entry, i, page_stride, slot_stride, scale_page, scale_slot,
+    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of BQ tokens of a row from slot `first` to `last`, of which they see `limit` [BQ] each. `entry`: see `_begin`. `scores` [1, BQ]: where theirs begin."""
+    n = tl.arange(0, BN)
     for at in range(first, last, BN):
         slot = at + n
         live, place = slot < last, slot % PAGE
@@ -114,21 +120,23 @@ def _score(
         tl.store(scores + slot[:, None], score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
 
 
-@triton.jit(do_not_specialize=["group", "parts"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=["group", "parts", "early"], do_not_specialize_on_alignment=ANYWHERE)
 def _scores_kernel(
-    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts,
+    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts, early,
     q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
     J: tl.constexpr, D: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     PRECISION: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together. ONE: token t belongs to row t.
+    `early`: an earlier layer of the step ran this kernel, which let no successor start before it had waited itself, so rows and tables are there when it starts.
 
     Table entries of slots that a token sees are at least 0, drafts' too: a drafter's pass goes no further than its row's pages
     (`ops/drafting.py`).
     """
-    wait_turn(PDL)
-    start_next(PDL)  # attention that chooses itself begins with what is complete by now
+    if early == 0:
+        wait_turn(PDL)
+        start_next(PDL)  # attention that chooses itself begins with what is complete by now
     blocks_of_group = tl.cdiv(group, BQ)
     inside = tl.program_id(0) % blocks_of_group * BQ
     first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside
@@ -136,6 +144,11 @@ def _scores_kernel(
     if ONE:  # no load waits for another
         slot = tl.load(slots_ptr + first_token).to(tl.int64)
     row, seen = _of_row(row_ptr, position_ptr, first_token + query, inside + query < group, RATIO)
+    if ONE:
+        first, last, entry = _begin(table_ptr + slot * table_stride, seen, tl.program_id(1), parts, BN, PAGE)
+    if early != 0:
+        wait_turn(PDL)
+        start_next(PDL)
     x, i = tl.arange(0, BQ * BJ), tl.arange(0, BI)
     token, head = first_token + x // BJ, x % BJ
     there = (inside + x // BJ < group) & (head < J)
@@ -147,10 +160,11 @@ def _scores_kernel(
         if tl.max(limit, 0) > TOP_K:
             if not ONE:
                 slot = tl.load(slots_ptr + current).to(tl.int64)
+                first, last, entry = _begin(table_ptr + slot * table_stride, limit, tl.program_id(1), parts, BN, PAGE)
             row_table = table_ptr + slot * table_stride
             scores = scores_ptr + (first_token + query)[None, :] * scores_stride
             _score(
-                q, weights, keys_ptr, scales_ptr, row_table, scores, limit, tl.program_id(1), parts, i, page_stride, slot_stride, scale_page, scale_slot,
+                q, weights, keys_ptr, scales_ptr, row_table, scores, limit, first, last, entry, i, page_stride, slot_stride, scale_page, scale_slot,
                 D, BQ, BJ, BN, PAGE, FP8, PRECISION,
             )  # fmt: skip
         left = tl.where(left == current, -1, left)
@@ -377,8 +391,9 @@ def _few_kernel(
         q, weights = _queries(q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)  # fmt: skip
         row_table = table_ptr + slot * table_stride
         scores = scores_ptr + token * scores_stride
+        first, last, entry = _begin(row_table, one + seen, part, parts, BN, PAGE)
         _score(
-            q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, part, parts, i, page_stride, slot_stride, scale_page,
+            q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, first, last, entry, i, page_stride, slot_stride, scale_page,
             scale_slot, D, 1, BJ, BN, PAGE, FP8, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # all of the program's scores are stored before it is counted
@@ -450,8 +465,9 @@ def run_scores(
     ratio: int,
     scales_ES: torch.Tensor | None,
     sizes: Sizes | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
-    """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees."""
+    """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees. `early`: an earlier layer of the step has done this."""
     tokens, heads, size = q_TJI.shape
     dtype, fp8 = pages_ESI.dtype, scales_ES is not None
     sizes = sizes or score_sizes(rows, tokens, heads, width_of(rows, ratio), dtype if fp8 else q_TJI.dtype)
@@ -459,7 +475,7 @@ def run_scores(
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
     units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
     _scores_kernel[(units, sizes.parts)](
-        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, sizes.group, sizes.parts,
+        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, sizes.group, sizes.parts, int(early),
         *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
         table_SW.stride(0), scores_TN.stride(0),
         J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1],

@@ -25,10 +25,11 @@ def magnitude(x):
 
 @triton.jit
 def fitting_scale(largest, FP8_MAX: tl.constexpr):
-    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits."""
-    bits = tl.math.div_rn(largest, FP8_MAX).to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
-    return tl.where(largest > 0, (exponent << 23).to(tl.float32, bitcast=True), 0.0)
+    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits. FP8_MAX is 1.75 * 2^8 or 2^15, so a larger fraction needs the next one."""
+    POWER: tl.constexpr = 8 if FP8_MAX == 448.0 else 15
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - POWER, 1)
+    fitting = tl.where(largest < float("inf"), (exponent << 23).to(tl.float32, bitcast=True), float("inf"))
+    return tl.where(largest > 0, fitting, 0.0)
 
 
 @triton.jit
@@ -41,7 +42,10 @@ def grown_scale(old, largest, FP8_MAX: tl.constexpr):
 @triton.jit
 def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
     """As ops.fp8.to_fp8. No number stays none, so that what is broken is noticed."""
-    return _saturated(tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)), FP8_MAX).to(FP8)
+    scale = tl.where(scale > 0, scale, 1.0)
+    shrink = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / 2^n to the bit
+    shrink = tl.where(scale < float("inf"), shrink, 0.0)
+    return _saturated(x * shrink, FP8_MAX).to(FP8)
 
 
 @triton.jit

@@ -500,7 +500,10 @@ def _launch_gluon(
     scored, top_k, most = sinks_H.view(1, -1), 0, 0
     if slots is not None and isinstance(chosen, Choice):
         by, top_k, most = chosen, chosen.top_k, max(LEAST_SCORED, padded(_most_slots(slots)))
-        scored = run_scores(by.q_TJI, by.weights_TJ, top_k, by.pages_ESI, table, rows, ratio, by.scales_ES)
+        scored = run_scores(
+            by.q_TJI, by.weights_TJ, top_k, by.pages_ESI, table, rows, ratio, by.scales_ES, early="scored" in by.scratch
+        )
+        by.scratch["scored"] = True
         chosen, early = torch.empty(tokens, top_k, dtype=torch.int32, device=q_THD.device), True
     picked = rows.row_T if chosen is None else chosen
     _gluon(fp8).vectors_kernel[(tokens * parts // cluster, blocks(heads, GLUON_TILES.heads))](
