@@ -78,7 +78,7 @@ def _runner(
     sizes = {"max_model_len": longest, "max_num_batched_tokens": tokens or longest, "kv_cache_memory_bytes": 20_000_000}
     options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
     with as_on_cuda():
-        engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **options, **own)
+        engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **(options | own))
     (made,) = found
     return made
 
@@ -134,6 +134,24 @@ def test_steps_with_a_past_find_their_kernels_compiled_beside_that_of_long_rows(
         assert any(wide), "long rows with a past"
         for rows in (4 * [(1000, 170)], 2 * [(1000, 340)], [(1300, 690)], 2 * [(100, 300)], [(0, 600), (9, 100)]):
             runner._run_first([StepRow(i, start, n, [0] * n, True) for i, (start, n) in enumerate(rows)])
+            assert launched <= met, (rows, launched - met)
+
+
+def test_many_long_rows_find_the_kernel_compiled_that_looks_for_pages_that_all_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs of few tokens long rows have another kernel, as their blocks are divided. Eager steps alone have so many tokens."""
+    monkeypatch.setattr(launches, "MULTIPROCESSORS", 24)
+    monkeypatch.setattr(paged_prefill_wide, "serves", lambda *_, **__: True)
+    monkeypatch.setattr(paged_attention._Call, "run_wide", lambda *_: None)
+    runner, _ = _runner(tmp_path, monkeypatch, "qwen3", longest=2048, tokens=8192, max_num_seqs=20)
+    with noted_launches() as launched:
+        runner.warm_up()
+        met = set(launched)
+        for rows in (18 * [(100, 400)], [*17 * [(900, 1)], *18 * [(0, 450)]][-20:], 16 * [(0, 500)]):
+            runner._run_first(
+                [StepRow(i, start, n, [0] * n if n > 1 else [], True) for i, (start, n) in enumerate(rows)]
+            )
             assert launched <= met, (rows, launched - met)
 
 

@@ -359,7 +359,7 @@ class ModelRunner:
         """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
         multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
         steps may have rows of half that length, and rows that a library serves. Many tokens in rows too short for the kernel of long rows have
-        one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Few keys of a token are divided among fewer programs.
+        one of their own, and rows just long enough for it may be so many that they are looked through for pages that all share. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Few keys of a token are divided among fewer programs.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -376,6 +376,9 @@ class ModelRunner:
         yield even_rows(1, size, min(longest, 2 * size), past=True)
         count = min(-(-most // short), most_rows)
         yield even_rows(count, min(count * short, most), longest, past=True)
+        count = min(most // (short + 1), most_rows)
+        if 0 < self._builder.min_sharing_rows <= count:
+            yield even_rows(count, count * (short + 1), longest, past=True)
         yield even_rows(most_rows, min(2 * most_rows, most), longest, past=True)
         yield even_rows(min(most_rows, most), min(most_rows, most), longest, past=True)
         for width in self._widths:
