@@ -282,6 +282,12 @@ def test_a_model_behind_a_flag_of_several_words_is_not_taken_for_one_of_them(fla
     assert "dir" not in shown, "it may be a key"
 
 
+@pytest.mark.parametrize("names", [[""], ["a", ""], ["a", "b", "a"]])
+def test_names_that_are_served_differ_and_are_not_empty(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "--served-model-name", *names]) == 2
+    assert f"--served-model-name takes each name once, and none that is empty; got {names}." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "variable", "level"),
     [([], "", 20), (["--quiet"], "", 30), (["--quiet", "--log-level", "DEBUG"], "", 10), ([], "error", 40)],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import os
+import re
 import resource
 import statistics
 import sys
@@ -152,13 +154,19 @@ def _was_called(function: Any) -> bool:
     return hasattr(function, "cache_info") and function.cache_info().currsize > 0
 
 
-def test_a_template_that_cannot_be_read_is_each_conversations_error(tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_read_is_each_conversations_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a line at the start."""
     write_tokenizer(tmp_path, 300, add_bos=False)
-    tokenizer = Tokenizer.from_path(tmp_path, "{% if %}")
+    tokenizer = Tokenizer.from_path(tmp_path, "{{ broken")
+    said = "The chat template of chat_template is not valid: unexpected end of template, expected 'end of print statement'."
 
     async def work(renderer: TemplateRenderer) -> None:
-        assert await renderer.variables() == frozenset()
-        with pytest.raises(InvalidRequestError, match="not valid"):
+        with caplog.at_level(logging.WARNING):
+            assert await renderer.variables() == frozenset()
+        assert [record.getMessage() for record in caplog.records] == [f"{said} Chats with it are refused."]
+        with pytest.raises(InvalidRequestError, match=f"^{re.escape(said)}$"):
             await renderer.render(ask("fine"), {})
 
     with_renderer(tokenizer, work)

@@ -89,6 +89,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Serve until interrupted."""
     namespace.model = one_model(namespace)
     names = namespace.served_model_name or []
+    if "" in names or len({*names}) < len(names):
+        raise ConfigError(f"--served-model-name takes each name once, and none that is empty; got {names}.")
     keys = namespace.api_key or []
     for flag, given in (("--served-model-name", names), *(("--api-key", some) for some in keys)):
         if namespace.model is None and len(given) > 1:

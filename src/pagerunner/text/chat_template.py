@@ -68,7 +68,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the templates read; none where one is not valid (`render` says so).
+        """The names that the templates read. Raises InvalidRequestError where one is not valid.
 
         Even reading a template may take any time and memory: a server asks its template process instead.
         """
@@ -77,8 +77,8 @@ class ChatTemplate:
         environment = _environment()
         try:
             found = [_undeclared(environment, text) for text in self.templates.values()]
-        except jinja2.TemplateError:
-            return frozenset()
+        except jinja2.TemplateError as error:
+            raise self._invalid(error) from None
         return frozenset().union(*found) - environment.globals.keys()
 
     def render(
@@ -112,12 +112,15 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise InvalidRequestError("messages hold a lone surrogate, which is not valid Unicode text.") from None
         except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequestError(f"The chat template of {self.where} is not valid: {error}.") from None
+            raise self._invalid(error) from None
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"The chat template refuses these messages: {error}", param="messages") from None
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:
             raise InvalidRequestError(f"The chat template fails on these messages: {error}", param="messages") from None
         return text
+
+    def _invalid(self, error: Exception) -> InvalidRequestError:
+        return InvalidRequestError(f"The chat template of {self.where} is not valid: {str(error).rstrip('.')}.")
 
 
 def _within_limit(pieces: Iterator[str]) -> str:

@@ -61,6 +61,8 @@ class TemplateRenderer:
             logger.warning("The chat template can't be read: %s", error)
             return frozenset()
         self._idle.append(process)
+        if ready.error is not None:
+            logger.warning("%s Chats with it are refused.", ready.error)
         return frozenset(ready.variables) - self._tokenizer.special_tokens.keys()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], source: str = "") -> str:

@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The text, or why there is none. The first one says that the process is ready, and which names the templates read."""
+    """The text, or why there is none. The first one says that the process is ready, and which names the templates read, or that one isn't valid."""
 
     text: str = ""
     variables: list[str] = []
@@ -72,11 +72,13 @@ def _render(template: ChatTemplate, job: Job) -> Done:
         return Done(error=str(error), param=error.param)
 
 
-def _variables(template: ChatTemplate) -> list[str]:
+def _ready(template: ChatTemplate) -> Done:
     try:
-        return sorted(template.variables)
+        return Done(variables=sorted(template.variables))
+    except InvalidRequestError as error:
+        return Done(error=str(error))
     except (MemoryError, RecursionError):
-        return []  # rendering will say so
+        return Done()  # rendering will say so
 
 
 def main() -> None:
@@ -88,7 +90,7 @@ def main() -> None:
     template = ChatTemplate(setup.templates, setup.where)
     jobs = msgspec.msgpack.Decoder(Job)
     signal.alarm(limits.TEMPLATE_SECONDS + 1)
-    _write(Done(variables=_variables(template)))
+    _write(_ready(template))
     signal.alarm(0)
     while True:
         data = _read()
