@@ -22,7 +22,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, held, norm_kind, norm_weight, put, silu_gate
 from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, shrink, token_inner
 from pagerunner.ops.linear import Norm, joins_few
 from pagerunner.ops.lora import COPIES, SMALL_STEP, Blocks, Fused, WorkList
@@ -71,8 +71,7 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
             slots_W, places, pool, product, products, program, rows_O, live, BN, GATED, WIDE, BLOCKS, TILE, STARTS
         )
     wait_turn(PDL)
-    if ADD:  # loaded now: loaded after the sum, the program would wait for it
-        old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    old = held(y_ptr + rows_O, live, ADD)
     if BLOCKS:
         at = row_words(words, program, part, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES)
         seen = look(at, turn, WIDE, BLOCKS, TILE)
@@ -119,10 +118,7 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
         if BLOCKS:
             u += row_added(up_b, up_at, up_seen, turn, scale, WIDE, BLOCKS, TILE)
         y = silu_gate(y, u, dtype)
-    y = y.to(dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(y_ptr + rows_O, y, mask=live)
+    put(y_ptr + rows_O, y, old, live, ADD)
 
 
 @triton.jit(do_not_specialize=["num_features", "product", "turn"])
@@ -180,8 +176,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
     place = y_ptr + tokens[None, :] * y_stride + rows_O[:, None]
     inside_y = live[:, None] & valid[None, :]
     wait_turn(PDL)
-    if ADD:
-        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
+    old = held(place, inside_y, ADD)
     x_place = x_ptr + tokens[None, None, :] * x_stride + inputs[:, :, None]
     acc = tl.zeros((S, BN, BM), tl.float32)
     up = acc
@@ -222,10 +217,7 @@ def _few_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, num_feature
         if BIAS:
             u += tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)[:, None]
         y = silu_gate(y, u, dtype)
-    y = y.to(dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(place, y, mask=inside_y)
+    put(place, y, old, inside_y, ADD)
 
 
 class RowsConfig(NamedTuple):

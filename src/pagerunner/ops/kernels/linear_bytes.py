@@ -20,7 +20,7 @@ import triton.language as tl
 from pagerunner.ops.kernels.codes import E4M3, numbers8, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_packed import PackedConfig, _own_bytes, _own_inputs, _rows_of, finished, own_pieces
-from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, held, norm_kind, norm_weight, put
 from pagerunner.ops.kernels.stored import operands_of
 from pagerunner.ops.stored import Stored, Stored8
 
@@ -140,8 +140,7 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
     for i in tl.static_range(STEPS):
         norms = norms + (_norm_weights(norm_ptr, column, i, K, P, B, NORM),)
     wait_turn(PDL)
-    if ADD:
-        old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
+    old = held(y_place, inside_y, ADD)
     acc = tl.zeros((B, BN, BM), tl.float32)
     square = tl.zeros((SEGMENT // RUN, 8, B, BM // 8, 8), tl.float32)
     for i in tl.static_range(STEPS):
@@ -155,9 +154,7 @@ def _bytes_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_tokens, nu
     if NORM != NO_NORM:
         y *= _norm_scale(square, eps, K, P)[None, :]
     y = finished(y, tile, s_ptr, bias_ptr, num_features, F, POWER if WORDS else 1.0, True, BIAS, WHOLE, GATED, dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(y_place, y, mask=inside_y)
+    put(y_place, y, old, inside_y, ADD)
 
 
 def fits(x_TI: torch.Tensor, stored: Stored) -> bool:

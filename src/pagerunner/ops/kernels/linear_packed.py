@@ -24,7 +24,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.codes import E2M1, INT4, behind, raw_int4, scaled_e2m1, uses_words
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import Product, silu_gate
+from pagerunner.ops.kernels.linear_parts import Product, held, put, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored4
 
@@ -267,8 +267,7 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
     live = (m // P < num_tokens)[None, :, None, :, None]
     source = (x_ptr + (m // P * x_stride)[None, :, None, :, None] + column, column, live)
     wait_turn(PDL)
-    if ADD:
-        old = tl.load(y_place, mask=inside_y, other=0.0).to(tl.float32)
+    old = held(y_place, inside_y, ADD)
     acc = tl.zeros((B, BN, BM), tl.float32)
     for i in tl.static_range(STEPS):
         acc = add_step(acc, steps[i], load_inputs(source, i, K, P, B), FORM, WORDS, ZEROS)
@@ -278,9 +277,7 @@ def _packed_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_token
     y = own_pieces(acc, P)
     POWER: tl.constexpr = 4611686018427387904.0 if FORM == E2M1 and WORDS else 1.0  # 2 ** 62
     y = finished(y, tile, r_ptr, bias_ptr, num_features, F, POWER, FACTORS, BIAS, WHOLE, GATED, dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(y_place, y, mask=inside_y)
+    put(y_place, y, old, inside_y, ADD)
 
 
 class PackedConfig(NamedTuple):

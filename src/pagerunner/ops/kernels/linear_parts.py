@@ -64,6 +64,35 @@ def silu_gate(y, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def held(place, mask, ADD: tl.constexpr):
+    """What `put` adds to. It is loaded before the sum: loaded after it, a program would wait for it."""
+    old = 0.0
+    if ADD:
+        old = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    return old
+
+
+@triton.jit
+def put(place, y, old, mask, ADD: tl.constexpr):
+    """Store float32 sums, rounded, or `old` and rounded sums."""
+    dtype: tl.constexpr = place.dtype.element_ty
+    y = y.to(dtype)
+    if ADD:
+        y = (old + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=mask)
+
+
+@triton.jit
+def store_or_add(place, y, mask, ADD: tl.constexpr):
+    """As `put`, to what is there by now."""
+    dtype: tl.constexpr = place.dtype.element_ty
+    y = y.to(dtype)
+    if ADD:
+        y = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(place, y, mask=mask)
+
+
+@triton.jit
 def normed(x, weight, eps, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
     """The norm of all K features of a token, float32, with the twins' casts."""
     x *= 1.0 / tl.sqrt_rn(tl.sum(x * x) * (1.0 / K) + eps)

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import halves, tile_of
+from pagerunner.ops.kernels.linear_parts import halves, store_or_add, tile_of
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.quantize import Rounded as Rounded
@@ -109,10 +109,7 @@ def finish_tile(y, bias_ptr, y_ptr, tokens, features, num_tokens, num_features, 
     if BIAS:
         y += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[:, None]
     y_ptr += tokens.to(tl.int64)[None, :] * y_stride + features[:, None]
-    out = y.to(y_ptr.dtype.element_ty)
-    if ADD:
-        out = (tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32) + out.to(tl.float32)).to(out.dtype)
-    tl.store(y_ptr, out, mask=inside)
+    store_or_add(y_ptr, y, inside, ADD)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "steps", "token_stride", "group_stride"])

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.codes import E4M3, form_of
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, held, norm_kind, norm_weight, put, silu_gate
 from pagerunner.ops.stored import Stored, Stored8
 
 
@@ -87,8 +87,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
         for step in tl.static_range(STEPS):
             norms = norms + (norm_weight(norm_ptr, step * BK + cols, step * BK + cols < K, NORM),)
     wait_turn(PDL)
-    if ADD:  # loaded now: loaded after the sum, the program would wait for it
-        old = tl.load(y_ptr + rows_O, mask=live, other=0.0).to(tl.float32)
+    old = held(y_ptr + rows_O, live, ADD)
     inputs, square = (), tl.zeros((BK,), tl.float32)
     for step in tl.static_range(STEPS):
         k = step * BK + cols
@@ -107,10 +106,7 @@ def _row_kernel(x_ptr, norm_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, num_features, ep
     if GATED:
         own = inputs if G == K else _scaled(inputs, s_ptr, first + num_features, cols, K, BK, BO, G, STEPS)
         y = silu_gate(y, _sums(up_tiles, own, FORM, STEPS) * up_factor + up_bias, dtype)
-    y = y.to(dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(y_ptr + rows_O, y, mask=live)
+    put(y_ptr + rows_O, y, old, live, ADD)
 
 
 class RowConfig(NamedTuple):

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops.kernels.codes import INT4
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, start_next_and_wait
-from pagerunner.ops.kernels.linear_parts import Product, halves, tile_of
+from pagerunner.ops.kernels.linear_parts import Product, halves, store_or_add, tile_of
 from pagerunner.ops.kernels.linear_tiles import TilesConfig, _features, constants_of, row_factors, store_sums, tile_sums
 from pagerunner.ops.kernels.stored import operands_of
 
@@ -95,10 +95,7 @@ def _add_shares_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_st
         if BIAS:
             acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)[None, :]
         at = y_ptr + tokens.to(tl.int64)[:, None] * y_stride + features[None, :]
-        y = acc.to(y_ptr.dtype.element_ty)
-        if ADD:
-            y = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-        tl.store(at, y, mask=inside)
+        store_or_add(at, acc, inside, ADD)
 
 
 class Shares(NamedTuple):

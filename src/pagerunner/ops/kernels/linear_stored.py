@@ -30,7 +30,7 @@ from pagerunner.ops.kernels.codes import (
     numbers8,
 )
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import Product, silu_gate
+from pagerunner.ops.kernels.linear_parts import Product, held, put, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers
 from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 
@@ -226,8 +226,7 @@ def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, 
     place = y_ptr + tokens_T[None, :] * y_stride + features[:, None]
     inside_y = live[:, None] & (tokens_T < num_tokens)[None, :]
     wait_turn(PDL)
-    if ADD:
-        old = tl.load(place, mask=inside_y, other=0.0).to(tl.float32)
+    old = held(place, inside_y, ADD)
     k = at // 16 * 32 + at % 16 if PER == 2 else at
     acc = tl.zeros((B, BN, BM), tl.float32)
     source = (x_ptr, k, tokens_M, piece_M, num_tokens, x_stride)
@@ -243,10 +242,7 @@ def _few_kernel(x_ptr, w_ptr, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, 
     y = _finished(acc, factor, bias_ptr, rows_O, P, BIAS)
     if GATED:
         y = silu_gate(y, _finished(up, up_factor, bias_ptr, rows_O + num_features, P, BIAS), dtype)
-    y = y.to(dtype)
-    if ADD:
-        y = (old + y.to(tl.float32)).to(dtype)
-    tl.store(place, y, mask=inside_y)
+    put(place, y, old, inside_y, ADD)
 
 
 class FewConfig(NamedTuple):

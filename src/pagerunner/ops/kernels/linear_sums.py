@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, dependent, start_next_and_wait
+from pagerunner.ops.kernels.linear_parts import store_or_add
 
 PART_INPUTS = 1024
 """A part has so many input features or more. A product with less takes about as long as writing its sums and reading them again."""
@@ -33,11 +34,7 @@ def _sum_kernel(sums_ptr, bias_ptr, y_ptr, num_tokens, num_features, y_stride, P
         acc += tl.load(sums_ptr + place, mask=live, other=0.0)
     if BIAS:
         acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
-    y_ptr += token * y_stride
-    y = acc.to(y_ptr.dtype.element_ty)
-    if ADD:
-        y = (tl.load(y_ptr + features, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(y_ptr + features, y, mask=live)
+    store_or_add(y_ptr + token * y_stride + features, acc, live, ADD)
 
 
 def add_parts(sums_PTO: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, add: bool = False) -> None:

@@ -38,6 +38,7 @@ from pagerunner.ops.kernels.linear_parts import (
     halves,
     norm_kind,
     norm_weight,
+    store_or_add,
     tile_of,
     token_inputs,
 )
@@ -274,10 +275,7 @@ def store_sums(acc, s_ptr, factors_ptr, bias_ptr, y_ptr, tokens, features, num_t
         acc += tl.load(bias_ptr + outs).to(tl.float32)[:, None]
     inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
     at = y_ptr + tokens.to(tl.int64)[None, :] * y_stride + features[:, None]
-    y = acc.to(y_ptr.dtype.element_ty)
-    if ADD:
-        y = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(at, y, mask=inside)
+    store_or_add(at, acc, inside, ADD)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "steps"])
