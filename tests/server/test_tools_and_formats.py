@@ -349,6 +349,10 @@ def test_a_bad_grammar_is_a_400_and_neighbours_go_on(guided: RunningServer) -> N
     guided.wait_idle()
 
 
+ENDLESS: Any = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+ENDLESS["$defs"] = {"A": {"$ref": "#/$defs/A"}}
+
+
 def test_what_a_grammar_and_the_request_exclude_together_is_the_requests_fault(guided: RunningServer) -> None:
     """Neither a 500: the sentence names the parameter."""
     body = {"prompt": "abc", "max_tokens": 400, "temperature": 1}
@@ -358,6 +362,7 @@ def test_what_a_grammar_and_the_request_exclude_together_is_the_requests_fault(g
         ({"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": [letter]}, "allowed_token_ids"),
         ({"structured_outputs": nested, "allowed_token_ids": [letter]}, "nested repetitions"),
         ({"structured_outputs": {"json": {"$ref": "#"}}}, "no finite text"),
+        ({"structured_outputs": {"json": ENDLESS}}, "its grammar cannot be followed: no finite text matches it."),
     ):
         response = guided.post("/v1/completions", {**body, **extra})
         error = response.json()["error"]

@@ -308,7 +308,7 @@ class GrammarGuide:
                     ahead = place.copy()  # now, as the next tokens may come once the mask is known
             # also a library's panic: whatever it is must end this sequence only, and at once
             except BaseException as error:
-                self._error = f"its grammar cannot be followed: {plain_reason(str(error))}"
+                self._error = f"its grammar cannot be followed: {plain_reason(str(error)).rstrip('.')}."
             known.set()
             if ahead is None:
                 done.set()
