@@ -135,7 +135,7 @@ def test_a_draft_that_the_library_fails_at_is_none_and_a_token_ends_the_request_
     assert guide.error is None and library.made[-1] == (5, 6, 8), "what was looked at ahead isn't the text"
     guide.advance([ODD])
     guide.wait(LONG)
-    assert guide.error == f"its grammar cannot be followed: {fault}"
+    assert guide.error == f"its grammar cannot be followed: {fault}."
 
 
 def test_who_goes_on_meanwhile_gets_the_masks_of_the_new_text(library: Library, make_guide: Any) -> None:
