@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops.kernels import paged_attention as kernels
 from pagerunner.ops.paged_attention import (
     HeadPrep,
@@ -100,7 +100,7 @@ class Step:
         self.table = table.to(DEVICE)
         self.rows = StepRows.of([new] * rows, [n + new for n in shape.past], range(rows), DEVICE)
         row_of, offset = torch.arange(rows).repeat_interleave(new), positions % page
-        self.write = (table[row_of, positions // page].to(DEVICE), offset.to(DEVICE))
+        self.write = WritePlaces(table[row_of, positions // page].to(DEVICE), offset.to(DEVICE))
         self.qkv = torch.randn(rows * new, shape.heads + 2 * shape.kv_heads, shape.dim, device=DEVICE).to(shape.dtype)
         self.parts = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
         self.library = True  # whether a library may do it
@@ -128,7 +128,7 @@ class Step:
 
     def project(self, layer: int) -> torch.Tensor:
         """One layer from its projection on."""
-        return projected_attention(self.qkv, self.prep, self.pages[layer], *self.write, *self.rest(layer))
+        return projected_attention(self.qkv, self.prep, self.pages[layer], self.write, *self.rest(layer))
 
     def rest(self, layer: int) -> tuple[torch.Tensor, StepRows, PagedPlan, Scores]:
         """What layers share; the first one's plan is new."""
@@ -293,7 +293,7 @@ def run_store(name: str, shape: Shape) -> None:
 
     def run() -> None:
         for layer in range(shape.layers):
-            prepare_heads_(step.qkv, step.prep, step.pages[layer], *step.write)
+            prepare_heads_(step.qkv, step.prep, step.pages[layer], step.write)
 
     took = graph_time(run, shape.layers)
     moved = step.qkv.numel() * step.qkv.element_size() * 2

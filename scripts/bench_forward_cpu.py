@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows, WritePlaces
 from pagerunner.models.checkpoint.loader import Model, build_model, dummy_weights, materialize, weights_bytes
 from pagerunner.models.configs.base import RopeConfig
 from pagerunner.models.configs.decoder import DecoderConfig
@@ -107,7 +107,9 @@ def make_batch(
     def batch() -> ForwardBatch:
         rows = StepRows.of(query_lens, seq_lens, slots)
         plan = backend.plan(PlanInputs(rows, query_lens, seq_lens, slots, table, PAGE_TOKENS, None), None)
-        group = GroupBatch(table, torch.tensor(entries), position_T % PAGE_TOKENS, PAGE_TOKENS, backend, plan)
+        group = GroupBatch(
+            table, WritePlaces(torch.tensor(entries), position_T % PAGE_TOKENS), PAGE_TOKENS, backend, plan
+        )
         return ForwardBatch(tokens, rows, last, (group,), kv)
 
     return batch

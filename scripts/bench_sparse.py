@@ -21,7 +21,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import IndexerQueries, LatentCall, UpProjection
 from pagerunner.attention.paged_sparse import PagedSparseBackend
-from pagerunner.batch import GroupBatch, LatentPages, StepRows
+from pagerunner.batch import GroupBatch, LatentPages, StepRows, WritePlaces
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.kernels.indexer import run_choice, run_scores
 from pagerunner.ops.latent_heads import LatentPrep
@@ -88,7 +88,7 @@ def step_of(rows: int, context: int, heads: int, fp8: bool, layers: int, tokens:
     angles = RopeAngles(*(torch.rand(total, 1, ROPE, device="cuda", dtype=DTYPE) for _ in range(2)))
     prep = LatentPrep(Norm(torch.ones(LATENT, device="cuda", dtype=DTYPE), 1e-6), angles, True)
     plan = backend.plan(PlanInputs(batch, *hosts, table, PAGE, None), backend.new_state(shape))
-    group = GroupBatch(table, entry, at % PAGE, PAGE, backend, plan)
+    group = GroupBatch(table, WritePlaces(entry, at % PAGE), PAGE, backend, plan)
     calls = []
     for _ in range(layers):
         q = torch.randn(total, heads, KEY + ROPE, device="cuda", dtype=DTYPE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,19 +148,27 @@ class StepRows:
         return int(self.row_T.shape[0])
 
 
+class WritePlaces(NamedTuple):
+    """Where tokens go, [T] int64: token t to page `entry[t]`, token slot `offset[t]`.
+
+    An entry of -1 means that no later step reads the token, and it is not stored.
+    """
+
+    entry_T: torch.Tensor
+    offset_T: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
     """What the rows of one step need of one memory group.
 
     `page_table`: the group's table of all slots, [slots, W] int64 entries: page n of row r is at [rows.slots_R[r], n % W].
-    `write_entry`, `write_offset`: [T] int64; token t goes to page `write_entry[t]`, token slot `write_offset[t]`. An
-    entry of -1 means that no later step reads the token, and it is not stored.
+    `write`: where the step's tokens go.
     `plan`: what the group's attention backend planned for this step; only that backend reads it.
     """
 
     page_table: torch.Tensor
-    write_entry: torch.Tensor
-    write_offset: torch.Tensor
+    write: WritePlaces
     page_tokens: int
     backend: Any
     plan: Any

@@ -15,7 +15,7 @@ from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.calls import CompressedCall, IndexerQueries
 from pagerunner.attention.compressed import CompressedBackend, SlotPooling
 from pagerunner.attention.torch_plan import scratch_bytes
-from pagerunner.batch import GroupBatch, LatentPages, StatePages, StepRows
+from pagerunner.batch import GroupBatch, LatentPages, StatePages, StepRows, WritePlaces
 from pagerunner.memory import specs
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.state_rows import StateRows, StateSaves
@@ -130,7 +130,7 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, CompressedBackend]:
     slots = range(len(query_lens))
     step = StepRows.of(query_lens, seq_lens, slots)
     plan = backend.plan(PlanInputs(step, query_lens, seq_lens, slots, table, tokens_page, None), None)
-    group = GroupBatch(table, torch.tensor(entries), torch.tensor(offsets), tokens_page, backend, plan)
+    group = GroupBatch(table, WritePlaces(torch.tensor(entries), torch.tensor(offsets)), tokens_page, backend, plan)
     pages = LatentPages(0, latent, None, indexer)
     done = plan.completed(case.ratio)
     assert done.tolist() == [i for i, position in enumerate(positions) if (position + 1) % case.ratio == 0]

@@ -11,7 +11,7 @@ from helpers.attention_cases import Case, cases, plain, run
 from helpers.compiler import needs_compiler
 from helpers.effort import effort
 from pagerunner.attention.cpu import CpuBackend
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.memory.specs import FullKV
 from pagerunner.ops import paged_attention as twins
 from pagerunner.ops.native import paged
@@ -58,7 +58,7 @@ def test_projections_equal_the_twins(data: st.DataObject) -> None:
     positions = [torch.arange(start, end) for start, end in zip(starts, seq_lens, strict=True)]
     entry_T = torch.cat([table_SW[slot, own // page_tokens] for slot, own in zip(slots, positions, strict=True)])
     entry_T[torch.rand(len(entry_T)) < draw(st.sampled_from([0.0, 0.2]))] = -1
-    write = entry_T, torch.cat(positions) % page_tokens
+    write = WritePlaces(entry_T, torch.cat(positions) % page_tokens)
     limit = {draw(st.sampled_from(["window", "chunk", "neither"])): draw(st.integers(1, 100))}
     plan = twins.PagedPlan(window=limit.get("window", 0), chunk=limit.get("chunk", 0))
     sinks_H = torch.randn(heads) * 5 if draw(st.booleans()) else None
@@ -70,8 +70,8 @@ def test_projections_equal_the_twins(data: st.DataObject) -> None:
     shape = len(entries), page_tokens, kv_heads, size
     ours = KVPages(0, torch.randn(shape), torch.randn(shape))
     theirs = KVPages(0, ours.k.clone(), ours.v.clone())
-    got = paged.projected_attention(qkv_TND.clone(), prep, ours, *write, table_SW, rows, plan, scores)
-    want = twins.projected_attention.twin(qkv_TND.clone(), prep, theirs, *write, table_SW, rows, plan, scores)
+    got = paged.projected_attention(qkv_TND.clone(), prep, ours, write, table_SW, rows, plan, scores)
+    want = twins.projected_attention.twin(qkv_TND.clone(), prep, theirs, write, table_SW, rows, plan, scores)
     torch.testing.assert_close(got, want, atol=3e-5, rtol=1e-4)
     torch.testing.assert_close((ours.k, ours.v), (theirs.k, theirs.v), atol=1e-6, rtol=1e-5)
 

@@ -7,7 +7,7 @@ import torch
 
 from pagerunner.attention.kv_store import store
 from pagerunner.attention.torch_ref import TorchPlan
-from pagerunner.batch import GroupBatch, KVPages
+from pagerunner.batch import GroupBatch, KVPages, WritePlaces
 
 SIZE, HEADS, DIM, PAGES = 4, 2, 6, 5
 
@@ -29,7 +29,7 @@ def put(layer: KVPages, which: int, slots: list[int], values: torch.Tensor) -> t
     """Store values in token slots (-1: none), counted over all pages."""
     where = torch.tensor(slots)
     entries = torch.where(where < 0, -1, where // SIZE)
-    group = GroupBatch(torch.zeros(1, 1), entries, where % SIZE, SIZE, None, None)
+    group = GroupBatch(torch.zeros(1, 1), WritePlaces(entries, where % SIZE), SIZE, None, None)
     return store(layer, which, values, group, TorchPlan((), unstored=True))
 
 

@@ -11,7 +11,7 @@ from pagerunner.attention.calls import AttentionCall, Heads, LatentCall, UpProje
 from pagerunner.attention.mla import LatentBackend
 from pagerunner.attention.torch_plan import scratch_bytes
 from pagerunner.attention.torch_ref import Scratch, TorchBackend
-from pagerunner.batch import GroupBatch, KVPages, LatentPages, StepRows
+from pagerunner.batch import GroupBatch, KVPages, LatentPages, StepRows, WritePlaces
 from pagerunner.memory import specs
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner.pages import TORCH_DTYPES
@@ -33,7 +33,7 @@ def serve(
     offsets = torch.tensor([p % SIZE for _, p in positions])
     step = StepRows.of(query_lens, seq_lens, range(len(rows)))
     plan = backend.plan(PlanInputs(step, query_lens, seq_lens, range(len(rows)), table, SIZE, reach), None)
-    group = GroupBatch(table, entries, offsets, SIZE, backend, plan)
+    group = GroupBatch(table, WritePlaces(entries, offsets), SIZE, backend, plan)
     held = TORCH_DTYPES[spec.dtype]  # type: ignore[attr-defined]
     heads = getattr(spec, "num_kv_heads", 1)
     scales = torch.ones(table.numel(), 2, heads) if spec.has_page_scales else None  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.attention.recurrent import GatedDelta, Mamba2
-from pagerunner.batch import GroupBatch, StatePages, StepRows
+from pagerunner.batch import GroupBatch, StatePages, StepRows, WritePlaces
 from pagerunner.memory.specs import RecurrentState
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
@@ -149,7 +149,7 @@ def test_a_graph_replays_any_step_and_saves_states() -> None:
     def planned(rows, hosts, state, saves=()):
         plan = backend.plan(PlanInputs(rows, *hosts, table, 16, None, saves), state)
         none = torch.zeros(rows.num_tokens, dtype=torch.int64, device="cuda")
-        return rows, GroupBatch(table, none, none, 16, backend, plan)
+        return rows, GroupBatch(table, WritePlaces(none, none), 16, backend, plan)
 
     def run(inputs, pool, planned):
         rows, group = planned

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import indexer_cases, sparse_cases
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
 from pagerunner.ops.kernels import indexer, latent_wide
@@ -137,7 +137,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     vectors = torch.randn(1, 576, device="cuda").to(dtype)
     vectors[0, 200] = float("nan")
     keys = torch.zeros(*held.latent_ESC.shape[:2], 128, device="cuda").to(torch.float8_e4m3fn)
-    where = table[rows.slots_R[:1].long(), 0], torch.tensor([63], device="cuda")
-    store_slots_(vectors, vectors[:, :128].contiguous(), held, keys, torch.zeros(keys.shape[:2], device="cuda"), *where)
+    where = WritePlaces(table[rows.slots_R[:1].long(), 0], torch.tensor([63], device="cuda"))
+    store_slots_(vectors, vectors[:, :128].contiguous(), held, keys, torch.zeros(keys.shape[:2], device="cuda"), where)
     found = chosen_values(*given)
     assert found[0].isnan().all() and found[1].isfinite().all()

@@ -10,7 +10,7 @@ import torch
 from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
 from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved, with_choice
-from pagerunner.batch import StatePages
+from pagerunner.batch import StatePages, WritePlaces
 from pagerunner.ops.kernels import vectors_attention as kernels
 from pagerunner.ops.kernels.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
@@ -110,7 +110,7 @@ def test_preparing(fp8: bool) -> None:
         pages = torch.zeros(3, 16, 512).bfloat16()
         own = in_fp8(pages, 8)[0] if fp8 else pages
         mine = moved((q.clone(), window.vectors_TD.clone(), norm, angles, own), device)
-        op(*mine, entries.to(device), offsets.to(device))
+        op(*mine, WritePlaces(entries.to(device), offsets.to(device)))
         at = torch.arange(48, device=device) // 16, torch.arange(48, device=device) % 16
         held = mine[4] if isinstance(mine[4], torch.Tensor) else torch.cat(mine[4].read(*at), -1)
         found.append([part.cpu() for part in (mine[0], mine[1], held)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.attention.calls import AttentionCall, Heads, Projection
-from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows, WritePlaces
 from pagerunner.ops.paged_attention import HeadPrep, Scores
 from pagerunner.ops.rope import RopeAngles
 
@@ -61,8 +61,7 @@ class Step:
     layer: KVPages
     tables: list[list[int]]  # by row, from `first_pages` on
     first_pages: list[int]
-    write_entry: torch.Tensor
-    write_offset: torch.Tensor
+    write: WritePlaces
     query_lens: list[int]
     seq_lens: list[int]
     keys: list[torch.Tensor]  # what pages hold of every row, [L, K, D]
@@ -168,8 +167,7 @@ def make_step(case: Case, device: str = "cpu", seed: int = 0) -> Step:
         layer=KVPages(0, kv[0], kv[1], scales),
         tables=tables,
         first_pages=first_pages,
-        write_entry=torch.tensor(entries, device=device),
-        write_offset=torch.tensor(offsets, device=device),
+        write=WritePlaces(torch.tensor(entries, device=device), torch.tensor(offsets, device=device)),
         query_lens=query_lens,
         seq_lens=[r.start + r.queries for r in case.rows],
         keys=keys,
@@ -198,8 +196,8 @@ def make_batch(step: Step, case: Case, backend: Any) -> ForwardBatch:
     inputs = PlanInputs(rows, step.query_lens, step.seq_lens, order, table, case.page_tokens, case.reach)
     plan = backend.plan(inputs, backend.new_state(None))
     more = torch.full((case.padding,), -1, device=device)
-    entries, offsets = torch.cat((step.write_entry, more)), torch.cat((step.write_offset, torch.zeros_like(more)))
-    group = GroupBatch(table, entries, offsets, case.page_tokens, backend, plan)
+    entries, offsets = torch.cat((step.write.entry_T, more)), torch.cat((step.write.offset_T, torch.zeros_like(more)))
+    group = GroupBatch(table, WritePlaces(entries, offsets), case.page_tokens, backend, plan)
     nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
     last = torch.tensor(step.query_lens, device=device).cumsum(0) - 1
     return ForwardBatch(nothing, rows, last, (group,), (step.layer,))

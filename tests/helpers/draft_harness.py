@@ -10,7 +10,7 @@ import torch
 
 from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.attention.select import select_backends
-from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, StepRows, WritePlaces
 from pagerunner.memory.planner import plan_memory
 from pagerunner.models.checkpoint.loader import build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.base import ModelConfig
@@ -95,7 +95,9 @@ class DraftHarness:
         )
         entries = torch.cat([table[row, torch.tensor(list(span)) // size] for row, span in spans])
         offsets = torch.cat([torch.tensor(list(span)) % size for _, span in spans])
-        return GroupBatch(table, entries, offsets, size, backend, backend.plan(inputs, backend.new_state(None)))
+        return GroupBatch(
+            table, WritePlaces(entries, offsets), size, backend, backend.plan(inputs, backend.new_state(None))
+        )
 
     @torch.inference_mode()
     def draft(

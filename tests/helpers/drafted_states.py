@@ -20,7 +20,7 @@ from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.calls import RecurrentCall, Tensors
 from pagerunner.attention.compressed import SlotPooling
 from pagerunner.attention.recurrent import GatedDelta, Mamba2
-from pagerunner.batch import GroupBatch, StatePages, StepRows
+from pagerunner.batch import GroupBatch, StatePages, StepRows, WritePlaces
 from pagerunner.memory.memory_plan import LayerSlice
 from pagerunner.memory.specs import RecurrentState
 from pagerunner.ops.causal_conv import journaled_conv_rows
@@ -186,7 +186,7 @@ class Drafted:
         inputs = PlanInputs(rows, counts, ends, slots, self.table, 16, None, saves)
         plan = self.backend.plan(inputs, self.backend.new_state(None))
         none = torch.zeros_like(rows.positions_T)
-        group = GroupBatch(self.table, none, none, 16, self.backend, plan)
+        group = GroupBatch(self.table, WritePlaces(none, none), 16, self.backend, plan)
         out = self.backend.run(RecurrentCall(self.layer, tuple(parts), self.pages, group, rows))
         assert bool(out.isfinite().all()), "padding and rejected drafts have finite outputs"
         place = 0

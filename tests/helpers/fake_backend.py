@@ -39,12 +39,11 @@ class FakeBackend:
         """See AttentionCall."""
         self.calls.append(call)
         inputs, pages, group, rows, scores, wanted, _ = call
-        write = group.write_entry, group.write_offset
         if isinstance(inputs, Projection):
-            prepare_heads_(*inputs, pages, *write)
+            prepare_heads_(*inputs, pages, group.write)
             heads = inputs.prep.split(inputs.qkv_TND)
         else:
-            store_kv_(inputs.k_TKD, inputs.v_TKV, pages, *write)
+            store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write)
             heads = inputs
         out_THV = paged_attention(*heads, pages, group.page_table, rows, group.plan, scores)
         return out_THV if wanted is None else out_THV.index_select(0, wanted)

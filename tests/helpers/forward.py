@@ -11,7 +11,7 @@ import torch
 
 from pagerunner.attention.base import PlanInputs, Reach
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, KVPages, StepRows, WritePlaces
 from pagerunner.models.checkpoint.loader import Model, build_model, load_weights, materialize, weights_bytes
 from pagerunner.models.configs.base import ModelConfig
 from pagerunner.models.configs.reader import read_model_config
@@ -112,7 +112,7 @@ class Harness:
         query_lens, seq_lens = [count for _, count in work], [s.computed + count for s, count in work]
         inputs = PlanInputs(rows, query_lens, seq_lens, range(len(work)), table, size, reach)
         plan = self.backend.plan(inputs, self.backend.new_state(None))
-        return GroupBatch(table, torch.tensor(entries), position_T % size, size, self.backend, plan)
+        return GroupBatch(table, WritePlaces(torch.tensor(entries), position_T % size), size, self.backend, plan)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, *, chunk: int = 10**9) -> list[Sequence]:
         """Greedy generation of all prompts together; `chunk` bounds the tokens of a step (at least one per row)."""

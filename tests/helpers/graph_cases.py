@@ -11,7 +11,7 @@ import torch
 from helpers.attention_cases import Case, RowCase, Step, _make_pool, expected, make_batch, make_call, make_step
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import AttentionCall, Heads
-from pagerunner.batch import GroupBatch, KVPages, StepRows
+from pagerunner.batch import GroupBatch, KVPages, StepRows, WritePlaces
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.runner.graphs import Graph, GraphEngine
 
@@ -49,7 +49,7 @@ def capture(backend: Any, case: Case, shape: GraphShape, pages: int, engine: Gra
     for last in (False, True):
         state = backend.new_state(shape)
         plan = backend.plan(PlanInputs(rows, [], [], [], table, case.page_tokens, None), state)
-        group = replace(batch.groups[0], plan=plan, page_table=table, write_entry=entry, write_offset=entry + 1)
+        group = replace(batch.groups[0], plan=plan, page_table=table, write=WritePlaces(entry, entry + 1))
         call = AttentionCall(Heads(q, k, v), layer, group, rows, Scores(scale))
         work = lambda call=call: (backend.run(call),)  # noqa: E731
         if last:
@@ -68,8 +68,8 @@ def replay(captured: Captured, backend: Any, case: Case, step: Step) -> torch.Te
         held[:tokens] = given
     for pages, given in ((captured.layer.k, step.layer.k), (captured.layer.v, step.layer.v)):
         pages[: len(given)] = given
-    group.write_entry.fill_(-1)
-    group.write_entry[:tokens], group.write_offset[:tokens] = step.write_entry, step.write_offset
+    group.write.entry_T.fill_(-1)
+    group.write.entry_T[:tokens], group.write.offset_T[:tokens] = step.write
     inputs = PlanInputs(
         captured.rows, step.query_lens, step.seq_lens, slots, group.page_table, case.page_tokens, case.reach
     )

@@ -12,7 +12,7 @@ import torch
 from pagerunner.attention.base import PlanInputs
 from pagerunner.attention.recurrent import RecurrentBackend
 from pagerunner.attention.torch_ref import TorchBackend
-from pagerunner.batch import ForwardBatch, GroupBatch, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, StepRows, WritePlaces
 from pagerunner.config import Dtype
 from pagerunner.memory.memory_plan import LayerSlice
 from pagerunner.models.checkpoint.loader import Model
@@ -134,7 +134,7 @@ class HybridHarness:
         def group(backend: Any, pages: torch.Tensor, entry: torch.Tensor, saves: tuple[StateSave, ...]) -> GroupBatch:
             inputs = PlanInputs(rows, query_lens, seq_lens, range(len(work)), pages, size, None, saves)
             plan = backend.plan(inputs, backend.new_state(None))
-            return GroupBatch(pages, entry, positions % size, size, backend, plan)
+            return GroupBatch(pages, WritePlaces(entry, positions % size), size, backend, plan)
 
         groups = (group(TorchBackend(), table, entries, ()), group(self.recurrent, states, none, saves))
         last = torch.tensor(query_lens).cumsum(0) - 1

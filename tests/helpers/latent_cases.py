@@ -10,7 +10,7 @@ import torch
 from helpers.attention_cases import padded, strided
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import LatentCall, UpProjection
-from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, LatentPages, StepRows, WritePlaces
 from pagerunner.ops.latent_attention import read_latent, store_latent_
 from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.linear import Norm
@@ -75,7 +75,7 @@ def run(case: Case, backend: Any, device: str = "cpu") -> tuple[torch.Tensor, to
         past = torch.arange(len(held) * size, row.start)
         held = held + [free.pop() for _ in range(-(-length // size) - len(held))]
         store_latent_.twin(
-            own[past].to(case.compute), pages, torch.tensor(held)[past // size], past % size, _one(scales)
+            own[past].to(case.compute), pages, WritePlaces(torch.tensor(held)[past // size], past % size), _one(scales)
         )
         entries += [held[p // size] for p in range(row.start, length)]
         offsets += [p % size for p in range(row.start, length)]
@@ -199,4 +199,6 @@ def _batch(
     hosts = ([], [], []) if case.in_graph else (query_lens, seq_lens, slots)
     plan = backend.plan(PlanInputs(rows, *hosts, table, size, None), backend.new_state(shape))
     nothing = torch.zeros(rows.num_tokens, dtype=torch.int64, device=device)
-    return ForwardBatch(nothing, rows, nothing, (GroupBatch(table, entry, offset, size, backend, plan),), (layer,))
+    return ForwardBatch(
+        nothing, rows, nothing, (GroupBatch(table, WritePlaces(entry, offset), size, backend, plan),), (layer,)
+    )

@@ -9,7 +9,7 @@ import torch
 from helpers.attention_cases import FP8, Case, Step, make_batch, make_step, padded_heads, strided
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.paged import PagedBackend
-from pagerunner.batch import ForwardBatch, KVPages, StepRows
+from pagerunner.batch import ForwardBatch, KVPages, StepRows, WritePlaces
 from pagerunner.ops.paged_attention import (
     HeadPrep,
     PagedPlan,
@@ -91,11 +91,11 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
         mine = qkv.clone()
         if fused:
             op = prepare_heads_.kernel if kernel else prepare_heads_.twin
-            op(mine, prep, pages, step.write_entry, step.write_offset)
+            op(mine, prep, pages, step.write)
         else:
             k, v = mine[:, heads : heads + kv_heads], mine[:, heads + kv_heads :]
             op = store_kv_.kernel if kernel else store_kv_.twin
-            op(k, v, pages, step.write_entry, step.write_offset)
+            op(k, v, pages, step.write)
         results.append((mine, pages, memory))
     (got, got_pages, got_memory), (want, want_pages, want_memory) = results
     if not fused:
@@ -119,7 +119,7 @@ def check_attention(case: Case, device: str, atol: float = 2e-5, rtol: float = 2
     step = make_step(case, device)
     batch = make_batch(step, case, PagedBackend())
     group, pages = batch.groups[0], step.layer
-    store_kv_.twin(step.k, step.v, pages, step.write_entry, step.write_offset)
+    store_kv_.twin(step.k, step.v, pages, step.write)
     heads, scores = padded_heads(case, step), Scores(step.scale, case.softcap, step.sinks)
     args = (*heads, pages, group.page_table, batch.rows, group.plan, scores)
     want = paged_attention.twin(*args)
@@ -164,7 +164,7 @@ def check_projected(
     results = []
     for run in (projected_attention.twin, projected_attention.kernel):
         pages, _ = snapshot(step)
-        args = (pages, group.write_entry, group.write_offset, group.page_table, batch.rows, group.plan, scores)
+        args = (pages, group.write, group.page_table, batch.rows, group.plan, scores)
         results.append((run(qkv.clone(), prep, *args), pages))
     (want, want_pages), (got, got_pages) = results
     if (
@@ -200,7 +200,7 @@ def check_drafts(
     batch = make_batch(step, replace(case, padding=0), PagedBackend())
     rows, plan, places = in_strides(case, batch, stride)
     group, pages, scores = batch.groups[0], step.layer, Scores(step.scale, case.softcap, step.sinks)
-    store_kv_.twin(step.k, step.v, pages, step.write_entry, step.write_offset)
+    store_kv_.twin(step.k, step.v, pages, step.write)
     want = paged_attention.twin(
         step.q, step.k, step.v, pages, group.page_table, batch.rows, replace(group.plan, scratch={}), scores
     )
@@ -232,15 +232,15 @@ def check_projected_drafts(case: Case, stride: int, device: str, atol: float = 2
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
     prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
-    write = (
-        spread(step.write_entry, places, total, -1).to(torch.int64),
-        spread(step.write_offset, places, total, 0).to(torch.int64),
+    write = WritePlaces(
+        spread(step.write.entry_T, places, total, -1).to(torch.int64),
+        spread(step.write.offset_T, places, total, 0).to(torch.int64),
     )
     scores, results = Scores(step.scale, case.softcap, step.sinks), []
     for run in (projected_attention.twin, projected_attention.kernel):
         pages, _ = snapshot(step)
         plan.scratch.clear()
-        results.append((run(qkv.clone(), prep, pages, *write, batch.groups[0].page_table, rows, plan, scores), pages))
+        results.append((run(qkv.clone(), prep, pages, write, batch.groups[0].page_table, rows, plan, scores), pages))
     (want, want_pages), (got, got_pages) = results
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
     assert_pages_close(got_pages, want_pages, rtol, 1e-2 if case.dtype == torch.bfloat16 else atol)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from helpers.compiler import needs_compiler
 from helpers.step_cases import GROUPS, check_build_rows, slot_state, staged_rows, tables
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops import panels as ops_panels
 from pagerunner.ops.activation import gelu_tanh_and_mul, silu_and_mul, softcap_
 from pagerunner.ops.batch import SlotState, StepTensors, TableSet, build_rows
@@ -292,9 +292,9 @@ def attend(given: dict[str, torch.Tensor]) -> torch.Tensor:
     prep = HeadPrep(2, 1, RopeAngles(given["cos"], given["sin"]), given["norm"], given["norm"], 1e-6)
     rows = StepRows(given["slots"], given["starts"], given["lengths"], given["slots"], given["entries"], 3, 5, False)
     pages = KVPages(0, given["k pages"], given["v pages"])
-    write = given["entries"], given["offsets"]
+    write = WritePlaces(given["entries"], given["offsets"])
     scores = Scores(1.0, 0.0, given["sinks"])
-    return paged.projected_attention(given["qkv"], prep, pages, *write, given["table"], rows, PagedPlan(), scores)
+    return paged.projected_attention(given["qkv"], prep, pages, write, given["table"], rows, PagedPlan(), scores)
 
 
 @pytest.mark.parametrize("name", list(attention_inputs()))

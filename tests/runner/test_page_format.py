@@ -14,7 +14,7 @@ import torch
 
 from pagerunner.attention.compressed import _SlotWriter
 from pagerunner.attention.kv_store import store_pages
-from pagerunner.batch import GroupBatch, KVPages, StepRows
+from pagerunner.batch import GroupBatch, KVPages, StepRows, WritePlaces
 from pagerunner.engine.startup.exchange import PAGE_FORMAT
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.rules import RULES
@@ -87,35 +87,35 @@ def quarter_turn(size: int) -> RopeAngles:
     return RopeAngles(torch.zeros(TOKENS, 1, size), sines.expand(TOKENS, 1, size).contiguous())
 
 
-def fill_heads(spec: FullKV, layer: KVPages, entry: torch.Tensor, place: torch.Tensor) -> None:
+def fill_heads(spec: FullKV, layer: KVPages, write: WritePlaces) -> None:
     if spec.head_dim != spec.value_dim:
         keys, values = counted(TOKENS, 2, spec.head_dim), -counted(TOKENS, 2, spec.value_dim)
-        return store_kv_.twin(keys, values, layer, entry, place)
+        return store_kv_.twin(keys, values, layer, write)
     qkv = torch.cat((counted(TOKENS, 4, 8), -counted(TOKENS, 2, 8)), 1)  # two queries, two keys, two values
-    prepare_heads_.twin(qkv, HeadPrep(2, 2, quarter_turn(8)), layer, entry, place)
+    prepare_heads_.twin(qkv, HeadPrep(2, 2, quarter_turn(8)), layer, write)
 
 
-def fill_latents(spec: LatentKV, layer: Any, entry: torch.Tensor, place: torch.Tensor) -> None:
+def fill_latents(spec: LatentKV, layer: Any, write: WritePlaces) -> None:
     if spec.window is not None and spec.scale_bytes:
         norm, angles = Norm(torch.full((12,), 2.0), 0.0), quarter_turn(4)
         prepare_vectors_.twin(
-            counted(TOKENS, 1, 12), torch.ones(TOKENS, 12), norm, angles, held_in_fp8(layer.coded)[0], entry, place
+            counted(TOKENS, 1, 12), torch.ones(TOKENS, 12), norm, angles, held_in_fp8(layer.coded)[0], write
         )
     elif spec.window is not None:  # stored as one head
-        store_latent_.twin(counted(TOKENS, 12), layer.k.squeeze(2), entry, place, None)
+        store_latent_.twin(counted(TOKENS, 12), layer.k.squeeze(2), write, None)
     elif spec.scale_bytes:
         pages = Latents(layer.latent, layer.rope, layer.slot_scales)
         vectors = torch.cat((counted(TOKENS, 8), -counted(TOKENS, 4)), 1)
-        store_slots_.twin(vectors, -100 * counted(TOKENS, 4), pages, layer.indexer, layer.indexer_scales, entry, place)
+        store_slots_.twin(vectors, -100 * counted(TOKENS, 4), pages, layer.indexer, layer.indexer_scales, write)
     elif spec.compression > 1:
-        slots: Any = GroupBatch(torch.zeros(1, 1), entry[:2], place[:2], 2, None, None)
+        slots: Any = GroupBatch(torch.zeros(1, 1), WritePlaces(*(one[:2] for one in write)), 2, None, None)
         store_pages(layer.latent.unsqueeze(2), layer.scales, 0, counted(2, 1, 12), slots, _SlotWriter())
         store_pages(layer.indexer.unsqueeze(2), layer.scales, 1, -100 * counted(2, 1, 4), slots, _SlotWriter())
     else:
         prep = LatentPrep(Norm(torch.full((8,), 2.0), 0.0), quarter_turn(4), pairs=True)
         vectors = torch.cat((torch.ones(TOKENS, 8), counted(TOKENS, 4)), 1)
         scales = None if layer.scales is None else layer.scales[:, 0, 0]
-        prepare_latent_heads_.twin(counted(TOKENS, 1, 12), vectors, prep, layer.latent, entry, place, scales)
+        prepare_latent_heads_.twin(counted(TOKENS, 1, 12), vectors, prep, layer.latent, write, scales)
 
 
 def fill_states(spec: RecurrentState, layer: Any, entry: torch.Tensor) -> None:
@@ -142,14 +142,14 @@ def page_of(spec: Spec) -> bytes:
     memory = torch.zeros(plan.kv_bytes, dtype=torch.uint8)
     pages = Pages(plan, memory, poison=False, static_scales={0: (0.5, 0.25), 1: (0.5, 0.25)})
     group, at = plan.groups[0], plan.page_offset(0, 3)
-    entry, place = torch.full((TOKENS,), at // group.unit), torch.arange(TOKENS)
+    write = WritePlaces(torch.full((TOKENS,), at // group.unit), torch.arange(TOKENS))
     layer: Any = pages.layers[1]
     if isinstance(spec, FullKV):
-        fill_heads(spec, layer, entry, place)
+        fill_heads(spec, layer, write)
     elif isinstance(spec, LatentKV):
-        fill_latents(spec, layer, entry, place)
+        fill_latents(spec, layer, write)
     elif isinstance(spec, RecurrentState):
-        fill_states(spec, layer, entry)
+        fill_states(spec, layer, write.entry_T)
     page = memory[at : at + group.page_bytes].clone()
     assert page.any() and not memory[:at].any() and not memory[at + group.page_bytes :].any()
     if isinstance(spec, RecurrentState):  # sums of products: whole numbers but for the last bits

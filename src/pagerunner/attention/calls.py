@@ -47,7 +47,7 @@ class AttentionCall(NamedTuple):
     `inputs` is a Projection only for backends that declare `projection`. `wanted`: the tokens
     whose attention is asked for, [S, H, V] (None: all); only for backends that declare `wanted`. All tokens are stored anyway.
     `lse_TH`: float32 memory for the log-sum-exp of each token's scores, for a caller that merges; only if `pages` hold one
-    vector per token. A token whose `group.write_entry` is -1 has no page, so only its own step's queries see it.
+    vector per token. A token whose `group.write.entry_T` is -1 has no page, so only its own step's queries see it.
     """
 
     inputs: Heads | Projection

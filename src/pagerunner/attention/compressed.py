@@ -29,7 +29,7 @@ from pagerunner.attention.gathered import gathered_rows
 from pagerunner.attention.kv_store import store_pages
 from pagerunner.attention.mla import merge
 from pagerunner.attention.torch_ref import Scratch, attend, take_sinks
-from pagerunner.batch import GroupBatch, LatentPages, StatePages
+from pagerunner.batch import GroupBatch, LatentPages, StatePages, WritePlaces
 from pagerunner.ops.indexer import rounded_queries
 from pagerunner.ops.paged_attention import Scores
 from pagerunner.ops.pages import slot_layout, slot_rows, write_slots
@@ -88,7 +88,7 @@ class _SlotWriter:
 
     def write(self, group: GroupBatch, pages: torch.Tensor, values_TKD: torch.Tensor) -> None:
         layout = slot_layout(pages)
-        write_slots(pages, slot_rows(group.write_entry, group.write_offset, layout), values_TKD, layout)
+        write_slots(pages, slot_rows(*group.write, layout), values_TKD, layout)
 
 
 class CompressedBackend:
@@ -129,15 +129,15 @@ class CompressedBackend:
         plan: CompressedPlan = group.plan
         ratio = group.page_tokens // pages.latent.shape[1]
         done_N = plan.completed(ratio)
-        if bool((lost_N := group.write_entry[done_N] < 0).any()):  # drafts may be further than the pages
+        if bool((lost_N := group.write.entry_T[done_N] < 0).any()):  # drafts may be further than the pages
             done_N, vectors_ND = done_N[~lost_N], vectors_ND[~lost_N]
             index_keys_NI = None if index_keys_NI is None else index_keys_NI[~lost_N]
-        slots = replace(group, write_entry=group.write_entry[done_N], write_offset=group.write_offset[done_N] // ratio)
+        slots = replace(group, write=WritePlaces(group.write.entry_T[done_N], group.write.offset_T[done_N] // ratio))
         coded = held_in_fp8(pages)
         if done_N.numel() and coded:
             for held, vectors_NX in zip(coded, (vectors_ND, index_keys_NI), strict=False):
                 assert vectors_NX is not None
-                held.write(vectors_NX, slots.write_entry, slots.write_offset)
+                held.write(vectors_NX, *slots.write)
         elif done_N.numel():
             store_pages(pages.latent.unsqueeze(2), pages.scales, 0, vectors_ND.unsqueeze(1), slots, _SlotWriter())
             if index_keys_NI is not None and pages.indexer is not None:

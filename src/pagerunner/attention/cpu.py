@@ -79,8 +79,8 @@ class CpuLatentBackend:
             if prep is not None:
                 prep.apply_(q_THD, vectors_TL)
             return self._torch.run(call)
-        pages, write = memory.latent, (group.write_entry, group.write_offset)
-        q_THL = latent.absorbed_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, *write)
+        pages = memory.latent
+        q_THL = latent.absorbed_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, group.write)
         vectors_T1L, kv = vectors_TL.unsqueeze(1), up.latent_dim
         held = KVPages(memory.group, pages.unsqueeze(2), pages.unsqueeze(2)[..., :kv])
         latents_THC = paged.paged_attention(

@@ -194,13 +194,12 @@ class FlashInferBackend(_HostPlanned):
     def run(self, call: AttentionCall) -> torch.Tensor:
         """See AttentionCall."""
         inputs, pages, group, _, scores, _, _ = call
-        write = group.write_entry, group.write_offset
         if isinstance(inputs, Projection):
-            prepare_heads_(*inputs, pages, *write)
+            prepare_heads_(*inputs, pages, group.write)
             q_THD = inputs.prep.split(inputs.qkv_TND)[0]
         else:
             q_THD, k_TKD, v_TKV = inputs
-            store_kv_(k_TKD, v_TKV, pages, *write)
+            store_kv_(k_TKD, v_TKV, pages, group.write)
         kv_heads, dim = pages.k.shape[2:]
         use = Use(q_THD.shape[1], kv_heads, dim, q_THD.dtype, scores.scale, scores.softcap)
         out: torch.Tensor = self._wrapper(use, group.plan).run(q_THD, (pages.k, pages.v))
@@ -250,7 +249,7 @@ class FlashInferLatentBackend(_HostPlanned):
         """See LatentCall."""
         q_THD, vectors_TL, up, memory, group, _, scale, *_ = call
         pages = memory.latent
-        store_latent_(vectors_TL, pages, group.write_entry, group.write_offset)
+        store_latent_(vectors_TL, pages, group.write)
         use = Use(q_THD.shape[1], 1, pages.shape[-1], q_THD.dtype, scale, 0.0)
         wrapper, latent = self._wrapper(use, group.plan), up.latent_dim
         q_THC = absorb(q_THD, up)

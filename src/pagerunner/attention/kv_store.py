@@ -32,7 +32,7 @@ class Writer(Protocol):
 def store(layer: KVPages, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer) -> torch.Tensor:
     """Write keys (`which` 0) or values (1), and return them as the pages hold them, [T, K, D] in their own dtype."""
     if coded := held_in_fp8(layer.coded):
-        return coded[0].write(values_TKD.squeeze(1), group.write_entry, group.write_offset).unsqueeze(1)
+        return coded[0].write(values_TKD.squeeze(1), *group.write).unsqueeze(1)
     pages = (layer.k, layer.v)[which]
     if layer.scales is not None and layer.static:
         scale = layer.scales[0, which].unsqueeze(-1)
@@ -60,7 +60,7 @@ def store_pages(
 def _store_scaled(
     pages: torch.Tensor, scales: torch.Tensor, which: int, values_TKD: torch.Tensor, group: GroupBatch, writer: Writer
 ) -> torch.Tensor:
-    scale_TK1 = grow_scales(pages, scales, which, values_TKD, group.write_entry).unsqueeze(-1)
+    scale_TK1 = grow_scales(pages, scales, which, values_TKD, group.write.entry_T).unsqueeze(-1)
     quantised_TKD = to_fp8(values_TKD, scale_TK1, pages.dtype)
     writer.write(group, pages.view(torch.uint8), quantised_TKD.view(torch.uint8))
     return from_fp8(quantised_TKD, scale_TK1, values_TKD.dtype)

@@ -79,12 +79,12 @@ class PagedBackend:
     def run(self, call: AttentionCall) -> torch.Tensor:
         """See AttentionCall. k and v are rounded in place to what pages hold."""
         inputs, pages, group, rows, scores, wanted, _ = call
-        table, plan, write = group.page_table, group.plan, (group.write_entry, group.write_offset)
+        table, plan, write = group.page_table, group.plan, group.write
         if wanted is not None:
             return self._wanted_alone(call, wanted)
         if isinstance(inputs, Projection):
-            return self.ops.projected_attention(*inputs, pages, *write, table, rows, plan, scores)
-        self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, *write)
+            return self.ops.projected_attention(*inputs, pages, write, table, rows, plan, scores)
+        self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, write)
         return self.ops.paged_attention(*inputs, pages, table, rows, plan, scores)
 
     def _wanted_alone(self, call: AttentionCall, wanted_S: torch.Tensor) -> torch.Tensor:
@@ -97,10 +97,10 @@ class PagedBackend:
             out_THV = self.run(call._replace(wanted=None))
             return out_THV.index_select(0, wanted_S)
         if isinstance(inputs, Projection):
-            self.ops.prepare_heads_(*inputs, pages, group.write_entry, group.write_offset)
+            self.ops.prepare_heads_(*inputs, pages, group.write)
             q_SHD, k_SKD, v_SKV = inputs.prep.split(inputs.qkv_TND.index_select(0, wanted_S))
         else:
-            self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write_entry, group.write_offset)
+            self.ops.store_kv_(inputs.k_TKD, inputs.v_TKV, pages, group.write)
             q_SHD, k_SKD, v_SKV = (x.index_select(0, wanted_S) for x in inputs)
         if not q_SHD.shape[0]:
             return q_SHD[..., : v_SKV.shape[-1]]

@@ -168,7 +168,7 @@ class PagedLatentBackend:
         q_THD, vectors_TL, up, memory, group, rows, scale, prep, *_ = call
         pages, scales_E, table = memory.latent, _vector_scales(memory), group.page_table
         plan: LatentPlan = group.plan
-        write = pages, group.write_entry, group.write_offset, scales_E
+        write = pages, group.write, scales_E
         division = plan.divide(up.weight.shape[0])
         if division is None:
             if prep is None:

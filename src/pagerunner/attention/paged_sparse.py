@@ -43,26 +43,26 @@ class PagedSparseBackend(PagedLatentBackend):
         q_THD, vectors_TL, up, memory, group, rows, _, prep, chooser, keys_TI = call
         plan: LatentPlan = group.plan
         assert chooser is not None and keys_TI is not None and memory.indexer is not None, "no indexer"
-        where, pages, q_THC = (group.write_entry, group.write_offset), memory.latent, None
+        where, pages, q_THC = group.write, memory.latent, None
         few = rows.num_tokens <= MOST_TOKENS or rows.stride > 0 or rows.one_token
         if memory.rope is not None:
             held = Latents(pages, memory.rope, memory.slot_scales)
             if prep is not None:
                 prep.apply_(q_THD, vectors_TL)
             assert memory.indexer_scales is not None
-            store_slots_(vectors_TL, keys_TI, held, memory.indexer, memory.indexer_scales, *where)
+            store_slots_(vectors_TL, keys_TI, held, memory.indexer, memory.indexer_scales, where)
         else:
-            store_latent_(keys_TI, memory.indexer, *where)
+            store_latent_(keys_TI, memory.indexer, where)
             if rows.max_seq_len <= chooser.top_k:
                 return super().run(call)
             held = Latents(pages[..., : up.latent_dim], pages[..., up.latent_dim :])
             if prep is None:
-                store_latent_(vectors_TL, pages, *where)
+                store_latent_(vectors_TL, pages, where)
             elif few:
                 most = rows.stride
-                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, *where, most_of_page=most)
+                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, where, most_of_page=most)
             else:
-                prepare_latent_heads_(q_THD, vectors_TL, prep, pages, *where)
+                prepare_latent_heads_(q_THD, vectors_TL, prep, pages, where)
         if few:
             return _attend(call, held, absorb(q_THD, up) if q_THC is None else q_THC, plan.scratch)
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)

@@ -58,16 +58,14 @@ class PagedVectorsBackend:
         group, given, rows = call.group, call.slots, call.rows
         coded, plan = held_in_fp8(call.pages.coded), group.plan
         pages = coded[0] if coded else call.pages.k.squeeze(2)
-        prepare_vectors_(
-            call.q_THD, call.vectors_TD, call.norm, call.angles, pages, group.write_entry, group.write_offset
-        )
+        prepare_vectors_(call.q_THD, call.vectors_TD, call.norm, call.angles, pages, group.write)
         slots = None
         if given is not None:
             latent, keys, own = given.pages.latent, given.pages.indexer, given.group
             ratio, chosen = own.page_tokens // latent.shape[1], None
             plain = (latent,) if keys is None else (latent, keys)
             both: tuple[torch.Tensor | Latents, ...] = held_in_fp8(given.pages) or plain
-            where = (rows.positions_T, own.write_entry, own.write_offset)
+            where = (rows.positions_T, own.write)
             store_slots_(given.pooled_TX, given.norms, both, given.angles, *where, ratio, is_mixed(given.pages))
             if given.chooser is not None and keys is not None:
                 query = given.chooser

@@ -43,11 +43,11 @@ class TorchPlan:
         layout = slot_layout(pages)
         rows = self._write_rows.get(layout)
         if self.unstored and self._stored is None:
-            self._stored = (group.write_entry >= 0).nonzero().squeeze(-1)
+            self._stored = (group.write.entry_T >= 0).nonzero().squeeze(-1)
         stored = self._stored
         some = stored is not None and stored.numel() < values_TKD.shape[0]
         if rows is None:
-            entries, offsets = group.write_entry, group.write_offset
+            entries, offsets = group.write
             if some:
                 entries, offsets = entries[stored], offsets[stored]
             rows = self._write_rows[layout] = slot_rows(entries, offsets, layout)

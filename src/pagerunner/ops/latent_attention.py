@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import from_fp8, to_fp8
 from pagerunner.ops.fp8_pages import grow_scales
@@ -37,22 +37,21 @@ BLOCK_QUERIES = 128
 def store_latent_(
     vectors_TL: torch.Tensor,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
 ) -> None:
-    """Write the vectors of all tokens that have a page (entry of at least 0) to slot `write_offset` of it.
+    """Write the vectors of all tokens that have a page (entry of at least 0) to slot `write.offset` of it.
 
     fp8 pages have `scales`, which grow; see `ops.fp8_pages`. A page's tokens must be one after another.
     """
-    tokens = (write_entry_T >= 0).nonzero().squeeze(-1)
+    tokens = (write.entry_T >= 0).nonzero().squeeze(-1)
     if scales_E is not None:
         scales_E11 = scales_E[:, None, None]
-        scale_T1 = grow_scales(pages_EXL.unsqueeze(2), scales_E11, 0, vectors_TL.unsqueeze(1), write_entry_T)
+        scale_T1 = grow_scales(pages_EXL.unsqueeze(2), scales_E11, 0, vectors_TL.unsqueeze(1), write.entry_T)
         codes_TL = to_fp8(vectors_TL, scale_T1, pages_EXL.dtype).view(torch.uint8)
-        pages_EXL.view(torch.uint8)[write_entry_T[tokens], write_offset_T[tokens]] = codes_TL[tokens]
+        pages_EXL.view(torch.uint8)[write.entry_T[tokens], write.offset_T[tokens]] = codes_TL[tokens]
         return
-    pages_EXL[write_entry_T[tokens], write_offset_T[tokens]] = vectors_TL[tokens].to(pages_EXL.dtype)
+    pages_EXL[write.entry_T[tokens], write.offset_T[tokens]] = vectors_TL[tokens].to(pages_EXL.dtype)
 
 
 def read_latent(

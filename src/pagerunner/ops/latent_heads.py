@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagerunner.batch import WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.linear import Norm
@@ -46,8 +47,7 @@ def prepare_latent_heads_(
     vectors_TL: torch.Tensor,
     prep: LatentPrep,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
 ) -> None:
     """Make queries and vectors of raw ones, in place, and store the vectors in pages. Tokens whose entry is -1 are not stored.
@@ -55,7 +55,7 @@ def prepare_latent_heads_(
     fp8 pages have `scales`, which grow. The vectors beside them are undefined afterwards.
     """
     prep.apply_(q_THD, vectors_TL)
-    store_latent_(vectors_TL, pages_EXL, write_entry_T, write_offset_T, scales_E)
+    store_latent_(vectors_TL, pages_EXL, write, scales_E)
 
 
 @gpu_kernel("latent_heads")
@@ -65,8 +65,7 @@ def absorb_latent_heads_(
     prep: LatentPrep,
     keys_HNC: torch.Tensor,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
     most_of_page: int = 0,
 ) -> torch.Tensor:
@@ -75,5 +74,5 @@ def absorb_latent_heads_(
     The vectors are undefined afterwards. The result's memory is one head after another. `most_of_page`: no page gets more of the step's
     tokens (0: not known).
     """
-    prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write_entry_T, write_offset_T, scales_E)
+    prepare_latent_heads_.twin(q_THD, vectors_TL, prep, pages_EXL, write, scales_E)
     return torch.bmm(q_THD[..., : keys_HNC.shape[1]].transpose(0, 1), keys_HNC).transpose(0, 1)

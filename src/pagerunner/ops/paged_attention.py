@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import from_fp8, to_fp8
 from pagerunner.ops.fp8_pages import grow_scales
@@ -110,9 +110,7 @@ class HeadPrep(NamedTuple):
 
 
 @gpu_kernel("paged_store")
-def store_kv_(
-    k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
-) -> None:
+def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: WritePlaces) -> None:
     """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages hold.
 
     So a token's own step sees what later steps see.
@@ -122,11 +120,11 @@ def store_kv_(
     """
     for values, view, which in ((k_TKD, pages.k, 0), (v_TKV, pages.v, 1)):
         if pages.scales is not None:
-            values.copy_(_store_scaled(view, pages, which, values, write_entry_T, write_offset_T))
+            values.copy_(_store_scaled(view, pages, which, values, write))
             continue
-        stored_T = (write_entry_T >= 0).nonzero().squeeze(-1)
+        stored_T = (write.entry_T >= 0).nonzero().squeeze(-1)
         layout = slot_layout(view)
-        rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
+        rows = slot_rows(write.entry_T[stored_T], write.offset_T[stored_T], layout)
         write_slots(view, rows, values[stored_T], layout)
         if view.dtype != values.dtype:
             values.copy_(values.to(view.dtype))
@@ -137,8 +135,7 @@ def _store_scaled(
     pages: KVPages,
     which: int,
     values_TKD: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> torch.Tensor:
     scales = pages.scales
     if scales is None:
@@ -146,22 +143,20 @@ def _store_scaled(
     if pages.static:
         scale_TK = scales[:1, which].expand(values_TKD.shape[0], -1)
     else:
-        scale_TK = grow_scales(view, scales, which, values_TKD, write_entry_T)
-    stored_T = write_entry_T >= 0
+        scale_TK = grow_scales(view, scales, which, values_TKD, write.entry_T)
+    stored_T = write.entry_T >= 0
     quantised_TKD = to_fp8(values_TKD, scale_TK.unsqueeze(-1), view.dtype)
     raw = view.view(torch.uint8)
     layout = slot_layout(raw)
-    rows = slot_rows(write_entry_T[stored_T], write_offset_T[stored_T], layout)
+    rows = slot_rows(write.entry_T[stored_T], write.offset_T[stored_T], layout)
     write_slots(raw, rows, quantised_TKD.view(torch.uint8)[stored_T], layout)
     return from_fp8(quantised_TKD, scale_TK.unsqueeze(-1), values_TKD.dtype)
 
 
 @gpu_kernel("paged_store")
-def prepare_heads_(
-    qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
-) -> None:
+def prepare_heads_(qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write: WritePlaces) -> None:
     """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
-    store_kv_.twin(*prep.apply_(qkv_TND)[1:], pages, write_entry_T, write_offset_T)
+    store_kv_.twin(*prep.apply_(qkv_TND)[1:], pages, write)
 
 
 @gpu_kernel("paged_attention")
@@ -215,15 +210,14 @@ def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     table_SW: torch.Tensor,
     rows: StepRows,
     plan: PagedPlan,
     scores: Scores,
 ) -> torch.Tensor:
     """`prepare_heads_`, then `paged_attention`. The contents of `qkv` are undefined afterwards."""
-    prepare_heads_.twin(qkv_TND, prep, pages, write_entry_T, write_offset_T)
+    prepare_heads_.twin(qkv_TND, prep, pages, write)
     return paged_attention.twin(*prep.split(qkv_TND), pages, table_SW, rows, plan, scores)
 
 

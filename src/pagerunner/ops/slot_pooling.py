@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagerunner.batch import StatePages
+from pagerunner.batch import StatePages, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.indexer_heads import hadamard
 from pagerunner.ops.latent_attention import store_latent_
@@ -128,8 +128,7 @@ def store_slots_(
     pages: Sequence[torch.Tensor | Latents],
     angles: RopeAngles,
     positions_T: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     ratio: int,
     mixed: bool = False,
 ) -> None:
@@ -137,19 +136,19 @@ def store_slots_(
 
     Pages of numbers in fp8 with scales of their own are `Latents`, those of indexer keys without a rotary part.
 
-    `angles` are those of the first token of the slot that each token would complete. `write_offset` counts tokens. `mixed`: those of the
+    `angles` are those of the first token of the slot that each token would complete. `write.offset` counts tokens. `mixed`: those of the
     second pooling, which are indexer keys, are multiplied by a Hadamard matrix (`ops.indexer_heads`).
     """
-    entry_T = torch.where((positions_T + 1) % ratio == 0, write_entry_T, -1)
+    slots = WritePlaces(torch.where((positions_T + 1) % ratio == 0, write.entry_T, -1), write.offset_T // ratio)
     sizes = [norm.weight_I.shape[0] for norm in norms]
     for number, (pooled_TD, norm, page) in enumerate(zip(pooled_TX.split(sizes, -1), norms, pages, strict=True)):
         vectors_TD = finish_slots(pooled_TD, norm, angles)
         if mixed and number:
             vectors_TD = hadamard(vectors_TD)
         if isinstance(page, Latents):
-            page.write(vectors_TD, entry_T, write_offset_T // ratio)
+            page.write(vectors_TD, *slots)
         else:
-            store_latent_.twin(vectors_TD, page, entry_T, write_offset_T // ratio)
+            store_latent_.twin(vectors_TD, page, slots)
 
 
 def finish_slots(pooled_ND: torch.Tensor, norm: Norm, angles: RopeAngles) -> torch.Tensor:

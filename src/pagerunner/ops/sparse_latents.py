@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.batch import LatentPages, StepRows
+from pagerunner.batch import LatentPages, StepRows, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import exponents, fitting_scale, from_exponents, to_fp8
 
@@ -77,16 +77,15 @@ def store_slots_(
     pages: Latents,
     keys_ESI: torch.Tensor,
     key_scales_ES: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """Write vectors and indexer keys in fp8 of all tokens that have a page (entry of at least 0), each with scales of its own.
 
     A scale is the smallest power of two that serves its block of a latent, or its key.
     """
-    pages.write(vectors_TL, write_entry_T, write_offset_T)
+    pages.write(vectors_TL, *write)
     keys = Latents(keys_ESI, pages.rope_ESP[..., :0], key_scales_ES.unsqueeze(-1))
-    keys.write(keys_TI, write_entry_T, write_offset_T)
+    keys.write(keys_TI, *write)
 
 
 @gpu_kernel("sparse_latents")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.indexer import choose_slots, is_choice
 from pagerunner.ops.latent_attention import store_latent_
@@ -77,8 +77,7 @@ def prepare_vectors_(
     norm: Norm,
     angles: RopeAngles,
     pages: torch.Tensor | Latents,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """Norm and rotate queries (each head by itself, without a weight) and vectors in place, and store the vectors that have a page.
 
@@ -90,10 +89,10 @@ def prepare_vectors_(
     rope_pairs_(q_THD[..., -rotary:], angles)
     rope_pairs_(vectors_TD[:, None, -rotary:], angles)
     if isinstance(pages, Latents):
-        vectors_TD.copy_(pages.write(vectors_TD, write_entry_T, write_offset_T))
+        vectors_TD.copy_(pages.write(vectors_TD, *write))
     else:
         vectors_TD.copy_(vectors_TD.to(pages.dtype))
-        store_latent_.twin(vectors_TD, pages, write_entry_T, write_offset_T)
+        store_latent_.twin(vectors_TD, pages, write)
 
 
 @gpu_kernel("vectors_attention")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagerunner.attention.base import AttentionBackend, GraphShape, PlanInputs, Reach
-from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows
+from pagerunner.batch import ForwardBatch, GroupBatch, LayerMemory, StatePages, StepRows, WritePlaces
 from pagerunner.lora.blocks import RowAdapters
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.ops.ahead import rehearsing
@@ -210,8 +210,7 @@ class BatchBuilder:
                 inputs = replace(inputs, seq_lens=lens, slots=slots, unstored=True)
             groups[index] = GroupBatch(
                 page_table=inputs.page_table,
-                write_entry=made.write_entry_GS[index, :count],
-                write_offset=made.write_offset_GS[index, :count],
+                write=WritePlaces(made.write_entry_GS[index, :count], made.write_offset_GS[index, :count]),
                 page_tokens=inputs.page_tokens,
                 backend=backend,
                 plan=backend.plan(inputs, (states or self._states)[index]),
@@ -293,11 +292,10 @@ class BatchBuilder:
         )
 
     def _group(self, index: int, inputs: PlanInputs, state: Any) -> GroupBatch:
-        backend, rows = self._backends[index], inputs.rows
+        backend, rows, made = self._backends[index], inputs.rows, self.tensors
         return GroupBatch(
             page_table=inputs.page_table,
-            write_entry=self.tensors.write_entry_GT[index, : rows.num_tokens],
-            write_offset=self.tensors.write_offset_GT[index, : rows.num_tokens],
+            write=WritePlaces(*(x[index, : rows.num_tokens] for x in (made.write_entry_GT, made.write_offset_GT))),
             page_tokens=inputs.page_tokens,
             backend=backend,
             plan=backend.plan(inputs, state),

@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 install()
 import triton.language as tl  # noqa: E402
 
+from pagerunner.batch import WritePlaces  # noqa: E402
 from pagerunner.ops.fp8 import fitting_scale, to_fp8  # noqa: E402
 from pagerunner.ops.kernels import paged_heads  # noqa: E402
 from pagerunner.ops.latent_attention import store_latent_  # noqa: E402
@@ -67,15 +68,15 @@ def test_scales_and_codes_without_division_have_its_bits(dtype: torch.dtype) -> 
 
 
 ANGLES = RopeAngles(torch.ones(3, 1, 4), torch.zeros(3, 1, 4))
-WHERE = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
+WHERE = WritePlaces(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]))
 
 
 def _slots(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
     """The scales of three slots, of blocks of latents and of indexer keys."""
     pages = Latents(torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2))
     keys, scales = torch.zeros(2, 2, 8, dtype=torch.float8_e4m3fn), torch.zeros(2, 2)
-    getattr(store_slots_, how)(vectors, vectors[:, :8].clone(), pages, keys, scales, *WHERE)
-    return [pages.scales_ESG[WHERE], scales[WHERE].unsqueeze(-1)]
+    getattr(store_slots_, how)(vectors, vectors[:, :8].clone(), pages, keys, scales, WHERE)
+    return [pages.scales_ESG[tuple(WHERE)], scales[tuple(WHERE)].unsqueeze(-1)]
 
 
 def _pooled(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
@@ -83,8 +84,10 @@ def _pooled(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
         torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2, dtype=torch.uint8)
     )
     norm = Norm(torch.ones(20), 1e-6)
-    getattr(store_pooled_, how)(vectors, [norm], [pages], ANGLES, torch.tensor([3, 7, 11]), WHERE[0], WHERE[1] * 4, 4)
-    return [from_exponents(pages.scales_ESG[WHERE])]
+    getattr(store_pooled_, how)(
+        vectors, [norm], [pages], ANGLES, torch.tensor([3, 7, 11]), WritePlaces(WHERE[0], WHERE[1] * 4), 4
+    )
+    return [from_exponents(pages.scales_ESG[tuple(WHERE)])]
 
 
 def _window(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
@@ -92,22 +95,22 @@ def _window(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
         torch.zeros(2, 2, 16, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 4), torch.zeros(2, 2, 2, dtype=torch.uint8)
     )
     own = vectors.clone()
-    getattr(prepare_vectors_, how)(torch.randn(3, 1, 20), own, Norm(torch.ones(20), 1e-6), ANGLES, pages, *WHERE)
+    getattr(prepare_vectors_, how)(torch.randn(3, 1, 20), own, Norm(torch.ones(20), 1e-6), ANGLES, pages, WHERE)
     assert own[0].isnan().any() and own[1:].isfinite().all(), "the step's own vectors are as pages hold them"
-    return [from_exponents(pages.scales_ESG[WHERE])]
+    return [from_exponents(pages.scales_ESG[tuple(WHERE)])]
 
 
 def _pages(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
     """The scales of the slots' pages, which have one for all of their vectors."""
     scales = torch.zeros(2)
-    getattr(store_latent_, how)(vectors, torch.zeros(2, 2, 20, dtype=torch.float8_e4m3fn), *WHERE, scales)
+    getattr(store_latent_, how)(vectors, torch.zeros(2, 2, 20, dtype=torch.float8_e4m3fn), WHERE, scales)
     return [scales[WHERE[0]].unsqueeze(-1)]
 
 
 def _prepared(how: str, vectors: torch.Tensor) -> list[torch.Tensor]:
     prep, scales = LatentPrep(Norm(torch.ones(16), 1e-6), ANGLES, pairs=False), torch.zeros(2)
     pages = torch.zeros(2, 2, 20, dtype=torch.float8_e4m3fn)
-    getattr(prepare_latent_heads_, how)(torch.randn(3, 1, 8), vectors, prep, pages, *WHERE, scales)
+    getattr(prepare_latent_heads_, how)(torch.randn(3, 1, 8), vectors, prep, pages, WHERE, scales)
     return [scales[WHERE[0]].unsqueeze(-1)]
 
 

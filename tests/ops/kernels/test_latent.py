@@ -17,7 +17,7 @@ from helpers.interpreter_floats import install
 from helpers.latent_cases import Case, RowCase, run
 from pagerunner.attention import paged_mla
 from pagerunner.attention.paged_mla import PagedLatentBackend
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops import latent_attention
 from pagerunner.ops.latent_attention import store_latent_
 from pagerunner.ops.latent_heads import LatentPrep, absorb_latent_heads_, prepare_latent_heads_
@@ -198,7 +198,7 @@ def test_keys_in_pages_of_very_different_scales() -> None:
     pages, scales = torch.zeros(4, 4, 12, dtype=FP8[0]), torch.zeros(4)
     vectors = torch.randn(16, 12) * torch.tensor([1e-3, 8.0, 0.0, 0.2]).repeat_interleave(4).unsqueeze(1)
     at = torch.arange(16)
-    store_latent_.twin(vectors, pages, at // 4, at % 4, scales)
+    store_latent_.twin(vectors, pages, WritePlaces(at // 4, at % 4), scales)
     q_THC, q_THP, up_HVC = torch.randn(1, 3, 8), torch.randn(1, 3, 4), torch.randn(3, 5, 8)
     call = q_THC, q_THP, pages, table, rows, 0.3, up_HVC
     want = latent_attention.latent_values.twin(*call, {}, scales)
@@ -242,13 +242,14 @@ def test_fp8_scales_grow_as_the_twins(
         held = [next(free) for _ in range(-(-(start + count) // size))]
         past = torch.arange(start)
         if start:
-            store_latent_.twin(torch.randn(start, 13), pages, torch.tensor(held)[past // size], past % size, scales)
+            places = WritePlaces(torch.tensor(held)[past // size], past % size)
+            store_latent_.twin(torch.randn(start, 13), pages, places, scales)
         at = [start + i for i in range(count)]
         entries += [held[p // size] for p in at] + [-1]
         offsets += [p % size for p in at] + [0]
         factors += [factor] * count + [1.0]
     raw = _raw(len(entries), torch.tensor(factors), pairs)
-    where = torch.tensor(entries), torch.tensor(offsets)
+    where = WritePlaces(torch.tensor(entries), torch.tensor(offsets))
     results = []
     at_once = {"most_of_page": size} if way == 3 else {}
     for op in (store_latent_, prepare_latent_heads_, absorb_latent_heads_, absorb_latent_heads_)[way : way + 1] * 2:
@@ -256,11 +257,11 @@ def test_fp8_scales_grow_as_the_twins(
         function = op.kernel if results else op.twin
         vectors_TL, q_THD = raw.vectors_TL.clone(), raw.q_THD.clone()
         if op is store_latent_:
-            function(vectors_TL, mine, *where, own)
+            function(vectors_TL, mine, where, own)
         elif op is prepare_latent_heads_:
-            function(q_THD, vectors_TL, raw.prep, mine, *where, own)
+            function(q_THD, vectors_TL, raw.prep, mine, where, own)
         else:
-            function(q_THD, vectors_TL, raw.prep, torch.ones(2, 5, 7), mine, *where, own, **at_once)
+            function(q_THD, vectors_TL, raw.prep, torch.ones(2, 5, 7), mine, where, own, **at_once)
         results.append((mine.view(torch.uint8), own))
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
     if way == 0:

@@ -11,7 +11,7 @@ from helpers.interpreter_floats import install
 from helpers.recurrent_cases import Memory, Step
 from pagerunner.attention import compressed
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
-from pagerunner.batch import StatePages
+from pagerunner.batch import StatePages, WritePlaces
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.slot_pooling import Pooling, pool_slots, store_slots_
@@ -97,12 +97,12 @@ def test_storing(sizes: tuple[int, ...], rotary: int, dtype: torch.dtype) -> Non
     cos, sin = torch.randn(2, tokens, 1, rotary // 2).to(dtype)
     angles = RopeAngles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     positions = torch.arange(tokens) + 5
-    entries, offsets = torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]), torch.arange(tokens) + 1
+    write = WritePlaces(torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]), torch.arange(tokens) + 1)
     pages = [
         [torch.full((count, slots, 40), float("nan")).to(dtype)[:, :, 3 : 3 + size] for size in sizes] for _ in range(2)
     ]
     for op, held in zip((store_slots_.kernel, store_slots_.twin), pages, strict=True):
-        op(pooled, norms, held, angles, positions, entries, offsets, ratio)
+        op(pooled, norms, held, angles, positions, write, ratio)
     for found, want in zip(*pages, strict=True):
         assert 0 < int(want.isfinite().all(-1).sum()) < count * slots
         torch.testing.assert_close(
@@ -120,8 +120,7 @@ def test_storing_in_fp8(dtype: torch.dtype, key: int, mixed: bool) -> None:
     angles = RopeAngles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     where = (
         torch.arange(tokens) + 5,
-        torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]),
-        torch.arange(tokens) + 1,
+        WritePlaces(torch.tensor([2, 2, 2, 4, 4, 4, 1, -1, -1, 0, 0]), torch.arange(tokens) + 1),
     )
     pooled, found = torch.randn(tokens, 32 + key), []
     for op in (store_slots_.kernel, store_slots_.twin):
@@ -150,8 +149,7 @@ def test_a_step_without_tokens_stores_nothing() -> None:
         pages,
         RopeAngles(nothing[:, None], nothing[:, None]),
         where,
-        where,
-        where,
+        WritePlaces(where, where),
         4,
     )
     assert not pages[0].any()

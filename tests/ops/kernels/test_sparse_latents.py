@@ -11,7 +11,7 @@ from pagerunner.attention import paged_sparse
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import IndexerQueries, LatentCall, UpProjection
 from pagerunner.attention.paged_sparse import PagedSparseBackend
-from pagerunner.batch import GroupBatch, LatentPages, StepRows
+from pagerunner.batch import GroupBatch, LatentPages, StepRows, WritePlaces
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import LatentKV
 from pagerunner.ops.latent_heads import LatentPrep
@@ -101,7 +101,7 @@ def steps(spec: LatentKV, graph: bool) -> tuple[torch.Tensor, list[torch.Tensor]
         shape = GraphShape(2, rows.num_tokens, 64) if graph else None
         entry = table[rows.slots_R[rows.row_T.long()].long(), rows.positions_T // 16]
         group_plan = backend.plan(PlanInputs(rows, *host, table, 16, None), backend.new_state(shape))
-        where = GroupBatch(table, entry, rows.positions_T % 16, 16, backend, group_plan)
+        where = GroupBatch(table, WritePlaces(entry, rows.positions_T % 16), 16, backend, group_plan)
         count = rows.num_tokens
         q, vectors, keys = torch.randn(count, 3, 14), torch.randn(count, 24), torch.randn(count, 12).round()
         chooser = IndexerQueries(torch.randn(count, 4, 12).round(), torch.ones(count, 4), 9)

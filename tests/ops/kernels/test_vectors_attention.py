@@ -9,6 +9,7 @@ import torch
 
 from helpers.interpreter_floats import install
 from helpers.vectors_cases import CASES, Case, densely, in_fp8, inputs
+from pagerunner.batch import WritePlaces
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles
 from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
@@ -52,14 +53,14 @@ def test_preparing(heads: int, size: int, rotary: int, pages: torch.dtype) -> No
     q, vectors = torch.randn(5, heads, size + 4)[..., :size], torch.randn(5, size + 7)[:, 7:]
     angle = torch.rand(5, 1, rotary // 2)
     angles = RopeAngles(torch.cat([angle.cos()] * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1))
-    where = torch.tensor([2, -1, 0, 2, 1]), torch.tensor([0, 1, 2, 1, 0])
+    where = WritePlaces(torch.tensor([2, -1, 0, 2, 1]), torch.tensor([0, 1, 2, 1, 0]))
     found = []
     for op in (prepare_vectors_.kernel, prepare_vectors_.twin):
         empty = torch.full((3, 3, size), float("nan"))
         own = in_fp8(empty, 4)[0] if pages == torch.float8_e4m3fn else empty.to(pages)
         mine = q.clone(), vectors.clone()
         torch.manual_seed(1)
-        op(*mine, Norm(torch.rand(size), 1e-3), angles, own, *where)
+        op(*mine, Norm(torch.rand(size), 1e-3), angles, own, where)
         at = torch.arange(9) // 3, torch.arange(9) % 3
         held = own[at] if isinstance(own, torch.Tensor) else torch.cat(own.read(*at), -1)
         assert torch.equal(held[[6, 2, 7]].float(), mine[1][[0, 2, 3]]), "vectors are rounded as pages hold them"

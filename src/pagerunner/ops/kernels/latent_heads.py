@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.batch import WritePlaces
 from pagerunner.ops.kernels.latent_store import page_arguments, page_scale, page_sizes, scale_stride
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import magnitude, quantise
@@ -299,8 +300,7 @@ def prepare_latent_heads_(
     vectors_TL: torch.Tensor,
     prep: LatentPrep,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
 ) -> None:
     """See the twin."""
@@ -309,8 +309,8 @@ def prepare_latent_heads_(
         return
     sizes = _sizes(prep, size, prep.norm.weight_I.shape[0])
     _prepare_kernel[(tokens,)](
-        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, *page_arguments(pages_EXL, scales_E), write_entry_T,
-        write_offset_T, tokens, heads, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), *pages_EXL.stride()[:2],
+        q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, *page_arguments(pages_EXL, scales_E), *write,
+        tokens, heads, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), *pages_EXL.stride()[:2],
         scale_stride(scales_E), prep.angles.cos_T1D.stride(0), **sizes, **page_sizes(pages_EXL), BH=min(padded(heads), max(1, 1024 // sizes["HP"])),
         num_warps=4, **dependent(q_THD.device),
     )  # fmt: skip
@@ -322,8 +322,7 @@ def absorb_latent_heads_(
     prep: LatentPrep,
     keys_HNC: torch.Tensor,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
     most_of_page: int = 0,
     config: AbsorbConfig | None = None,
@@ -339,7 +338,7 @@ def absorb_latent_heads_(
     sizes = _sizes(prep, size, latent)
     _absorb_kernel[(absorbing + tokens,)](
         q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, keys_HNC, out_THC,
-        *page_arguments(pages_EXL, scales_E), write_entry_T, write_offset_T, tokens, heads, absorbing, prep.norm.eps,
+        *page_arguments(pages_EXL, scales_E), *write, tokens, heads, absorbing, prep.norm.eps,
         *q_THD.stride()[:2], vectors_TL.stride(0), keys_HNC.stride(0), *out_THC.stride()[:2], *pages_EXL.stride()[:2],
         scale_stride(scales_E), prep.angles.cos_T1D.stride(0), **sizes, **page_sizes(pages_EXL), NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents,
         RUN=padded(most_of_page) if 1 < most_of_page <= MOST_AT_ONCE else 1,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.batch import WritePlaces
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, magnitude, quantise, rescale_page
 
@@ -89,15 +90,14 @@ def _store(
 def store_latent_(
     vectors_TL: torch.Tensor,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     scales_E: torch.Tensor | None = None,
 ) -> None:
     """See the twin."""
     tokens, size = vectors_TL.shape
     if tokens:
         _store[(tokens,)](
-            vectors_TL, *page_arguments(pages_EXL, scales_E), write_entry_T, write_offset_T, tokens, vectors_TL.stride(0),
+            vectors_TL, *page_arguments(pages_EXL, scales_E), *write, tokens, vectors_TL.stride(0),
             *pages_EXL.stride()[:2], scale_stride(scales_E), L=size, BLOCK=padded(size), **page_sizes(pages_EXL),
             num_warps=2,
         )  # fmt: skip

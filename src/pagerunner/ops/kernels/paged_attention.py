@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops import numerics
 from pagerunner.ops.fresh_rows import attend_fresh_rows
 from pagerunner.ops.kernels import paged_fixed, paged_prefill_wide
@@ -513,8 +513,7 @@ def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     table_SW: torch.Tensor,
     rows: StepRows,
     plan: PagedPlan,
@@ -530,7 +529,7 @@ def projected_attention(
     if not takes_parts(q, prep, pages, rows, plan):
         prep = prep.whole(qkv_TND)
     if plan.fixed:
-        prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
+        prepare_heads_kernel(qkv_TND, prep, pages, write)
         return paged_attention(q, k, v, pages, table_SW, rows, plan, scores)
     choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
     few = are_few(rows.slots_R.shape[0], prep.num_kv_heads, choices.group)
@@ -539,7 +538,6 @@ def projected_attention(
     if rows.stride and rows.num_rows < _borders().few_rows and pages.scales is None:
         single = choices.group <= MOST_FEW_HEADS
     if not (single and _writes_pages(choices, pages)):
-        prepare_heads_kernel(qkv_TND, prep, pages, write_entry_T, write_offset_T)
+        prepare_heads_kernel(qkv_TND, prep, pages, write)
         return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()
-    write = write_entry_T, write_offset_T
     return _Call(q, k, v, pages, table_SW, rows, plan, scores, prep, write).run()

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.batch import KVPages
+from pagerunner.batch import KVPages, WritePlaces
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, normed, rescale_page, turned
 from pagerunner.ops.paged_attention import HeadPrep
@@ -186,8 +186,7 @@ def store_runs_(
     v: torch.Tensor,
     prep: HeadPrep | None,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """`prepare_heads_` (or without `prep` `store_kv_`) of keys and values, for pages with scales of their own."""
     num_tokens, num_kv_heads, dim = k.shape
@@ -202,7 +201,7 @@ def store_runs_(
     _store_runs_kernel[(blocks(num_tokens, padded(page)), 2 * num_kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], cos, sin, cos.stride(0), k_norm, 0.0 if prep is None else prep.eps,
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], pages.scales, pages.scales.stride(0),
-        write_entry_T, write_offset_T, num_tokens,
+        *write, num_tokens,
         num_kv_heads, page, padded(page), dim, half, padded(half), dim_v, half_v, padded(half_v),
         k_norm is not k, prep is not None, fp8_type(pages.k.dtype), FP8_MAX[pages.k.dtype],
         num_warps=min(max(tile // 1024, 1), 8), **dependent(k.device),

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.batch import KVPages
+from pagerunner.batch import KVPages, WritePlaces
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, normed, quantise, turned
 from pagerunner.ops.kernels.paged_runs import store_runs_
@@ -150,8 +150,7 @@ def _launch(
     v: torch.Tensor,
     prep: HeadPrep | None,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     num_tokens, num_kv_heads, dim = k.shape
     dim_v = v.shape[2]
@@ -160,7 +159,7 @@ def _launch(
     num_heads = 0 if q is None else q.shape[1]
     runs = pages.scales is not None and not pages.static
     if runs:
-        store_runs_(k, v, prep, pages, write_entry_T, write_offset_T)
+        store_runs_(k, v, prep, pages, write)
         if q is None:
             return
     fp8 = fp8_type(pages.k.dtype)
@@ -175,7 +174,7 @@ def _launch(
         k if q is None else q, *((0, 0) if q is None else q.stride()[:2]), k, *k.stride()[:2], v, *v.stride()[:2],
         cos, sin, cos.stride(0), q_norm, k_norm, 0.0 if prep is None else prep.eps,
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], scales,
-        write_entry_T, write_offset_T,
+        *write,
         num_heads, num_kv_heads, padded(num_kv_heads), query_block, dim, half, padded(half), dim_v, half_v, padded(half_v),
         norm, prep is not None, fp8, FP8_MAX.get(pages.k.dtype, 0.0), runs,
         num_warps=4, **dependent(k.device),
@@ -186,19 +185,17 @@ def store_kv_(
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """See the twin."""
-    _launch(None, k_TKD, v_TKV, None, pages, write_entry_T, write_offset_T)
+    _launch(None, k_TKD, v_TKV, None, pages, write)
 
 
 def prepare_heads_(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """See the twin."""
-    _launch(*prep.split(qkv_TND), prep, pages, write_entry_T, write_offset_T)
+    _launch(*prep.split(qkv_TND), prep, pages, write)

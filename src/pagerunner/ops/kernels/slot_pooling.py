@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.batch import StatePages
+from pagerunner.batch import StatePages, WritePlaces
 from pagerunner.ops.kernels.indexer_heads import mixed_vector
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
 from pagerunner.ops.kernels.paged_heads import FP8_MAX
@@ -322,8 +322,7 @@ def store_slots_(
     pages: Sequence[torch.Tensor | Latents],
     angles: RopeAngles,
     positions_T: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     ratio: int,
     mixed: bool = False,
 ) -> None:
@@ -334,8 +333,8 @@ def store_slots_(
     first, second = Stored.of(pages[0]), Stored.of(pages[-1])
     norm, norm_2, (cos, sin) = norms[0], norms[-1], angles
     _store_kernel[(pooled_TX.shape[0], len(pages))](
-        pooled_TX, norm.weight_I, *first[:3], norm_2.weight_I, second.codes, second.scales, cos, sin, positions_T, write_entry_T,
-        write_offset_T, pooled_TX.stride(0), cos.stride(0), *first.strides, *second.codes.stride()[:2], *second.scales.stride()[:2],
+        pooled_TX, norm.weight_I, *first[:3], norm_2.weight_I, second.codes, second.scales, cos, sin, positions_T, *write,
+        pooled_TX.stride(0), cos.stride(0), *first.strides, *second.codes.stride()[:2], *second.scales.stride()[:2],
         norm.eps, norm_2.eps, sizes[-1] ** -0.5,
         D=sizes[0], D_2=sizes[1] if len(sizes) > 1 else 0, P=cos.shape[-1], BD=padded(sizes[0]), BD_2=padded(sizes[-1]),
         **first.sizes, BLOCK_2=padded(second.sizes["BLOCK"]), RATIO=ratio, FP8_MAX=FP8_MAX.get(first.dtype, 0.0),

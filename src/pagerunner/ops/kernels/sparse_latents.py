@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.kernels import latent_wide
 from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_schedule, run_values
 from pagerunner.ops.kernels.launch import (
@@ -165,8 +165,7 @@ def store_slots_(
     pages: Latents,
     keys_ESI: torch.Tensor,
     key_scales_ES: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """See the twin."""
     latent, scales = pages.latent_ESC, pages.scales_ESG
@@ -179,7 +178,7 @@ def store_slots_(
     )
     rope, keys = pages.rope_ESP.shape[-1], keys_TI.shape[-1]
     _store_kernel[(vectors_TL.shape[0],)](
-        vectors_TL, keys_TI, codes, pages.rope_ESP, scales, index, key_scales_ES, write_entry_T, write_offset_T,
+        vectors_TL, keys_TI, codes, pages.rope_ESP, scales, index, key_scales_ES, *write,
         vectors_TL.stride(0), keys_TI.stride(0), *codes.stride()[:2], *pages.rope_ESP.stride()[:2], *scales.stride()[:2],
         *index.stride()[:2], *key_scales_ES.stride(),
         C=size, P=rope, G=groups, D=keys, X=padded(size // groups), BP=padded(rope), BD=padded(keys),

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.batch import StepRows
+from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.indexer import width_of
 from pagerunner.ops.kernels.indexer import run_scores
 from pagerunner.ops.kernels.latent_decode import _numbers
@@ -120,14 +120,13 @@ def prepare_vectors_(
     norm: Norm,
     angles: RopeAngles,
     pages: torch.Tensor | Latents,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> None:
     """See the twin."""
     (tokens, heads, size), held = q_THD.shape, Stored.of(pages)
     if tokens:
         _prepare_kernel[(tokens, blocks(heads, HEADS_OF_A_PROGRAM) + 1)](
-            q_THD, vectors_TD, norm.weight_I, *angles, *held[:3], write_entry_T, write_offset_T, heads, *q_THD.stride()[:2],
+            q_THD, vectors_TD, norm.weight_I, *angles, *held[:3], *write, heads, *q_THD.stride()[:2],
             vectors_TD.stride(0), angles.cos_T1D.stride(0), *held.strides, norm.eps,
             D=size, P=angles.cos_T1D.shape[-1], BD=padded(size), HB=HEADS_OF_A_PROGRAM, **held.sizes,
             FP8_MAX=FP8_MAX.get(held.dtype, 0.0), num_warps=4, **dependent(q_THD.device),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagerunner.batch import WritePlaces
 from pagerunner.ops.native.calls import HEAD_PRODUCT, LATENT_HEADS, call, empty, made, operand
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def absorbed_heads_(
     prep: LatentPrep | None,
     keys_HNC: torch.Tensor,
     pages_EXL: torch.Tensor,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
 ) -> torch.Tensor:
     """Queries in the latent space with their rotary parts behind them, [T, H, L].
 
@@ -47,8 +47,8 @@ def absorbed_heads_(
         operand("the latents' norm", weight, latent),
         operand("cosines", cos, tokens, 1, rope, dense=3),
         operand("sines", sin, tokens, 1, rope, dense=3),
-        operand("write entries", write_entry_T, tokens, dtype=torch.int64),
-        operand("write offsets", write_offset_T, tokens, dtype=torch.int64),
+        operand("write entries", write.entry_T, tokens, dtype=torch.int64),
+        operand("write offsets", write.offset_T, tokens, dtype=torch.int64),
     )
     sizes = tokens, heads, key_dim, rope, latent, q_THD.stride(0), vectors_TL.stride(0), pages_EXL.stride(0)
     eps, pairs = (0.0, False) if prep is None else (prep.norm.eps, prep.pairs)

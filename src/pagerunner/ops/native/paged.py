@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagerunner.batch import KVPages, StepRows
+from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops.native.calls import ATTENTION, PREPARE, Operand, call, empty, made, memory_of, operand
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
@@ -92,19 +92,15 @@ def _dense(x_TND: torch.Tensor) -> torch.Tensor:
     return x_TND if dense else x_TND.contiguous()
 
 
-def store_kv_(
-    k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
-) -> None:
+def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: WritePlaces) -> None:
     """See `ops.paged_attention.store_kv_`."""
     heads = k_TKD[:, :0], _dense(k_TKD), _dense(v_TKV)
-    _Inputs(heads, pages, (write_entry_T, write_offset_T)).run(PREPARE)
+    _Inputs(heads, pages, write).run(PREPARE)
 
 
-def prepare_heads_(
-    qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write_entry_T: torch.Tensor, write_offset_T: torch.Tensor
-) -> None:
+def prepare_heads_(qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write: WritePlaces) -> None:
     """See `ops.paged_attention.prepare_heads_`."""
-    _Inputs(prep.split(qkv_TND), pages, (write_entry_T, write_offset_T), prep).run(PREPARE)
+    _Inputs(prep.split(qkv_TND), pages, write, prep).run(PREPARE)
 
 
 def paged_attention(
@@ -128,8 +124,7 @@ def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,
     pages: KVPages,
-    write_entry_T: torch.Tensor,
-    write_offset_T: torch.Tensor,
+    write: WritePlaces,
     table_SW: torch.Tensor,
     rows: StepRows,
     plan: PagedPlan,
@@ -137,6 +132,5 @@ def projected_attention(
 ) -> torch.Tensor:
     """See `ops.paged_attention.projected_attention`."""
     out_THV = empty(qkv_TND.shape[0], prep.num_heads, qkv_TND.shape[2])
-    write = write_entry_T, write_offset_T
     _Inputs(prep.split(qkv_TND), pages, write, prep, out_THV, table_SW, rows, plan, scores).run(PREPARE, ATTENTION)
     return out_THV
