@@ -41,11 +41,17 @@ def grown_scale(old, largest, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
-    """As ops.fp8.to_fp8. No number stays none, so that what is broken is noticed."""
+    """As ops.fp8.to_fp8, by a scale that is a power of two. No number stays none, so that what is broken is noticed."""
     scale = tl.where(scale > 0, scale, 1.0)
     shrink = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / 2^n to the bit
     shrink = tl.where(scale < float("inf"), shrink, 0.0)
     return _saturated(x * shrink, FP8_MAX).to(FP8)
+
+
+@triton.jit
+def divided(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
+    """The same by any scale: those of checkpoints are what their writers measured."""
+    return _saturated(tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)), FP8_MAX).to(FP8)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.paged_heads import grown_scale, quantise
+from pagerunner.ops.kernels.paged_heads import divided, grown_scale
 from pagerunner.ops.kernels.paged_tiles import LOG2E, softcapped
 
 
@@ -93,7 +93,7 @@ def _own_codes(
         old_v = tl.load(scale_ptr + K, mask=entry >= 0, other=0.0)
         new_k = grown_scale(old_k, tl.max(tl.abs(key), 0), FP8_MAX)
         new_v = grown_scale(old_v, tl.max(tl.abs(value), 0), FP8_MAX)
-    return quantise(key, new_k, FP8_MAX, FP8), quantise(value, new_v, FP8_MAX, FP8), old_k, new_k, old_v, new_v
+    return divided(key, new_k, FP8_MAX, FP8), divided(value, new_v, FP8_MAX, FP8), old_k, new_k, old_v, new_v
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pagerunner.batch import KVPages, WritePlaces
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, normed, quantise, turned
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, divided, fp8_type, normed, turned
 from pagerunner.ops.kernels.paged_runs import store_runs_
 from pagerunner.ops.paged_attention import HeadPrep
 
@@ -87,8 +87,8 @@ def _store_token(
     if FP8 is None:
         low, high = low.to(page_ptr.dtype.element_ty), high.to(page_ptr.dtype.element_ty)
     else:
-        low = quantise(low.to(tl.float32), scale[:, None], FP8_MAX, FP8)
-        high = quantise(high.to(tl.float32), scale[:, None], FP8_MAX, FP8)
+        low = divided(low.to(tl.float32), scale[:, None], FP8_MAX, FP8)
+        high = divided(high.to(tl.float32), scale[:, None], FP8_MAX, FP8)
     if entry >= 0:
         slot = page_ptr + entry * page_se + tl.load(offset_ptr + token) * page_ss
         if FP8 is None:
