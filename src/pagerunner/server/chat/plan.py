@@ -209,7 +209,8 @@ def _forced_schema(tools: list[Tool], named: str, one_call: bool) -> dict[str, A
     calls = []
     for number, tool in enumerate(tools):
         # With an id each schema is a root of its own, to which its references go.
-        schema = {"$id": f"tool:{number}", **tool.function.schema()}
+        schema = tool.function.schema()
+        schema["$id"] = schema.get("$id") or f"tool:{number}"
         schema.pop("$schema", None)  # drafts before 2019 know no id beside a reference
         properties = {"name": {"const": tool.function.name}, "parameters": schema}
         calls.append(
