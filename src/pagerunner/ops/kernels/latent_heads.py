@@ -20,15 +20,14 @@ from pagerunner.ops.latent_heads import LatentPrep
 
 
 @triton.jit
-def _turn(
-    row, cos_ptr, sin_ptr, tokens, real, angle_token, HALF: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr
-):  # fmt: skip
+def _turn(row, angles, tokens, real, HALF: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr):
     """Rotated rotary parts at `row` [X, 1] of `tokens` [X], of which some are `real`: places of their elements [1, 2 HP], which of
     them exist [X, 2 HP], and what they become [X, 2 HP].
 
     Elements are read and written as they lie, and are taken apart into pairs in registers.
     """
     X: tl.constexpr = tokens.shape[0]
+    cos_ptr, sin_ptr, angle_token = angles
     dtype = row.dtype.element_ty
     at, half_P = tl.arange(0, 2 * HP), tl.arange(0, HP)
     if PAIRS:
@@ -58,8 +57,7 @@ def _turn(
 
 @triton.jit
 def _absorb(
-    q_ptr, keys_ptr, out_ptr, cos_ptr, sin_ptr, program, num_tokens, num_heads, q_token, q_head, keys_head, out_token,
-    out_head, angle_token,
+    q_ptr, keys_ptr, out_ptr, angles, program, num_tokens, num_heads, q_token, q_head, keys_head, out_token, out_head,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr,
     BC: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -81,18 +79,19 @@ def _absorb(
     out = out_ptr + tokens.to(tl.int64)[:, None] * out_token + head.to(tl.int64) * out_head + c[None, :]
     tl.store(out, carried.to(out_ptr.dtype.element_ty), mask=there[:, None] & (c < C)[None, :])
     if part == 0:
-        at, inside, turned = _turn(row + N, cos_ptr, sin_ptr, tokens, there, angle_token, HALF, HP, PAIRS)
+        at, inside, turned = _turn(row + N, angles, tokens, there, HALF, HP, PAIRS)
         tl.debug_barrier()  # the whole program has read them
         tl.store(row + N + at, turned, mask=inside)
 
 
 @triton.jit
 def _ready(
-    vectors_ptr, weight, cos_ptr, sin_ptr, token, vector_token, angle_token, eps,
+    vectors, weight, angles, token, eps,
     C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """One token's vector, ready to be stored: its latent [CP]; of its rotary part [1, 2 HP] places, which exist, and elements."""
     c, one = tl.arange(0, CP), tl.arange(0, 1)
+    vectors_ptr, vector_token = vectors
     dtype = vectors_ptr.dtype.element_ty
     row = vectors_ptr + token.to(tl.int64) * vector_token
     x = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
@@ -101,21 +100,21 @@ def _ready(
         x = (x + x * weight).to(dtype)
     else:
         x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
-    at, inside, turned = _turn(
-        row + C + one[:, None], cos_ptr, sin_ptr, token + one, one == 0, angle_token, HALF, HP, PAIRS
-    )
+    at, inside, turned = _turn(row + C + one[:, None], angles, token + one, one == 0, HALF, HP, PAIRS)
     return x, at, inside, turned
 
 
 @triton.jit
 def _store_run(
-    vectors_ptr, weight, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, entry, num_tokens,
-    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps,
+    vectors, weight, angles, pages, places, token, entry, num_tokens, eps,
     C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
     PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """All of the step's tokens of an fp8 page at once. They begin with `token`, and are at most RUN."""
     c = tl.arange(0, CP)[None, :]
+    vectors_ptr, vector_token = vectors
+    pages_ptr, page_stride, slot_stride, scales_ptr, scale_stride = pages
+    entry_ptr, offset_ptr = places
     dtype = vectors_ptr.dtype.element_ty
     tokens = token + tl.arange(0, RUN)
     there = tl.load(entry_ptr + tokens, mask=tokens < num_tokens, other=-1) == entry
@@ -129,7 +128,7 @@ def _store_run(
     else:
         x = x.to(dtype).to(tl.float32) * weight[None, :]
     x = x.to(dtype).to(tl.float32)
-    at, inside, turned = _turn(row + C, cos_ptr, sin_ptr, tokens, there, angle_token, HALF, HP, PAIRS)
+    at, inside, turned = _turn(row + C, angles, tokens, there, HALF, HP, PAIRS)
     turned = tl.where(inside, turned.to(tl.float32), 0.0)
     largest = tl.maximum(tl.max(tl.max(magnitude(x), 1), 0), tl.max(tl.max(magnitude(turned), 1), 0))
     page = pages_ptr + entry * page_stride
@@ -142,8 +141,7 @@ def _store_run(
 
 @triton.jit
 def _vector(
-    vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
-    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps,
+    vectors, norm_ptr, angles, pages, places, token, num_tokens, eps,
     C: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
     PAGE: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, RUN: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -151,16 +149,20 @@ def _vector(
 
     Into fp8 pages go all of the step's tokens of a page, if this is the first of them, because they decide its scale together.
     They don't replace the raw ones. RUN: at once, because no page gets more of them; 1: one after another.
+
+    `vectors`: where they are and their stride. `angles`: cosines, sines and their stride. `pages`: where they are, strides of entries and slots, and where
+    scales are and their stride. `places`: entries and offsets of all tokens.
     """
     c, one = tl.arange(0, CP), tl.arange(0, 1)
+    pages_ptr, page_stride, slot_stride, scales_ptr, scale_stride = pages
+    entry_ptr, offset_ptr = places
     weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     wait_turn(PDL)
     entry = tl.load(entry_ptr + token)
     if FP8 is None:
-        x, at, inside, turned = _ready(
-            vectors_ptr, weight, cos_ptr, sin_ptr, token, vector_token, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET
-        )
+        x, at, inside, turned = _ready(vectors, weight, angles, token, eps, C, HALF, CP, HP, PAIRS, OFFSET)
         if KEEP:
+            vectors_ptr, vector_token = vectors
             row = vectors_ptr + token.to(tl.int64) * vector_token
             tl.debug_barrier()  # the whole program has read the raw vector
             tl.store(row + c, x, mask=c < C)
@@ -176,19 +178,15 @@ def _vector(
         if RUN > 1:
             if begins:
                 _store_run(
-                    vectors_ptr, weight, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, entry, num_tokens,
-                    vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET,
-                    PAGE, FP8, FP8_MAX, RUN,
+                    vectors, weight, angles, pages, places, token, entry, num_tokens, eps,
+                    C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8, FP8_MAX, RUN,
                 )  # fmt: skip
         elif begins:
             largest = 0.0
             end = token
             following = entry
             while following == entry:
-                x, at, inside, turned = _ready(
-                    vectors_ptr, weight, cos_ptr, sin_ptr, end, vector_token, angle_token, eps,
-                    C, HALF, CP, HP, PAIRS, OFFSET,
-                )  # fmt: skip
+                x, at, inside, turned = _ready(vectors, weight, angles, end, eps, C, HALF, CP, HP, PAIRS, OFFSET)
                 latent = tl.max(magnitude(x.to(tl.float32)), 0)
                 rotary = tl.max(tl.max(magnitude(turned.to(tl.float32)), 1), 0)
                 largest = tl.maximum(largest, tl.maximum(latent, rotary))
@@ -200,10 +198,7 @@ def _vector(
             )
             each = token
             while each < end:
-                x, at, inside, turned = _ready(
-                    vectors_ptr, weight, cos_ptr, sin_ptr, each, vector_token, angle_token, eps,
-                    C, HALF, CP, HP, PAIRS, OFFSET,
-                )  # fmt: skip
+                x, at, inside, turned = _ready(vectors, weight, angles, each, eps, C, HALF, CP, HP, PAIRS, OFFSET)
                 slot = page + tl.load(offset_ptr + each) * slot_stride
                 codes = quantise(x.to(tl.float32), scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
                 tl.store(slot + c, codes, mask=c < C)
@@ -224,16 +219,17 @@ def _absorb_kernel(
     """`absorbing` programs for queries, then one for each token's vector."""
     start_next(PDL)
     program = tl.program_id(0)
+    angles = (cos_ptr, sin_ptr, angle_token)
     if program < absorbing:
         _absorb(
-            q_ptr, keys_ptr, out_ptr, cos_ptr, sin_ptr, program, num_tokens, num_heads, q_token, q_head, keys_head,
-            out_token, out_head, angle_token, N, C, HALF, NP, HP, BT, BC, PAIRS, PRECISION, PDL,
+            q_ptr, keys_ptr, out_ptr, angles, program, num_tokens, num_heads, q_token, q_head, keys_head,
+            out_token, out_head, N, C, HALF, NP, HP, BT, BC, PAIRS, PRECISION, PDL,
         )  # fmt: skip
     else:
+        pages = (pages_ptr, page_stride, slot_stride, scales_ptr, scale_stride)
         _vector(
-            vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, program - absorbing,
-            num_tokens, vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS,
-            OFFSET, PAGE, FP8, FP8_MAX, RUN, False, PDL,
+            (vectors_ptr, vector_token), norm_ptr, angles, pages, (entry_ptr, offset_ptr), program - absorbing, num_tokens, eps,
+            C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8, FP8_MAX, RUN, False, PDL,
         )  # fmt: skip
 
 
@@ -248,17 +244,15 @@ def _prepare_kernel(
     """One token: its vector, and the rotary parts of all its queries, BH heads at a time."""
     start_next(PDL)
     token = tl.program_id(0)
+    angles, pages = (cos_ptr, sin_ptr, angle_token), (pages_ptr, page_stride, slot_stride, scales_ptr, scale_stride)
     _vector(
-        vectors_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, scales_ptr, entry_ptr, offset_ptr, token, num_tokens,
-        vector_token, page_stride, slot_stride, scale_stride, angle_token, eps, C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8,
-        FP8_MAX, 1, True, PDL,
+        (vectors_ptr, vector_token), norm_ptr, angles, pages, (entry_ptr, offset_ptr), token, num_tokens, eps,
+        C, HALF, CP, HP, PAIRS, OFFSET, PAGE, FP8, FP8_MAX, 1, True, PDL,
     )  # fmt: skip
     for start in range(0, num_heads, BH):
         heads = start + tl.arange(0, BH)
         row = q_ptr + token.to(tl.int64) * q_token + heads[:, None] * q_head + N
-        at, inside, turned = _turn(
-            row, cos_ptr, sin_ptr, token + heads * 0, heads < num_heads, angle_token, HALF, HP, PAIRS
-        )
+        at, inside, turned = _turn(row, angles, token + heads * 0, heads < num_heads, HALF, HP, PAIRS)
         tl.debug_barrier()  # the whole program has read them
         tl.store(row + at, turned, mask=inside)
 
