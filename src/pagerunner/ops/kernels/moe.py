@@ -18,6 +18,7 @@ from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_joint import (
     MOST_ROWS,
+    are_few,
     grouped_product,
     is_full,
     joins,
@@ -260,7 +261,11 @@ def moe_experts_kernels(tokens: int, experts: int, active: int, ranks: int) -> t
         each <= numerics.FAST.experts.few,
         each <= numerics.FAST.experts.few_plain,
     )
-    joint = (is_full(pairs, experts), tokens <= MOST_ROWS) if each <= numerics.FAST.experts.few_plain else ()
+    joint = (
+        (is_full(pairs, experts), are_few(pairs, experts), tokens <= MOST_ROWS)
+        if each <= numerics.FAST.experts.few_plain
+        else ()
+    )
     ways = *few, joint, each > numerics.FAST.experts.unpacked, each > numerics.FAST.experts.codes
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))

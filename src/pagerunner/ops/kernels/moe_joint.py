@@ -250,12 +250,19 @@ def joint_config(pairs: int, experts: int, inner: int, *, plain: bool) -> JointC
         return JointConfig(TILE_PAIRS, 32, 128, 128, 64, 4, 3)
     if inner <= NARROW:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
+    if are_few(pairs, experts):
+        return JointConfig(TILE_PAIRS, 32, 128, 64, 128, 4, 4)
     return JointConfig(TILE_PAIRS, 64, 128, 64, 128, 4, 3)
 
 
 def shared_rows(tokens: int, config: JointConfig) -> int:
     """Tokens of a tile of what all tokens pass."""
     return MOST_ROWS if tokens <= MOST_ROWS else 2 * config.pairs
+
+
+def are_few(pairs: int, experts: int) -> bool:
+    """Whether experts are so few that with narrow tiles more of the device has work: whole ones of a rank of four, from 33 to 64 tokens."""
+    return experts <= 32 and 2 * experts < pairs <= 4 * experts
 
 
 def is_full(pairs: int, experts: int) -> bool:
