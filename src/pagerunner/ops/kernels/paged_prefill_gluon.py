@@ -2,7 +2,8 @@
 
 `kernels/paged_prefill.py` says what a block is, and computes the same with plain Triton on any device. Here
 
-* A program takes the next block when it has copied one: those with most keys first, so that programs end at about the same time.
+* A program takes the next block before it copies a block's last values, so that its queries and first keys are there in time. Those with most keys
+  come first, so that programs end at about the same time.
 * One warp copies, in bulk: a block's queries, and tiles of 128 keys and values, two of each ahead. Tiles of the past come from pages, a page at a time.
   It is the one that takes blocks, and leaves beside a block's queries what the other warps must know of it.
 * Two groups of four warps have 64 rows of a block each. A group's scores of a tile are multiplied while its values of the tile before are, so that
@@ -84,26 +85,23 @@ def _next_block(facts, q_full, turn):
 
 
 @gluon.jit
-def _counts(first, num_new, past, BT: gl.constexpr):
-    """Tiles of a block: with a mask of new tokens, with a mask at all, of new tokens without one, and all."""
-    diagonal = first // N
-    of_new = (gl.minimum(first + BT, num_new) + N - 1) // N - diagonal
-    masked = of_new + (past % N != 0).to(gl.int32)
-    return of_new, masked, diagonal, masked + diagonal + past // N
+def _counts(first, past):
+    """Tiles of a block: of an incomplete end of the past (0 or 1), of new tokens that all its queries see, and all."""
+    partial, diagonal = (past % N != 0).to(gl.int32), first // N
+    return partial, diagonal, 1 + partial + diagonal + past // N
 
 
 @gluon.jit
-def _tile(i, of_new, masked, diagonal, past):
+def _tile(i, counts, past):
     """Whether a block's i-th tile is of new tokens, and the first of its keys among these or in the past."""
-    new = (i < of_new) | ((i >= masked) & (i < masked + diagonal))
+    partial, diagonal, _ = counts
+    at = i - 1 - partial
+    new = (i == 0) | ((at >= 0) & (at < diagonal))
     tile = past // N
-    if i < of_new:
-        tile = diagonal + of_new - 1 - i
-    elif i >= masked:
-        if i < masked + diagonal:
-            tile = diagonal - 1 - (i - masked)
-        else:
-            tile = past // N - 1 - (i - masked - diagonal)
+    if i == 0:
+        tile = diagonal
+    elif at >= 0:
+        tile = gl.where(at < diagonal, diagonal - 1 - at, past // N - 1 - (at - diagonal))
     return new, tile * N
 
 
@@ -123,8 +121,7 @@ def _entries(row_table, start, past, PAGE: gl.constexpr):
 def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, token, head, row_table, page_rows, PAGE: gl.constexpr,
                PAGED: gl.constexpr):  # fmt: skip
     """Begin to bring a block's i-th tile of keys or of values."""
-    of_new, masked, diagonal, _ = counts
-    new, start = _tile(i, of_new, masked, diagonal, past)
+    new, start = _tile(i, counts, past)
     slot = step % STAGES
     if PAGED:
         entries = _entries(row_table, start, past, PAGE)
@@ -143,70 +140,79 @@ def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, to
 
 
 @gluon.jit
-def _begin_block(item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, starts_ptr, lengths_ptr, part_ptr, num_rows, K,
+def _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K,
                  G: gl.constexpr):  # fmt: skip
-    """Begin to bring a block's queries, and leave its facts; returns these: head of keys, row, the row's first token, new tokens, past, first query."""
+    """Take the next block, begin to bring its queries, and leave its facts: head of keys, the row's first token, new tokens (0: there are no more
+    blocks), past, first query. Returns these, and the row's slot. The last program leaves zeros for the next launch.
+    """
     BT: gl.constexpr = N // G
-    index, head = parts - 1 - item // K, item % K
-    row = _row_of(part_ptr, index, num_rows)
+    item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    index, head = gl.maximum(parts - 1 - item // K, 0), item % K
+    row = gl.minimum(_row_of(part_ptr, index, num_rows), num_rows - 1)
     token = gl.load(starts_ptr + row)
     num_new = gl.load(starts_ptr + row + 1) - token
     past = gl.load(lengths_ptr + row) - num_new
     first = (index - gl.load(part_ptr + row)) * BT
+    table_row = gl.load(slots_ptr + row)
+    num_new = gl.where(item < parts * K, num_new, 0)
     slot = turn % BLOCKS
     mbarrier.wait(q_empty.index(slot), turn // BLOCKS & 1 ^ 1)
     left = head, token, num_new, past, first
     for at in gl.static_range(5):
         _leave(facts, slot, at, left[at])
     gl.thread_barrier()
-    mbarrier.expect(q_full.index(slot), N * N * 2)
-    for part in gl.static_range(4):
-        own = q_smem.index(slot * 4 + part)
-        tma.async_copy_global_to_shared(
-            q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full.index(slot), own
-        )
-    return head, row, token, num_new, past, first
+    if num_new > 0:
+        mbarrier.expect(q_full.index(slot), N * N * 2)
+        for part in gl.static_range(4):
+            own = q_smem.index(slot * 4 + part)
+            tma.async_copy_global_to_shared(
+                q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full.index(slot), own
+            )
+    else:
+        mbarrier.arrive(q_full.index(slot))
+        if gl.atomic_add(taken_ptr + 1, 1) == gl.num_programs(0) - 1:
+            gl.store(taken_ptr, 0)
+            gl.store(taken_ptr + 1, 0)
+    return head, token, num_new, past, first, table_row
 
 
 @gluon.jit
-def _end(facts, q_full, q_empty, turn, taken_ptr):
-    """Tell the groups that there are no more blocks, and leave zeros for the next launch, if no program takes any more."""
-    slot = turn % BLOCKS
-    mbarrier.wait(q_empty.index(slot), turn // BLOCKS & 1 ^ 1)
-    _leave(facts, slot, 2, 0)
-    gl.thread_barrier()
-    mbarrier.arrive(q_full.index(slot))
-    if gl.atomic_add(taken_ptr + 1, 1) == gl.num_programs(0) - 1:
-        gl.store(taken_ptr, 0)
-        gl.store(taken_ptr + 1, 0)
+def _copy_first(smem, full, empty, step, desc, block):
+    """Begin to bring a block's first keys, if there is a block."""
+    head, token, num_new, _, first, _ = block
+    if num_new > 0:
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(slot), N * N * 2)
+        for half in gl.static_range(2):
+            corner = [token + first // N * N, head * N + half * 64]
+            tma.async_copy_global_to_shared(desc, corner, full.index(slot), smem.index(slot * 2 + half))
 
 
 @gluon.jit
 def _copy(q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
           table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G: gl.constexpr,
           PAGE: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """The warp that copies: keys a tile ahead of values, as groups ask for them."""
-    BT: gl.constexpr = N // G
+    """The warp that copies: keys a tile ahead of values, as groups ask for them, and a block's first keys before the last values of the block before."""
     wait_turn(PDL)
     parts = gl.load(part_ptr + num_rows)
     step, turn = 0, 0
-    item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-    while item < parts * K:
-        head, row, token, num_new, past, first = _begin_block(
-            item, parts, q_desc, q_smem, facts, q_full, q_empty, turn, starts_ptr, lengths_ptr, part_ptr, num_rows, K, G
-        )  # fmt: skip
-        counts = _counts(first, num_new, past, BT)
-        total = counts[3]
-        row_table = table_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_st
+    block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
+    _copy_first(k_smem, k_full, k_empty, step, k_desc, block)
+    while block[2] > 0:
+        head, token, num_new, past, first, table_row = block
+        counts = _counts(first, past)
+        total = counts[2]
+        row_table = table_ptr + table_row.to(gl.int64) * table_st
+        for i in range(1, total):
+            _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, head, row_table, k_rows, PAGE, PAGED)  # fmt: skip
+            _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         turn += 1
-        for i in range(total + 1):
-            if i < total:
-                _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, head, row_table, k_rows, PAGE, PAGED)  # fmt: skip
-            if i > 0:
-                _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
+        block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
+        _copy_first(k_smem, k_full, k_empty, step + total, k_desc, block)
+        last = total - 1
+        _copy_tile(v_smem, v_full, v_empty, step + last, v_desc, vp_desc, last, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         step += total
-        item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-    _end(facts, q_full, q_empty, turn, taken_ptr)
 
 
 @gluon.jit
@@ -247,13 +253,10 @@ def _computed(weights):
 
 
 @gluon.jit
-def _mask(scores, i, of_new, masked, diagonal, past, query_M, num_new):
-    """Scores of the keys that each query sees, and how many of the tile's keys are the row's."""
-    new, start = _tile(i, of_new, masked, diagonal, past)
+def _seen(scores, last_M):
+    """Scores of the keys that each query sees."""
     n = gl.arange(0, N, gl.SliceLayout(0, SUMS))
-    last_M = gl.where(new, query_M, past - 1) - start
-    valid = gl.where(new, num_new, past) - start
-    return gl.where(n[None, :] <= last_M[:, None], scores, float("-inf")), valid
+    return gl.where(n[None, :] <= last_M[:, None], scores, float("-inf"))
 
 
 @gluon.jit
@@ -279,7 +282,6 @@ def _leave_results(acc, c, room, panels, block, out, G: gl.constexpr):
 def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
              PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's blocks."""
-    BT: gl.constexpr = N // G
     dtype: gl.constexpr = v_smem.dtype
     factor = scale * LOG2E
     wait_turn(PDL)
@@ -287,18 +289,17 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
     v_tiles = v_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
     v_parts = v_smem._reinterpret(dtype, [STAGES * 2 * N // 16, 16, 64], PANEL)
     q_tiles = q_smem._reinterpret(dtype, [BLOCKS * 2, 64, N], PANEL)
-    step, turn = 0, 0
+    m, step, turn = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), 0, 0
     head, token, num_new, past, first = _next_block(facts, q_full, turn)
     while num_new > 0:
-        of_new, masked, diagonal, total = _counts(first, num_new, past, BT)
-        m = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-        query_M = first + m // G
+        partial, diagonal, total = _counts(first, past)
+        last_M, there = first % N + m // G, num_new - diagonal * N
         q = q_tiles.index(turn % BLOCKS * 2 + c)
         mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
         scores = _begin_scores(q, k_tiles, step)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(step % STAGES))
-        scores, valid = _mask(scores, 0, of_new, masked, diagonal, past, query_M, num_new)
+        scores = _seen(scores, last_M)
         highest = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SUMS))
         weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SUMS))
         weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
@@ -307,22 +308,23 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         acc = gl.zeros([64, N], gl.float32, SUMS)
         mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 1)
-        for i in range(1, masked):
+        _wait_values(v_parts, v_full, step, there)
+        for _ in range(partial):
             step += 1
-            _wait_values(v_parts, v_full, step - 1, valid)
             scores = _begin_scores(q, k_tiles, step)
             sums = warpgroup_mma(p, v_tiles.index((step - 1) % STAGES), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(step % STAGES))
-            scores, valid = _mask(scores, i, of_new, masked, diagonal, past, query_M, num_new)
+            scores = _seen(scores, gl.full([64], past % N - 1, gl.int32, gl.SliceLayout(1, SUMS)))
             weights, highest, weight, shrink = _weigh(scores, highest, weight, factor)
             p = _computed(gl.convert_layout(weights.to(dtype), WEIGHTS))
-            mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=i + 1 < total)
+            mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 2)
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
             acc *= shrink[:, None]
-        _wait_values(v_parts, v_full, step, valid)
-        for i in range(masked, total):
+        if partial > 0:
+            _wait_values(v_parts, v_full, step, past % N)
+        for i in range(1 + partial, total):
             step += 1
             mbarrier.wait(v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
             scores = _begin_scores(q, k_tiles, step)
