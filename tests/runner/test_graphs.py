@@ -249,6 +249,24 @@ def test_the_user_may_choose_the_sizes(model: str, engine: RecordedGraphs) -> No
         start(model, cudagraph_capture_sizes=[0])
 
 
+def test_a_step_without_a_graph_samples_as_many_tokens_as_one_with(
+    model: str, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library chooses its kernels by that number, and a step would wait until those for another one are loaded."""
+    llm = start(model, cudagraph_capture_sizes=[1, 4, 8], max_num_seqs=8, max_num_batched_tokens=256)
+    assert all(key.decode for key in runner_of(llm)._graphs.keys)
+    counts: list[int] = []
+    run = type(runner_of(llm)._model).compute_logits
+    monkeypatch.setattr(
+        type(runner_of(llm)._model), "compute_logits", lambda self, x_SD: counts.append(len(x_SD)) or run(self, x_SD)
+    )
+    assert generate(llm) == generate(start(model, enforce_eager=True))
+    assert counts[0] == 8, "five prompts in one step"
+    for prompts, count in ((1, 1), (2, 4), (4, 4)):
+        llm.generate([[7, 8, 9]] * prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert counts.pop() == count
+
+
 def test_padding_of_a_graph_reads_no_experts(tmp_path, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows in a graph of four touch the experts that they touch without a graph, and get the same tokens."""
     monkeypatch.setattr(small, "serves", lambda *tensors: False)  # CPU kernels, which know no padding

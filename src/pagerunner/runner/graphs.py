@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from pagerunner.attention.base import GraphShape
 from pagerunner.batch import ForwardBatch
@@ -304,6 +305,16 @@ class StepGraphs:
         if own.no_shared_prefix.graphs and (own is not self._plain or not self._builder.may_share(step.slots)):
             return own.no_shared_prefix.find(where.rows)
         return own.decode.find(where.rows)
+
+    def with_known_places(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with as many sampled tokens as a graph has, where one has more: some of the first token besides.
+
+        cuBLAS chooses its kernels by such a number, and loads one when it is first asked for. So what the last layer and the output weights need has been loaded for the graphs.
+        """
+        count = batch.logits_index.shape[0]
+        like = (self._plain.no_shared_prefix if self._plain.no_shared_prefix.graphs else self._plain.decode).find(count)
+        more = 0 if like is None or like.key.tokens >= batch.token_ids.shape[0] else like.key.tokens - count
+        return replace(batch, logits_index=F.pad(batch.logits_index, (0, more))) if more else batch
 
     def stride_for(self, rows: int, width: int) -> int:
         """The least stride with a graph for so many rows of up to `width` tokens; 0 if there is none."""

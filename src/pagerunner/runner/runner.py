@@ -202,11 +202,12 @@ class ModelRunner:
         else:
             alone = step.num_places < step.where.tokens and not needs_hidden
             batch = self._builder.eager(step, plan.state_saves, last_alone=alone, most_tokens=plan.most_tokens)
+            batch = self._graphs.with_known_places(batch) if alone else batch
             hidden_TD, taken_TX = (
                 self._model.run(batch) if self._drafter.onward is not None else (self._model(batch), None)
             )
         computed = self._computed(step, batch, taken_TX, None if captured is None else captured.states)
-        found = self._sample(hidden_TD, step, plan, computed, alone=alone)
+        found = self._sample(hidden_TD, step, plan, computed, alone=batch.logits_index.shape[0] if alone else 0)
         self._tell(step, found)
         scores = self._scorer.score(
             hidden_TD, step, scored, lambda hidden_SD: self._sampler.whole(self._model.compute_logits(hidden_SD))
@@ -510,16 +511,17 @@ class ModelRunner:
         return Computed(step.rows, batch, taken_TX, places_S, states)
 
     def _sample(
-        self, hidden_TD: torch.Tensor, step: StagedStep, plan: StepPlan, computed: Computed | None, *, alone: bool
+        self, hidden_TD: torch.Tensor, step: StagedStep, plan: StepPlan, computed: Computed | None, *, alone: int
     ) -> Sampled | None:
-        """The tokens of a step whose hidden states are known, which may be padded; `alone`: there may be those of sampled tokens only."""
+        """The tokens of a step whose hidden states are known, which may be padded; `alone`: or only so many, those of sampled tokens first."""
         if not step.sampled_rows:
             if computed is not None:
                 self._drafter.draft(None, 0, computed)
             return None
-        every = step.num_places == hidden_TD.shape[0] and (alone or step.samples_all)
+        places = hidden_TD.shape[0]
+        every = places == alone or step.samples_all and places == step.num_places
         logits_SV = self._model.compute_logits(hidden_TD if every else hidden_TD.index_select(0, step.logits_index_S))
-        return self._sample_logits(logits_SV, step, plan, computed)
+        return self._sample_logits(logits_SV[: step.num_places], step, plan, computed)
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Of all tokens, [T, V]."""
