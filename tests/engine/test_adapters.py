@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from helpers.adapters import load_adapters, merged_checkpoint, random_adapter
 from helpers.checkpoints import make_checkpoint
@@ -18,6 +19,8 @@ from helpers.effort import TEST_DAY
 from pagerunner import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
+from pagerunner.lora import loader
+from pagerunner.lora.adapter import read_adapter
 
 OPTIONS: dict[str, Any] = {"use_tqdm": False, "dtype": "float32", "num_gpu_blocks_override": 96, "max_model_len": 128}
 WAYS: list[dict[str, Any]] = [
@@ -61,6 +64,27 @@ def alone(base: Path, adapters: list[LoRARequest], tmp_path_factory: pytest.Temp
 
 def tokens(outputs: list[Any]) -> list[Any]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_who_reads_an_adapter_computes_on_one_thread(
+    base: Path, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four directories are read at once. With a thread for each processor every reader's operators would wait for the others'."""
+    found, usual = [], torch.get_num_threads()
+
+    def read(*args: Any) -> Any:
+        torch.ones(1_000_000).sum()  # before its first operator a thread has no number of its own
+        found.append(torch.get_num_threads())
+        return read_adapter(*args)
+
+    monkeypatch.setattr(loader, "read_adapter", read)
+    torch.set_num_threads(3)
+    try:
+        llm = LLM(str(base), enable_lora=True, max_loras=2, **OPTIONS)
+        llm.generate(PROMPTS[:2], GREEDY, False, lora_request=adapters[:2])
+        assert found == [1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(usual)
 
 
 def test_mixed_requests_are_those_of_merged_weights(

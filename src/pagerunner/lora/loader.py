@@ -17,7 +17,7 @@ import torch
 
 from pagerunner.errors import ConfigError, MissingAdapterError, PagerunnerError, described
 from pagerunner.lora.adapter import Targets, read_adapter
-from pagerunner.lora.blocks import AdapterTable, MakeBuffer, Packed, plain_buffer
+from pagerunner.lora.blocks import AdapterTable, MakeBuffer, Packed
 from pagerunner.lora.readers import Readers
 from pagerunner.types.checks import show
 from pagerunner.types.lora import AdapterEnd, AdapterFill
@@ -30,9 +30,12 @@ MOST_SAID = 2_000
 class AdapterLoader:
     """The adapters of one worker. What was read is kept in host memory until it is to be forgotten. Results go to `tell`, and come by `ended` else."""
 
-    def __init__(self, targets: Targets, table: AdapterTable, make_buffer: MakeBuffer = plain_buffer) -> None:
+    def __init__(
+        self, targets: Targets, table: AdapterTable, make_buffer: MakeBuffer, set_threads: Callable[[int], object]
+    ) -> None:
+        """`set_threads` says how many threads the calling thread's operators take."""
         self._targets, self.table = targets, table
-        self._make_buffer = make_buffer
+        self._make_buffer, self._set_threads = make_buffer, set_threads
         self._kept: dict[str, Packed] = {}
         self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
         self.tell: Callable[[AdapterEnd], None] = self._ends.put
@@ -106,6 +109,8 @@ class AdapterLoader:
             self.tell(AdapterEnd(number, error=f"The adapter can't be loaded: {_shown(described(error))}."))
 
     def _read(self, number: int, path: str) -> None:
+        torch.get_num_threads()  # else this thread's first operator sets the usual number again
+        self._set_threads(1)  # most operators have 200 KB: with 32 threads each, readers wait for one another
         table = self.table
         path = os.path.expanduser(path)
         check_directory(path)

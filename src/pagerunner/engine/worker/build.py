@@ -60,7 +60,7 @@ from pagerunner.runner.sleep import Sleeper, WeightsInPlace, WeightsOnHost
 from pagerunner.runner.spec.made import check_backends, make_drafter
 from pagerunner.runner.stage_tokens import StageTokens
 from pagerunner.runner.staging import Staging
-from pagerunner.runner.step_threads import StepThreads
+from pagerunner.runner.step_threads import StepThreads, own_thread_setter
 from pagerunner.runner.tables import PageTables
 from pagerunner.runner.transfers import HostPages, Transfers
 from pagerunner.tiers.host import cut_host
@@ -234,7 +234,7 @@ def make_adapters(
     table = AdapterTable(products, kv_bytes, page_bytes, dtype, config.max_loras, config.max_lora_rank)
     make = HostBuffers(None if card is None else CudaHostMemory(device)).take
     targets = Targets.of(model if whole is None else whole.model)
-    return AdapterLoader(targets, table, make)
+    return AdapterLoader(targets, table, make, own_thread_setter())
 
 
 def make_transfers(resolved: Resolved, kv_bytes: torch.Tensor, card: Card | None) -> Transfers | None:
