@@ -49,6 +49,12 @@ def spread(values, COUNT: tl.constexpr):
     return tl.reshape(wide, values.shape[:-1] + (values.shape[-1] * COUNT,))
 
 
+@triton.jit
+def _four(codes, PTX: tl.constexpr):
+    """Numbers in bfloat16 of four codes at a time: words of PTX write $0 and $1, of the codes in $2."""
+    return tl.inline_asm_elementwise(PTX, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
 # One return for each function: Triton compiles what stands behind a return inside an `if`.
 
 
@@ -56,22 +62,16 @@ def spread(values, COUNT: tl.constexpr):
 def numbers8(codes, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of 8-bit codes, uint8."""
     if FORM == E4M3 and WORDS:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
+        numbers = _four(codes, """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7b807b80;
             prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
             and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-            and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""")  # fmt: skip
     elif FORM == E4M3:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif WORDS:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, s, p, q, c; mov.b32 c, 0x43434343; and.b32 a, $2, 0x7F7F7F7F; and.b32 s, $2, 0x80808080;
+        numbers = _four(codes, """{ .reg .b32 a, s, p, q, c; mov.b32 c, 0x43434343; and.b32 a, $2, 0x7F7F7F7F; and.b32 s, $2, 0x80808080;
             prmt.b32 p, a, c, 0x4140; prmt.b32 q, s, c, 0x4140; sub.rn.bf16x2 $0, p, q;
-            prmt.b32 p, a, c, 0x4342; prmt.b32 q, s, c, 0x4342; sub.rn.bf16x2 $1, p, q; }""",
-            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            prmt.b32 p, a, c, 0x4342; prmt.b32 q, s, c, 0x4342; sub.rn.bf16x2 $1, p, q; }""")  # fmt: skip
     else:
         numbers = codes.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
     return numbers
@@ -95,31 +95,19 @@ def numbers4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr,
 @triton.jit
 def _by_words(pairs, HIGH: tl.constexpr, FORM: tl.constexpr):
     if FORM == INT4 and HIGH:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; shr.u32 a, $2, 4; and.b32 a, a, 0x0F0F0F0F;
-            prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        numbers = _four(pairs, """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; shr.u32 a, $2, 4; and.b32 a, a, 0x0F0F0F0F;
+            prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""")  # fmt: skip
     elif FORM == INT4:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; and.b32 a, $2, 0x0F0F0F0F;
-            prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        numbers = _four(pairs, """{ .reg .b32 a, p, q, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0x43084308; and.b32 a, $2, 0x0F0F0F0F;
+            prmt.b32 p, a, k, 0x4140; prmt.b32 q, a, k, 0x4342; sub.rn.bf16x2 $0, p, m; sub.rn.bf16x2 $1, q, m; }""")  # fmt: skip
     elif HIGH:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7e807e80; prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+        numbers = _four(pairs, """{ .reg .b32 p, q, a, b, m; mov.b32 m, 0x7e807e80; prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
             and.b32 a, p, 0x80008000; shr.u32 b, p, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-            and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""")  # fmt: skip
     else:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 w, p, q, a, b, m; mov.b32 m, 0x7e807e80; shl.b32 w, $2, 4; prmt.b32 p, 0, w, 0x5140; prmt.b32 q, 0, w, 0x7362;
+        numbers = _four(pairs, """{ .reg .b32 w, p, q, a, b, m; mov.b32 m, 0x7e807e80; shl.b32 w, $2, 4; prmt.b32 p, 0, w, 0x5140; prmt.b32 q, 0, w, 0x7362;
             and.b32 a, p, 0x80008000; shr.u32 b, p, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $0, a, m;
-            and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            and.b32 a, q, 0x80008000; shr.u32 b, q, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""")  # fmt: skip
     return numbers
 
 
@@ -133,17 +121,11 @@ def raw_int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr
     if not WORDS:
         numbers = numbers4(pairs, HIGH, dtype, INT4, False)
     elif HIGH:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b; shr.u32 a, $2, 4; shr.u32 b, $2, 12;
-            lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        numbers = _four(pairs, """{ .reg .b32 a, b; shr.u32 a, $2, 4; shr.u32 b, $2, 12;
+            lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""")  # fmt: skip
     else:
-        numbers = tl.inline_asm_elementwise(
-            """{ .reg .b32 b; shr.u32 b, $2, 8;
-            lop3.b32 $0, $2, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""",
-            "=r,=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        numbers = _four(pairs, """{ .reg .b32 b; shr.u32 b, $2, 8;
+            lop3.b32 $0, $2, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""")  # fmt: skip
     return numbers
 
 
