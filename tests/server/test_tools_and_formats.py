@@ -294,8 +294,16 @@ def test_a_reference_in_a_tool_means_that_tool(guided: RunningServer) -> None:
     """ "#" is the root of the tool's own schema, and two tools may define one name in two ways."""
     draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
     other = {**draft, **ROME, "definitions": {"City": {"enum": ["Rome"]}}}
-    for first in (TREE, {**TREE, "$id": ""}, {**ROME, "definitions": {"City": {"enum": ["Oslo"]}}}):
-        for body in forced(first, other):
+    oslo: Any = {**ROME, "definitions": {"City": {"enum": ["Oslo"]}}}
+    inner: Any = {
+        **ROME,
+        "definitions": {"City": {"$id": "city", "$ref": "#/$defs/C", "$defs": {"C": {"const": "Oslo"}}}},
+    }
+    for first, second in (
+        *((one, other) for one in (TREE, {**TREE, "$id": ""}, {**TREE, "$id": "#"}, oslo, inner)),
+        ({**oslo, "$id": "http://a/b"}, {**other, "$id": "http://a/b"}),
+    ):
+        for body in forced(first, second):
             for seed in range(4):
                 [choice] = guided.post("/v1/chat/completions", {**body, "seed": seed}).json()["choices"]
                 call = choice["message"]["tool_calls"][0]["function"]

@@ -206,11 +206,12 @@ def _forced_schema(tools: list[Tool], named: str, one_call: bool) -> dict[str, A
     """The schema of what a forced call is: the named tool's arguments, or a list of calls."""
     if named:
         return next(tool.function.schema() for tool in tools if tool.function.name == named)
-    calls = []
-    for number, tool in enumerate(tools):
-        # With an id each schema is a root of its own, to which its references go.
-        schema = tool.function.schema()
-        schema["$id"] = schema.get("$id") or f"tool:{number}"
+    schemas, calls = [tool.function.schema() for tool in tools], []
+    ids = [schema.get("$id") for schema in schemas]
+    for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
+        # With an id that no other tool has each schema is a root of its own, to which its references go.
+        if ids.count(own := ids[number]) > 1 or not str(own or "").partition("#")[0]:
+            schema["$id"] = f"tool://{number}/"
         schema.pop("$schema", None)  # drafts before 2019 know no id beside a reference
         properties = {"name": {"const": tool.function.name}, "parameters": schema}
         calls.append(
