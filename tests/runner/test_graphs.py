@@ -265,6 +265,13 @@ def test_a_step_without_a_graph_samples_as_many_tokens_as_one_with(
     for prompts, count in ((1, 1), (2, 4), (4, 4)):
         llm.generate([[7, 8, 9]] * prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         assert counts.pop() == count
+    found: list[int] = []
+    whole = type(runner_of(llm)._model).__call__
+    monkeypatch.setattr(
+        type(runner_of(llm)._model), "__call__", lambda self, batch: found.append(len(out := whole(self, batch))) or out
+    )
+    llm.generate([[7] * 300], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert found == [0, 1], "where nothing is sampled, the last layer has nothing to do"
 
 
 def test_padding_of_a_graph_reads_no_experts(tmp_path, engine: RecordedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,14 +307,15 @@ class StepGraphs:
         return own.decode.find(where.rows)
 
     def with_known_places(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with as many sampled tokens as a graph has, where one has more: some of the first token besides.
+        """The batch with as many sampled tokens as the next larger graph has: the step's first token fills up. Where none is sampled there stays none.
 
         cuBLAS chooses its kernels by such a number, and loads one when it is first asked for. So what the last layer and the output weights need has been loaded for the graphs.
         """
         count = batch.logits_index.shape[0]
         like = (self._plain.no_shared_prefix if self._plain.no_shared_prefix.graphs else self._plain.decode).find(count)
-        more = 0 if like is None or like.key.tokens >= batch.token_ids.shape[0] else like.key.tokens - count
-        return replace(batch, logits_index=F.pad(batch.logits_index, (0, more))) if more else batch
+        if not count or like is None or like.key.tokens >= batch.token_ids.shape[0]:
+            return batch
+        return replace(batch, logits_index=F.pad(batch.logits_index, (0, like.key.tokens - count)))
 
     def stride_for(self, rows: int, width: int) -> int:
         """The least stride with a graph for so many rows of up to `width` tokens; 0 if there is none."""
