@@ -298,6 +298,18 @@ def test_there_is_room_for_every_tile_and_its_counts(experts):
                 assert config.pairs != TILE_PAIRS or tiles <= 2 * experts
 
 
+def test_few_experts_have_narrow_tiles_where_they_are_narrow() -> None:
+    """A rank's 32 whole experts with 33 to 64 tokens of 8 experts each, of which it has two; the 8 wide ones of Mixtral keep theirs."""
+    wide = joint_config(96, 64, 768, plain=True)
+    narrow = wide._replace(features=32, stages=4)
+    for pairs, experts, inner, config in (
+        *((pairs, 32, 768, wide) for pairs in (64, 129)),
+        *((pairs, 32, 768, narrow) for pairs in (66, 128)),
+        *((pairs, 8, 14_336, wide) for pairs in (18, 32)),
+    ):
+        assert joint_config(pairs, experts, inner, plain=True) == config
+
+
 def test_what_all_tokens_pass_is_added_before_experts_where_it_is_stored_in_another_way():
     torch.manual_seed(0)
     x, residual = torch.randn(40, 128), torch.randn(40, 128)

@@ -234,6 +234,9 @@ NARROW = 384
 """Inner features of experts, of which a program of the second product takes more outputs: it has few steps. Ranks' parts of experts are such. With
 half as many or fewer its steps are smaller, too, so that a multiprocessor has room for five programs instead of three."""
 
+WHOLE = 768
+"""Inner features of experts, few of which have narrow tiles. With more, as Mixtral's 14,336, the device has work anyway."""
+
 MOST_ROWS = 16
 """Tokens up to which they are one tile of what all tokens pass."""
 
@@ -250,7 +253,7 @@ def joint_config(pairs: int, experts: int, inner: int, *, plain: bool) -> JointC
         return JointConfig(TILE_PAIRS, 32, 128, 128, 64, 4, 3)
     if inner <= NARROW:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
-    if are_few(pairs, experts):
+    if are_few(pairs, experts) and inner <= WHOLE:
         return JointConfig(TILE_PAIRS, 32, 128, 64, 128, 4, 4)
     return JointConfig(TILE_PAIRS, 64, 128, 64, 128, 4, 3)
 
@@ -261,7 +264,7 @@ def shared_rows(tokens: int, config: JointConfig) -> int:
 
 
 def are_few(pairs: int, experts: int) -> bool:
-    """Whether experts are so few that with narrow tiles more of the device has work: whole ones of a rank of four, from 33 to 64 tokens."""
+    """Whether experts of at most WHOLE features are so few that with narrow tiles more of the device has work: a rank's 32 of 128, from 33 to 64 tokens."""
     return experts <= 32 and 2 * experts < pairs <= 4 * experts
 
 
