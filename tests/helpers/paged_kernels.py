@@ -145,7 +145,8 @@ def check_projected(
     step = make_step(case, device)
     if static:
         heads = step.layer.k.shape[2]
-        scales = torch.ones(2, heads, device=device).expand(step.layer.k.shape[0], 2, heads)
+        both = torch.tensor([[0.7], [0.3]], device=device).repeat(1, heads)  # no powers of two, as a checkpoint's own
+        scales = both.expand(step.layer.k.shape[0], 2, heads)
         step = replace(step, layer=replace(step.layer, scales=scales, static=True))
     batch = make_batch(step, case, PagedBackend())
     heads, dim = step.q.shape[1], case.head_dim

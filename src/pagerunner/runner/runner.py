@@ -360,7 +360,8 @@ class ModelRunner:
         """The step with most rows, and steps for which Triton makes other kernels: numbers of rows and tokens that are 1,
         multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
         steps may have rows of half that length, and rows that a library serves. Many tokens in rows too short for the kernel of long rows have
-        one of their own, and rows just long enough for it may be so many that they are looked through for pages that all share. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Few keys of a token are divided among fewer programs.
+        one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Rows that are just long enough for it may be so many that the schedule looks for pages that all share.
+        Few keys of a token are divided among fewer programs.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):

@@ -25,7 +25,7 @@ def magnitude(x):
 
 @triton.jit
 def fitting_scale(largest, FP8_MAX: tl.constexpr):
-    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits. FP8_MAX is 1.75 * 2^8 or 2^15, so a larger fraction needs the next one."""
+    """As ops.fp8.fitting_scale: the smallest power of two, from the float's exponent bits. FP8_MAX is 1.75 times 2^8 or 2^15, so a fraction above 1.75 needs the next power."""
     POWER: tl.constexpr = 8 if FP8_MAX == 448.0 else 15
     exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - POWER, 1)
     fitting = tl.where(largest < float("inf"), (exponent << 23).to(tl.float32, bitcast=True), float("inf"))
@@ -50,7 +50,7 @@ def quantise(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def divided(x, scale, FP8_MAX: tl.constexpr, FP8: tl.constexpr):
-    """The same by any scale: those of checkpoints are what their writers measured."""
+    """As `quantise`, by any scale: those of checkpoints are what their writers measured."""
     return _saturated(tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)), FP8_MAX).to(FP8)
 
 
