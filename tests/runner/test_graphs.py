@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from pagerunner.attention.calls import AttentionCall
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
 from pagerunner.config import EngineArgs
+from pagerunner.dist.null import NullComm
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.engine.worker import build
 from pagerunner.errors import ConfigError
@@ -162,11 +164,19 @@ def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() ->
     assert mixed_sizes(2000, None, of_4b)[-1] == 1536
     assert mixed_sizes(600, None, of_8b)[-1] == 512
     assert mixed_sizes(8192, (1, 400), of_8b)[-1] == 384
-    assert mixed_sizes(8192, None, of_4b, experts=True)[-1] == 512, "pairs of a token and an expert take memory"
-    assert mixed_sizes(8192, None, of_70b, experts=True)[-1] == mixed_sizes(8192, experts=True)[-1] == 256
 
 
-def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path) -> None:
+def test_mixtures_have_graphs_of_as_many_tokens_as_there_is_memory_for() -> None:
+    of_30b = 57_000_000
+    assert mixed_sizes(8192, None, of_30b, most_with_experts=2**20)[-3:] == (1024, 2048, 4096)
+    assert mixed_sizes(8192, None, of_30b // 2, most_with_experts=2**20)[-1] == 8192
+    assert mixed_sizes(8192, None, of_30b // 2, most_with_experts=3000)[-1] == 2048
+    assert mixed_sizes(700, None, of_30b, most_with_experts=2**20)[-1] == 512
+    assert mixed_sizes(8192, None, 10**10, most_with_experts=2**20)[-1] == 256
+    assert mixed_sizes(8192, most_with_experts=2**20)[-1] == 256
+
+
+def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published = json.loads((PUBLISHED / "Qwen--Qwen3-30B-A3B.json").read_text())
     config = published.get("config", published) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -175,6 +185,13 @@ def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path) -> None:
     model = build.build_model(resolved.model, "bfloat16", "cpu")
     attention, expert = 2048 * (32 + 2 * 4 + 32) * 128, 3 * 2048 * 768
     assert build._layer_weights(model, resolved.plan) == attention + 8 * expert
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 128 * 8 * (2048 + 768) * 2 * 5000))
+    device, config = torch.device("cuda"), msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192)
+    assert build._most_with_experts(config, model, resolved.plan, device) == 5000
+    for other in ({"enable_lora": True}, {"kv_cache_dtype": "fp8_e4m3"}):
+        few = msgspec.structs.replace(config, **other)
+        assert build._most_with_experts(few, model, resolved.plan, device) == 512
+    assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == 4096
 
 
 def runner_of(llm: LLM) -> Any:

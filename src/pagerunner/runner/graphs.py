@@ -36,7 +36,10 @@ _LARGE_MIXED_SIZES = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048,
 _LAUNCHED = (
     2e11  # weights times tokens that a GPU multiplies (500 T/s) while the host launches a layer's kernels (0.8 ms)
 )
-_MOST_WITH_EXPERTS = 512  # tokens: graphs hold the memory of their pairs of a token and an expert
+_WITH_EXPERTS = 2  # times as many: a mixture's layer has more kernels, which the host describes longer (2 to 3 ms), and multiplies more slowly
+_EXPERTS_SIZES = (320, 384, 448, 512, 1024, 2048, 4096, 8192)
+MOST_MIXED_OF_EXPERTS = 512
+"""Tokens of a mixture's mixed steps whose graphs are no matter of memory: 32 prompts that were found but for their last 16 tokens."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -147,18 +150,23 @@ def decode_sizes(max_num_seqs: int, wanted: Sequence[int] | None = None) -> tupl
 
 
 def mixed_sizes(
-    max_tokens: int, wanted: Sequence[int] | None = None, layer_weights: int = 0, *, experts: bool = False
+    max_tokens: int,
+    wanted: Sequence[int] | None = None,
+    layer_weights: int = 0,
+    *,
+    most_with_experts: int | None = None,
 ) -> tuple[int, ...]:
     """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`.
 
     Larger ones than 256 are captured where the host would take longer to launch a layer than a GPU to compute it. That goes by
-    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 1,536 tokens, 193 million (8B) up to 1,024. A mixture of `experts`
-    has them up to 512 tokens at most: 32 prompts that were found but for their last 16 tokens.
+    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 1,536 tokens, 193 million (8B) up to 1,024. A mixture has fewer
+    sizes, which go further, if there is memory for so many tokens. Example: 57 million (30B-A3B) up to 4,096 tokens, and on each of two ranks up to 8,192.
     """
     most = min(max_tokens, max(wanted, default=0) if wanted is not None else max_tokens)
-    launched = _LAUNCHED / layer_weights if layer_weights else 0
-    launched = min(launched, _MOST_WITH_EXPERTS) if experts else launched
-    large = tuple(size for size in _LARGE_MIXED_SIZES if size <= launched)
+    launched, sizes = _LAUNCHED / layer_weights if layer_weights else 0, _LARGE_MIXED_SIZES
+    if most_with_experts is not None:
+        launched, sizes = min(_WITH_EXPERTS * launched, most_with_experts), _EXPERTS_SIZES
+    large = tuple(size for size in sizes if size <= launched)
     return tuple(size for size in (*MIXED_SIZES, *large) if size <= most)
 
 

@@ -47,7 +47,14 @@ from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.graphs import CudaGraphs, GraphEngine, GraphSettings, decode_sizes, mixed_sizes
+from pagerunner.runner.graphs import (
+    MOST_MIXED_OF_EXPERTS,
+    CudaGraphs,
+    GraphEngine,
+    GraphSettings,
+    decode_sizes,
+    mixed_sizes,
+)
 from pagerunner.runner.host_buffers import HostBuffers
 from pagerunner.runner.host_copy import CudaHostMemory, HostCopy
 from pagerunner.runner.kernel_counts import KernelsOf
@@ -258,20 +265,44 @@ def _mixed_sizes(
     config: EngineConfig, model: Model, plan: MemoryPlan, comm: Comm, device: torch.device
 ) -> tuple[int, ...]:
     """Numbers of tokens to capture mixed steps for. Ranks whose experts have other sizes capture the same. `comm` joins all that divide experts."""
-    weights = _layer_weights(model, plan) if device.type == "cuda" else 0
-    experts = any(isinstance(one, moe.Experts) for one in model.modules())
-    sizes = mixed_sizes(config.max_num_batched_tokens, config.cudagraph_capture_sizes, weights, experts=experts)
-    return tuple(union(comm, sizes)) if experts and device.type == "cuda" else sizes
+    given, experts = (config.max_num_batched_tokens, config.cudagraph_capture_sizes), _experts_of(model)[1]
+    if device.type != "cuda":
+        return mixed_sizes(*given)
+    most = _most_with_experts(config, model, plan, device) if experts else None
+    sizes = mixed_sizes(*given, _layer_weights(model, plan), most_with_experts=most)
+    return tuple(union(comm, sizes)) if experts else sizes
+
+
+def _most_with_experts(config: EngineConfig, model: Model, plan: MemoryPlan, device: torch.device) -> int:
+    """Tokens of the largest graphs of a mixture, which hold the outputs of each token's experts: 1/128 of the device's memory.
+
+    Few where graphs hold more: matrices that they unpack, other ranks' tokens; where there are several kinds of them, with adapters and without;
+    and where attention to many tokens is slower in a graph, which doesn't know their lengths: to latents, states, windows and fp8 pages.
+    """
+    active, experts = _experts_of(model)
+    pairs = active * config.max_num_batched_tokens
+    more = any(one.method.teams > 1 or one.unpacked_bytes(pairs) for one in experts)
+    slower = config.kv_cache_dtype.startswith("fp8") or any(group.kind != "full" for group in plan.groups)
+    if config.enable_lora or more or slower:
+        return MOST_MIXED_OF_EXPERTS
+    token_bytes: int = max(active * sum(one.sizes[1:]) * one.dtype.itemsize for one in experts)
+    room: int = torch.cuda.mem_get_info(device)[1] // 128
+    return max(room // token_bytes, MOST_MIXED_OF_EXPERTS)
 
 
 def _layer_weights(model: Model, plan: MemoryPlan) -> int:
-    """Weights that a token is multiplied with in a layer, those of its experts among them."""
+    """Weights that a token is multiplied with in a layer, those of its experts among them: of several ranks with whole experts a part of these."""
+    active, experts = _experts_of(model)
+    weights = sum(one.most_weights for one in model.modules() if isinstance(one, linear.Linear) and not one.plain)
+    weights += sum(3 * active * one.sizes.features * one.sizes.inner // one.ranks for one in experts)
+    return weights // max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
+
+
+def _experts_of(model: Model) -> tuple[int, list[moe.Experts]]:
+    """How many experts a token has in a layer, and all layers' experts."""
     modules = list(model.modules())
     active = max((one.routing.active for one in modules if isinstance(one, moe.Router)), default=0)
-    weights = sum(one.most_weights for one in modules if isinstance(one, linear.Linear) and not one.plain)
-    sizes = [one.sizes for one in modules if isinstance(one, moe.Experts)]
-    weights += sum(3 * active * one.features * one.inner for one in sizes)
-    return weights // max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
+    return active, [one for one in modules if isinstance(one, moe.Experts)]
 
 
 def _step_threads(model: Model, plan: MemoryPlan, ranks: int) -> StepThreads:
