@@ -21,26 +21,27 @@ import triton.language as tl
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
-from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, held, norm_kind, norm_weight, put, silu_gate
-from pagerunner.ops.kernels.lora import TILE, look, row_added, row_ranks, row_words, shrink, token_inner
+from pagerunner.ops.kernels.lora import TILE, look, row_ranks, row_sum, row_words, shrink, token_inner
 from pagerunner.ops.linear import Norm, joins_few
 from pagerunner.ops.lora import COPIES, SMALL_STEP, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
 @triton.jit
-def _adapter(slots_W, places, pool, product, products, program, rows_O, live, BN: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr,
+def _adapter(slots_W, places, pool, product, products, program, num_features, BN: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr,
              BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
     """Which of a layer's products has a program's output features, B of the token's adapter for these, and for those of up; see `row_ranks`."""
     part, begin, size = 0, 0, STARTS[1]
     for later in tl.static_range(1, 1 if GATED else len(STARTS) - 1):
         if program * BN >= STARTS[later]:
             part, begin, size = later, STARTS[later], STARTS[later + 1] - STARTS[later]
-    b = row_ranks(slots_W, places, pool, product, products, part, size, rows_O - begin, live, WIDE, BLOCKS, TILE)
+    feature, end = program * BN - begin, num_features - begin
+    b = row_ranks(slots_W, places, pool, product, products, part, size, feature, end, BN, WIDE, BLOCKS, TILE)
     up_b = b
     if GATED:
-        up_b = row_ranks(slots_W, places, pool, product, products, 1, size, rows_O, live, WIDE, BLOCKS, TILE)
+        up_b = row_ranks(slots_W, places, pool, product, products, 1, size, feature, end, BN, WIDE, BLOCKS, TILE)
     return part, b, up_b
 
 
@@ -48,7 +49,7 @@ def _adapter(slots_W, places, pool, product, products, program, rows_O, live, BN
 def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program, words, turn, slots_W, places, pool, product, products,
                   K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
                   PDL: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr, WIDE: tl.constexpr,
-                  COPIES: tl.constexpr):  # fmt: skip
+                  COPIES: tl.constexpr, wave, LINES: tl.constexpr):  # fmt: skip
     """BN output features of one token, or gates with the ups that belong to them. See `_rows_kernel`."""
     rows_O = program * BN + tl.arange(0, BN)
     live = rows_O < num_features
@@ -68,7 +69,7 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if BLOCKS:
         part, b, up_b = _adapter(
-            slots_W, places, pool, product, products, program, rows_O, live, BN, GATED, WIDE, BLOCKS, TILE, STARTS
+            slots_W, places, pool, product, products, program, num_features, BN, GATED, WIDE, BLOCKS, TILE, STARTS
         )
     wait_turn(PDL)
     old = held(y_ptr + rows_O, live, ADD)
@@ -100,38 +101,44 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
         acc += w.to(tl.float32) * x[None, :]
         if GATED:
             up += u.to(tl.float32) * x[None, :]
-    y, scale = tl.sum(acc, 1), 1.0
+    if BLOCKS:
+        later = program + wave
+        early, ahead = (program < wave) & ((later + 1) * BN <= num_features), w_ptr + later.to(tl.int64) * (BN * K)
+        y = row_sum(acc, b, at, seen, turn, early, ahead, LINES, WIDE, BLOCKS, TILE)
+    else:
+        y = tl.sum(acc, 1)
+    scale = 1.0
     if NORM != NO_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(square, 0) * (1.0 / K) + eps)
         y *= scale
     if BIAS:
         y += bias
-    if BLOCKS:
-        y += row_added(b, at, seen, turn, scale, WIDE, BLOCKS, TILE)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
-        u = tl.sum(up, 1)
+        if BLOCKS:
+            ahead += num_features.to(tl.int64) * K
+            u = row_sum(up, up_b, up_at, up_seen, turn, early, ahead, LINES, WIDE, BLOCKS, TILE)
+        else:
+            u = tl.sum(up, 1)
         if NORM != NO_NORM:
             u *= scale
         if BIAS:
             u += up_bias
-        if BLOCKS:
-            u += row_added(up_b, up_at, up_seen, turn, scale, WIDE, BLOCKS, TILE)
         y = silu_gate(y, u, dtype)
     put(y_ptr + rows_O, y, old, live, ADD)
 
 
-@triton.jit(do_not_specialize=["num_features", "product", "turn"])
+@triton.jit(do_not_specialize=["num_features", "product", "turn", "wave"])
 def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
                  words=None, turn=0, slots_W=None, places=None, pool=None, product=0, products=0, BLOCKS: tl.constexpr = 0,
                  TILE: tl.constexpr = 0, STARTS: tl.constexpr = (), FIRST: tl.constexpr = 0, RANKS: tl.constexpr = 0,
-                 WIDE: tl.constexpr = 0, COPIES: tl.constexpr = 0):  # fmt: skip
+                 WIDE: tl.constexpr = 0, COPIES: tl.constexpr = 0, wave=0, LINES: tl.constexpr = 0):  # fmt: skip
     """BN output features of one token. With GATED they are gates, and the BN features of the up projection that belong to them come with them.
 
     BLOCKS of ranks: with an adapter. The FIRST programs compute `A x`, and the others find it in `words`, when they have their own sums. A device
     begins programs in the order of their numbers, so nobody waits for one that can't begin. STARTS are the first features of the layer's products, and
-    its features.
+    its features. The first `wave` programs begin at once; see `row_sum`.
     """
     start_next(PDL)
     program = tl.program_id(0)
@@ -143,7 +150,7 @@ def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: 
     else:
         _row_features(
             x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program - FIRST, words, turn, slots_W, places, pool, product, products,
-            K, BN, BK, NORM, GATED, ADD, BIAS, PDL, BLOCKS, TILE, STARTS, WIDE, COPIES,
+            K, BN, BK, NORM, GATED, ADD, BIAS, PDL, BLOCKS, TILE, STARTS, WIDE, COPIES, wave, LINES,
         )  # fmt: skip
 
 
@@ -325,13 +332,14 @@ def adapted_row_(
     config = rows_config(inputs, features, gated)
     BN = math.gcd(config.features, *layer.sizes)
     _, products, per_product, _ = adapters.places.shape
+    wave = multiprocessors(x_TI.device) * (65536 // (most_registers(inputs, config, gated) * 32 * config.warps))
     first = first_programs(config, layer.parts * per_product)
     _rows_kernel[(first["FIRST"] + blocks(features, BN),)](
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, BN=BN, BK=config.inputs, NORM=norm_kind(norm), GATED=gated, ADD=add,
         BIAS=bias_O is not None, words=words, turn=turn, slots_W=work.slots_W, places=adapters.places, pool=adapters.pool,
         product=layer.first, products=products, BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
-        WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, num_warps=config.warps,
+        WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, wave=wave, LINES=max(1, padded(BN * inputs // 64 + 1) // 2), num_warps=config.warps,
         maxnreg=most_registers(inputs, config, gated), **dependent(x_TI.device),
     )  # fmt: skip
 

@@ -314,18 +314,22 @@ def place_of(places, slot, own, TILE: tl.constexpr):
 
 @triton.jit
 def row_ranks(
-    slots_W, places, pool, first, products, part, size, features, live, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
+    slots_W, places, pool, first, products, part, size, feature, end, BN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """B of one token's adapter for some output features of a product, [features, WIDE ranks], zeros for those that aren't there.
+    """B of one token's adapter for BN output features of a product, [BN, WIDE ranks], zeros for those that aren't there.
 
-    A block has no fewer numbers than a program has threads. The compiler thinks a load of fewer cheap, and has it again in the layout of the product's own
-    sums, where every thread loads 32.
+    There are no fewer ranks than a program has threads, and each feature's are a load of their own. So a thread has all features of a rank, as it has them of its
+    part of the product's own sums.
     """
     slot, ranks = tl.load(slots_W), tl.arange(0, WIDE)
     own = places + (slot.to(tl.int64) * products + first + part) * (BLOCKS * 2) + 1
     place = tl.load(own + ranks // TILE * 2, (slot >= 0) & (ranks < BLOCKS * TILE), -1)
-    at = (pool + place + ranks % TILE * size)[None, :] + features[:, None]
-    return tl.load(at, live[:, None] & (place >= 0)[None, :], 0.0)
+    b = tl.zeros([BN, WIDE], pool.dtype.element_ty)
+    for each in tl.static_range(BN):
+        there = (place >= 0) & (feature + each < end)
+        of_feature = tl.load(pool + place + ranks % TILE * size + (feature + each), there, 0.0)
+        b = tl.where((tl.arange(0, BN) == each)[:, None], of_feature[None, :], b)
+    return b
 
 
 @triton.jit
@@ -378,12 +382,32 @@ def look(at, turn, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def row_added(b, at, seen, turn, scale, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """What an adapter adds to one token's features, once all words are the turn's."""
+def row_sum(
+    acc, b, at, seen, turn, early, ahead, LINES: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The sums of `acc` [features, inputs], and what an adapter adds to them, once all words are the turn's.
+
+    A thread adds its rank's share to its own sums before those of all threads are added up: another sum over threads took as long as memory takes for
+    a tenth of the weights. Programs that are `early` wait longest. So they ask for weights first that later ones read, LINES of 128 bytes from `ahead`
+    on. This also keeps their sums in front of the wait: without something between them the compiler moves these behind it, so that all stand still.
+    """
+    if acc.shape[1] >= WIDE:  # what a thread has, in the order in which it adds its own numbers without an adapter
+        EACH: tl.constexpr = min(8, acc.shape[1] // WIDE)
+        acc = tl.reshape(acc, [acc.shape[0], acc.shape[1] // WIDE // EACH, WIDE, EACH])
+        acc = tl.permute(acc, (0, 2, 1, 3))
+        own = tl.sum(tl.reshape(acc, [acc.shape[0], WIDE, acc.shape[2] * EACH]), 2)
+    else:
+        own = tl.where((tl.arange(0, WIDE) == 0)[None, :], tl.sum(acc, 1)[:, None], 0.0)
+    if WORDS:
+        if early:
+            lines = ahead + tl.arange(0, LINES) * 64
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+            )
     while tl.min(((seen >> 32).to(tl.int32) == turn).to(tl.int32)) == 0:
         seen = look(at, turn, WIDE, BLOCKS, TILE)
-    h = (seen.to(tl.int32).to(tl.float32, bitcast=True) * scale).to(b.dtype).to(tl.float32)
-    return tl.sum(b.to(tl.float32) * h[None, :], 1)
+    h = seen.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.sum(own + b.to(tl.float32) * h[None, :], 1)
 
 
 @triton.jit
