@@ -306,6 +306,7 @@ def test_failures_are_counted_and_all_of_them_are_an_error(demo: RunningServer, 
         (["--num-prompts", "3", "--num-clients", "4"], "--num-clients 4 needs at least 4 requests, got 3"),
         (["--plot", "/dev/null/a.svg"], "The result can't be written to /dev/null: Not a directory."),
         (["--save-result", "--result-dir", "/dev/null/a"], "can't be written to /dev/null/a: Not a directory."),
+        (["--backend", "x", "--save-result", "--result-dir", "/dev/null/a"], "--backend must be"),
         (["--request-ratee", "4"], "did you mean --request-rate?"),
     ],
 )

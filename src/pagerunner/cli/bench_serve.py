@@ -116,9 +116,9 @@ def run(namespace: argparse.Namespace) -> int:
         for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
             setattr(namespace, name, namespace.output_len)
     times = _times(namespace)
-    _make_places(namespace)
     if namespace.backend not in BACKENDS:
         raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {namespace.backend!r}.")
+    _make_places(namespace)
     base = server_url(namespace.base_url or f"http://{namespace.host}:{namespace.port}")
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGERUNNER_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
