@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -207,10 +208,11 @@ def _forced_schema(tools: list[Tool], named: str, one_call: bool) -> dict[str, A
     if named:
         return next(tool.function.schema() for tool in tools if tool.function.name == named)
     schemas, calls = [tool.function.schema() for tool in tools], []
-    ids = [schema.get("$id") for schema in schemas]
+    ids = Counter(own for schema in schemas if isinstance(own := schema.get("$id"), str))
     for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         # With an id that no other tool has each schema is a root of its own, to which its references go.
-        if ids.count(own := ids[number]) > 1 or not str(own or "").partition("#")[0]:
+        own = schema.get("$id") or ""
+        if isinstance(own, str) and (ids[own] > 1 or not own.partition("#")[0]):
             schema["$id"] = f"tool://{number}/"
         schema.pop("$schema", None)  # drafts before 2019 know no id beside a reference
         properties = {"name": {"const": tool.function.name}, "parameters": schema}
