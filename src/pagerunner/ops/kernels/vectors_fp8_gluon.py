@@ -29,6 +29,7 @@ from pagerunner.ops.kernels.vectors_gluon import (
     _laid,
     _nothing,
     _number,
+    _of_scores,
     _part,
     _score,
     _scores_of,
@@ -276,7 +277,9 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     entry = _entry(tables, number, key, seen, padded, least, PAGE, SLOT_PAGE)
     most, sums, acc = _nothing(D)
     for tile in range(begin, stop, step):
-        scores = warpgroup_mma_wait(0, deps=(_score(q_smem, k_smem.index(now)),))
+        scores = _score(q_smem, k_smem.index(now))
+        live = _of_scores(live)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
         gl.thread_barrier()

@@ -48,6 +48,15 @@ def _laid(layout, programs):
     return layout.__class__(**(vars(layout) | {"cga_layout": [[0] * rank]}))
 
 
+@gluon.constexpr_function
+def _told(programs):
+    """Two numbers of each of 64 queries, as a product has their rows."""
+    registers, lanes = [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16, 0], [32, 0], [0, 0]], [[0, 0]] if programs > 1 else [], [64, 2]
+    )
+
+
 @gluon.jit
 def _number(chosen_ptr, key, seen, count, CHOSEN: gl.constexpr):
     """Which slots are keys `key`, of which the first `seen` are the window's; -1: none."""
@@ -305,11 +314,25 @@ def _score(q_smem, k_smem):
 
 
 @gluon.jit
+def _of_scores(live):
+    """Which keys of a tile are there, as its scores lie: before these are waited for."""
+    return gl.convert_layout(live.to(gl.int32), gl.SliceLayout(0, _laid(SCORES, gl.num_ctas())))[None, :] != 0
+
+
+@gluon.jit
+def _largest(scores):
+    """The largest score of each query. The two groups of warps tell each other theirs and wait once."""
+    SLICE: gl.constexpr = gl.SliceLayout(1, _laid(SCORES, gl.num_ctas()))
+    largest = gl.max(gl.reshape(scores, (64, 2, BN // 2)), 2)
+    largest = gl.max(gl.convert_layout(largest, _told(gl.num_ctas())), 1)
+    return gl.convert_layout(largest, SLICE, assert_trivial=True)
+
+
+@gluon.jit
 def _weigh(scores, p_smem, most, sums, live, scale):
     """Take a tile's scores into the running softmax, and leave its weights in shared memory. `sums` are those of weights by key of a tile."""
-    live = gl.convert_layout(live, gl.SliceLayout(0, _laid(SCORES, gl.num_ctas())))[None, :]
     scores = gl.where(live, scores * scale, LOWEST)
-    larger = gl.maximum(most, gl.max(scores, 1))
+    larger = gl.maximum(most, _largest(scores))
     shrink = gl.exp2(most - larger)
     weights = gl.where(live, gl.exp2(scores - larger[:, None]), 0.0)
     p_smem.store(weights.to(p_smem.dtype))
@@ -438,6 +461,7 @@ def vectors_kernel(q, vectors, window, slot_pages, chosen_ptr, sinks, cos, sin, 
         entry = _entry(
             window_table, slot_table, number, key, seen, least, start, window_width, slot_width, PAGE, SLOT_PAGE
         )
+        live = _of_scores(live)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         most, sums, shrink = _weigh(scores, p_smem, most, sums, live, scale)
         fence_async_shared()
