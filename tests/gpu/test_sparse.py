@@ -11,7 +11,7 @@ from helpers import indexer_cases, sparse_cases
 from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
-from pagerunner.ops.kernels import indexer, latent_wide
+from pagerunner.ops.kernels import indexer, indexer_one, latent_wide
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.rope import rope_angles
 from pagerunner.ops.sparse_latents import chosen_values, store_slots_
@@ -56,6 +56,24 @@ def test_choice_of_prompts(dtype: torch.dtype, ratio: int, monkeypatch: pytest.M
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=2048 // ratio))
     monkeypatch.setattr(indexer, "BLOCK_SCORES", 2**20)
     check_choice(replace(CHOICE, rows=rows, dtype=dtype, ratio=ratio, top_k=512))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [64, 20])
+def test_scores_in_gluon_have_the_bits_of_tritons(dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Of real numbers, too. A step's later layers look pages up before their turn."""
+    case = replace(CHOICE, rows=LONG, dtype=dtype, heads=heads, top_k=512, padding=3, slots=16)
+    (q, weights, top_k, keys, table, rows, ratio, _), named = indexer_cases.made(case, "cuda")
+    q, weights = torch.randn_like(q).bfloat16(), torch.rand_like(weights)
+    held = torch.where(keys.float().isnan(), 1.0, torch.randn(keys.shape, device="cuda")).to(keys.dtype)
+    scales = named["scales_ES"]
+    given = q, weights, top_k, held, table, rows, ratio, None if scales is None else scales.nan_to_num(1.0)
+    found = [indexer.run_scores(*given, early=early) for early in (False, True, True)]
+    monkeypatch.setattr(indexer_one, "has_gluon", lambda device: False)
+    want = indexer.run_scores(*given)
+    for token, seen in enumerate((rows.positions_T + 1).tolist()):
+        if rows.row_T[token] >= 0 and seen > top_k:
+            assert all(torch.equal(one[token, :seen], want[token, :seen]) for one in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

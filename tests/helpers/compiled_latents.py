@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 
 from helpers.compiling import gluon
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import indexer, sparse_latents, vectors_fp8_gluon, vectors_gluon
+from pagerunner.ops.kernels import indexer, indexer_gluon, sparse_latents, vectors_fp8_gluon, vectors_gluon
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
 from pagerunner.ops.kernels.latent_pairs_gluon import pairs_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
@@ -92,6 +92,17 @@ def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
     constants = {"J": heads, "D": 128, "BJ": heads, "BI": 128, "RATIO": 1, "TOP_K": 2048, "FP8_MAX": 448.0}
     constants |= {"BN": sizes.keys, "BQ": sizes.tokens, "ONE": rows.one_token}
     return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
+
+
+def alone(name: str, heads: int, fp8: bool) -> dict[str, Any]:
+    """Scores of rows of one token, `ops/kernels/indexer_gluon.py`."""
+    types = dict.fromkeys(("weights_ptr", "scores_ptr"), "*fp32") | {"q_ptr": "*" + name, "position_ptr": "*i64"}
+    types |= dict.fromkeys(("row_ptr", "slots_ptr"), "*i32") | {"table_ptr": "*i64"}
+    types |= {"keys_ptr": "*u8" if fp8 else "*" + name, "scales_ptr": "*fp32" if fp8 else "*" + name}
+    constants = {"J": heads, "D": 128, "BJ": heads, "PAGE": 16, "RATIO": 4, "TOP_K": 512, "FP8_MAX": 448.0, "PDL": True}
+    constants |= {"FP8": tl.float8e4nv if fp8 else None}
+    strides = ("q_token", "q_head", "weights_token", "page_stride", "slot_stride", "table_stride", "scores_stride")
+    return gluon(indexer_gluon.scores_kernel, types, constants, [*types, *strides], num_warps=4, launch_pdl=True)
 
 
 def choice(narrow: str, heads: int, fp8: bool, chunk: int) -> dict[str, Any]:

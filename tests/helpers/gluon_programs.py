@@ -41,6 +41,7 @@ class At:
             memory.set_(tensor.untyped_storage())
             inside = left & (self.at >= first) & (self.at < first + memory.nbytes)
             words = tensor.dtype in (torch.uint8, torch.bfloat16) and self.kind in (torch.int32, torch.int64)
+            words = words or (tensor.dtype == torch.uint8 and self.kind.itemsize == 1)
             if (tensor.dtype == self.kind or words) and inside.any():
                 left &= ~inside
                 memory = memory[: memory.nbytes // 8 * 8 // memory.itemsize].view(self.kind) if words else memory
@@ -50,10 +51,14 @@ class At:
 
     def load(self, mask: Any = True, other: float = float("nan")) -> torch.Tensor:
         mask = torch.as_tensor(mask).expand(self.at.shape)
-        values = torch.zeros(self.at.shape, dtype=self.kind)
-        values[~mask] = other if not mask.all() else 0
+        values = (
+            torch.full(self.at.shape, other, dtype=self.kind)
+            if not mask.all()
+            else torch.zeros(self.at.shape, dtype=self.kind)
+        )
         for memory, inside, places in self._found(mask):
-            values[inside] = memory[places]
+            raw = torch.uint8 if self.kind.itemsize == 1 else self.kind  # torch takes no elements of fp8
+            values.view(raw)[inside] = memory.view(raw)[places]
         return values
 
     def store(self, values: torch.Tensor, mask: Any = True) -> None:
@@ -187,7 +192,7 @@ def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) 
         cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
-        expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, BlockedLayout=nothing,
+        expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, abs=torch.abs, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, associative_scan=lambda x, axis, add: x.cumsum(axis), float32=torch.float32, int32=torch.int32,
         int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
     )  # fmt: skip

@@ -165,6 +165,8 @@ SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
 SUMMED = turns([False, True], 2)  # indexer keys in fp8
 SCORED = [("scored", "bf16", 1024, fp8) for fp8 in SUMMED]
 """Attention that chooses slots itself."""
+ALONE = [("alone", "bf16", 64, fp8) for fp8 in SUMMED]
+"""Scores of rows of one token."""
 BEST = turns([False, True], 3)
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
 PEERS = [
@@ -196,6 +198,7 @@ CASES = [
     *ADAPTED_ROWS,
     *VECTORS,
     *SCORED,
+    *ALONE,
     *LATENTS,
     *prefill_cases(),
     *pairs_cases(),
@@ -252,7 +255,7 @@ def test_kernels_stay_on_their_way(case, compiled):
     )
     assert spilled(found["said"]) <= most, found["said"]
     assert found["faults"] == []
-    assert case[0] not in ("lanes", "vectors", "scored", "latents") or found["copies"], (
+    assert case[0] not in ("lanes", "vectors", "scored", "alone", "latents") or found["copies"], (
         "a copy brings 16 bytes for each lane"
     )
 
@@ -274,7 +277,7 @@ def test_chosen_numbers_lie_where_keys_of_attention_will(case, compiled):
     assert found["2x64x512xbf16"] == 0 and sorted(found.values())[1] == 2 * 64 * 512 * 2
 
 
-@pytest.mark.parametrize("case", [*LATENTS, *VECTORS, *SCORED], ids=str)
+@pytest.mark.parametrize("case", [*LATENTS, *VECTORS, *SCORED, *ALONE], ids=str)
 def test_what_other_warps_have_copied_is_read_when_all_have_waited_for_it(case, compiled):
     """A warp waits for its own copies. Latents leave the rest to the compiler."""
     copied = compiled[case]["copied"]
@@ -295,7 +298,7 @@ def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_i
 def test_a_score_is_the_same_sum_of_heads_in_decode_and_in_prompts(fp8, compiled):
     """Two slots whose scores are almost equal are chosen alike then. A program of one token has 64 queries, of a prompt 256."""
     found = [compiled["scores", "bf16", 64, fp8, tokens] for tokens in (1, 4, 64)]
-    found.append(compiled["choice", "bf16", 64, fp8, 1024])
+    found += [compiled["choice", "bf16", 64, fp8, 1024], compiled["alone", "bf16", 64, fp8]]
     assert not any("error" in one for one in found)
     assert all(one["sums"] == [[[1, 8, 16, 32], [2, 4]]] for one in found)
 

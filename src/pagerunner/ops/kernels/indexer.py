@@ -13,6 +13,7 @@ each of up to 2 k groups of slots, and a bound that k of these reach, so at leas
 
 Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses. Where attention's programs choose
 (`kernels/vectors_choice_gluon.py`), only scores are made here.
+Scores of rows of one token may be made in Gluon (`kernels/indexer_one.py`).
 
 Rows that see at most `top_k` slots have no scores: all their slots are chosen.
 
@@ -31,6 +32,7 @@ import triton.language as tl
 
 from pagerunner.batch import StepRows
 from pagerunner.ops.indexer import equal_parts, is_choice, width_of
+from pagerunner.ops.kernels.indexer_one import run_one, takes_gluon
 from pagerunner.ops.kernels.launch import (
     blocks,
     dependent,
@@ -83,22 +85,16 @@ def _queries(q_ptr, weights_ptr, token, head, there, i, q_token, q_head, weights
 
 
 @triton.jit
-def _begin(row_table, limit, part, parts, BN: tl.constexpr, PAGE: tl.constexpr):
-    """Where one of `parts` parts of the slots begins of which tokens see `limit` [BQ] each, where it ends, and pages of its first tile."""
+def _score(
+    q, weights, keys_ptr, scales_ptr, row_table, scores, limit, part, parts, i, page_stride, slot_stride, scale_page, scale_slot,
+    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of BQ tokens of a row, in one of `parts` parts of the slots that they see: `limit` [BQ] so many each. `scores` [1, BQ]: where theirs begin."""
     n, length = tl.arange(0, BN), tl.max(limit, 0)
     per = tl.cdiv(tl.cdiv(length, BN), parts) * BN
     first = part * per
     last = tl.minimum(first + per, length)
-    return first, last, tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
-
-
-@triton.jit
-def _score(
-    q, weights, keys_ptr, scales_ptr, row_table, scores, limit, first, last, entry, i, page_stride, slot_stride, scale_page, scale_slot,
-    D: tl.constexpr, BQ: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores of BQ tokens of a row from slot `first` to `last`, of which they see `limit` [BQ] each. `entry`: see `_begin`. `scores` [1, BQ]: where theirs begin."""
-    n = tl.arange(0, BN)
+    entry = tl.load(row_table + (first + n) // PAGE, mask=first + n < last, other=0)
     for at in range(first, last, BN):
         slot = at + n
         live, place = slot < last, slot % PAGE
@@ -120,23 +116,21 @@ def _score(
         tl.store(scores + slot[:, None], score, mask=live[:, None] & (slot[:, None] < limit[None, :]))
 
 
-@triton.jit(do_not_specialize=["group", "parts", "early"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=["group", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def _scores_kernel(
-    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts, early,
+    q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, group, parts,
     q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,
     J: tl.constexpr, D: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr,
     PRECISION: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BQ tokens of a group, and one of `parts` parts of the slots that they see. `group`: so many tokens belong together. ONE: token t belongs to row t.
-    `early`: an earlier layer of the step ran this kernel, which let no successor start before it had waited itself, so rows and tables are there when it starts.
 
     Table entries of slots that a token sees are at least 0, drafts' too: a drafter's pass goes no further than its row's pages
     (`ops/drafting.py`).
     """
-    if early == 0:
-        wait_turn(PDL)
-        start_next(PDL)  # attention that chooses itself begins with what is complete by now
+    wait_turn(PDL)
+    start_next(PDL)  # attention that chooses itself begins with what is complete by now
     blocks_of_group = tl.cdiv(group, BQ)
     inside = tl.program_id(0) % blocks_of_group * BQ
     first_token = (tl.program_id(0) // blocks_of_group).to(tl.int64) * group + inside
@@ -144,11 +138,6 @@ def _scores_kernel(
     if ONE:  # no load waits for another
         slot = tl.load(slots_ptr + first_token).to(tl.int64)
     row, seen = _of_row(row_ptr, position_ptr, first_token + query, inside + query < group, RATIO)
-    if ONE:
-        first, last, entry = _begin(table_ptr + slot * table_stride, seen, tl.program_id(1), parts, BN, PAGE)
-    if early != 0:
-        wait_turn(PDL)
-        start_next(PDL)
     x, i = tl.arange(0, BQ * BJ), tl.arange(0, BI)
     token, head = first_token + x // BJ, x % BJ
     there = (inside + x // BJ < group) & (head < J)
@@ -160,11 +149,10 @@ def _scores_kernel(
         if tl.max(limit, 0) > TOP_K:
             if not ONE:
                 slot = tl.load(slots_ptr + current).to(tl.int64)
-                first, last, entry = _begin(table_ptr + slot * table_stride, limit, tl.program_id(1), parts, BN, PAGE)
             row_table = table_ptr + slot * table_stride
             scores = scores_ptr + (first_token + query)[None, :] * scores_stride
             _score(
-                q, weights, keys_ptr, scales_ptr, row_table, scores, limit, first, last, entry, i, page_stride, slot_stride, scale_page, scale_slot,
+                q, weights, keys_ptr, scales_ptr, row_table, scores, limit, tl.program_id(1), parts, i, page_stride, slot_stride, scale_page, scale_slot,
                 D, BQ, BJ, BN, PAGE, FP8, PRECISION,
             )  # fmt: skip
         left = tl.where(left == current, -1, left)
@@ -391,9 +379,8 @@ def _few_kernel(
         q, weights = _queries(q_ptr, weights_ptr, token + head * 0, head, head < J, i, q_token, q_head, weights_token, D, FP8, FP8_MAX)  # fmt: skip
         row_table = table_ptr + slot * table_stride
         scores = scores_ptr + token * scores_stride
-        first, last, entry = _begin(row_table, one + seen, part, parts, BN, PAGE)
         _score(
-            q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, first, last, entry, i, page_stride, slot_stride, scale_page,
+            q, weights, keys_ptr, scales_ptr, row_table, scores + one[None, :], one + seen, part, parts, i, page_stride, slot_stride, scale_page,
             scale_slot, D, 1, BJ, BN, PAGE, FP8, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # all of the program's scores are stored before it is counted
@@ -467,15 +454,19 @@ def run_scores(
     sizes: Sizes | None = None,
     early: bool = False,
 ) -> torch.Tensor:
-    """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees. `early`: an earlier layer of the step has done this."""
+    """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees. `early`: see `run_one`."""
     tokens, heads, size = q_TJI.shape
     dtype, fp8 = pages_ESI.dtype, scales_ES is not None
+    gluon = sizes is None and takes_gluon(q_TJI, pages_ESI, rows, fp8)
     sizes = sizes or score_sizes(rows, tokens, heads, width_of(rows, ratio), dtype if fp8 else q_TJI.dtype)
     scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=q_TJI.device)
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
+    if gluon:
+        run_one(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, scales_ES, scores_TN, sizes.parts, early)
+        return scores_TN
     units = blocks(tokens, sizes.group) * blocks(sizes.group, sizes.tokens)
     _scores_kernel[(units, sizes.parts)](
-        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, sizes.group, sizes.parts, int(early),
+        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, sizes.group, sizes.parts,
         *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
         table_SW.stride(0), scores_TN.stride(0),
         J=heads, D=size, BJ=max(16, padded(heads)), BI=max(32 if fp8 else 16, padded(size)), PAGE=pages_ESI.shape[1],

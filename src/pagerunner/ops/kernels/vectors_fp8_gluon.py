@@ -249,7 +249,6 @@ def vectors_kernel(q, vectors, window, window_rope, window_scales, codes, rope, 
     chosen_ptr += token * chosen_stride
     held = (window, window_rope, window_scales, window_page, window_slot, window_scale_page, window_scale_slot)
     slots = (codes, rope, scales, page_stride, slot_stride, scale_page, scale_slot)
-
     last = gl.zeros([BN, 16], gl.int32, _last(gl.num_ctas()))
     key = begin + gl.arange(0, BN, _laid(KEYS, gl.num_ctas()))
     if begin + BN > seen:
