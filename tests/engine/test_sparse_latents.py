@@ -19,6 +19,7 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.engine_oracle import CONDITIONS, check, check_tokens, engine, prompt, run, tokens_of
 from helpers.published import all_published
 from pagerunner.attention import paged_sparse
+from pagerunner.batch import WritePlaces
 from pagerunner.config import EngineArgs
 from pagerunner.engine.startup.resolve import resolve
 from pagerunner.errors import ConfigError
@@ -216,8 +217,9 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     def stale_table(q: Any, q_rotary: Any, held: Any, table: Any, *more: Any) -> Any:
         return read(q, q_rotary, held, first.setdefault(len(q), table.clone()), *more)
 
-    def stale_places(new: Any, pages: Any, *places: Any) -> None:
-        store(new, pages, *first.setdefault((len(new), pages.shape), [one.clone() for one in places]))
+    def stale_places(new: Any, pages: Any, places: WritePlaces) -> None:
+        kept = first.setdefault((len(new), pages.shape), WritePlaces(*(one.clone() for one in places)))
+        store(new, pages, kept)
 
     def answers(llm: Any) -> list[Any]:
         return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
