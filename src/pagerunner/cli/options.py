@@ -128,11 +128,7 @@ _SHORT: dict[str, tuple[str, ...]] = {
     "data_parallel_size": ("-dp",),
     "speculative_config": ("-sc",),
 }
-SPEC_FLAGS = {
-    "--spec-method": "method",
-    "--spec-model": "model",
-    "--spec-tokens": "num_speculative_tokens",
-}
+SPEC_FLAGS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 """vLLM's flags for keys of --speculative-config."""
 _SPEC = "--speculative-config"
 _UNITS = {"": 1}

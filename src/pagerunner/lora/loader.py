@@ -119,13 +119,7 @@ class AdapterLoader:
             packed = table.products.pack(adapter, table.max_rank, table.dtype, table.page, self._make_buffer)
             self._kept[adapter.digest] = packed
         self.tell(
-            AdapterEnd(
-                number,
-                adapter.digest,
-                adapter.rank,
-                separate=adapter.separate,
-                num_pages=len(packed.pages),
-            )
+            AdapterEnd(number, adapter.digest, adapter.rank, separate=adapter.separate, num_pages=len(packed.pages))
         )
 
     def _copy(self, fill: AdapterFill, packed: Packed, event: torch.cuda.Event | None) -> None:

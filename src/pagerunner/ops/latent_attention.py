@@ -35,10 +35,7 @@ BLOCK_QUERIES = 128
 
 @gpu_kernel("latent_store")
 def store_latent_(
-    vectors_TL: torch.Tensor,
-    pages_EXL: torch.Tensor,
-    write: WritePlaces,
-    scales_E: torch.Tensor | None = None,
+    vectors_TL: torch.Tensor, pages_EXL: torch.Tensor, write: WritePlaces, scales_E: torch.Tensor | None = None
 ) -> None:
     """Write the vectors of all tokens that have a page (entry of at least 0) to slot `write.offset` of it.
 

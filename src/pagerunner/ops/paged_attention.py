@@ -131,11 +131,7 @@ def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: W
 
 
 def _store_scaled(
-    view: torch.Tensor,
-    pages: KVPages,
-    which: int,
-    values_TKD: torch.Tensor,
-    write: WritePlaces,
+    view: torch.Tensor, pages: KVPages, which: int, values_TKD: torch.Tensor, write: WritePlaces
 ) -> torch.Tensor:
     scales = pages.scales
     if scales is None:

@@ -352,12 +352,7 @@ class StepGraphs:
         return captured.graph.outputs
 
     def warm_up(
-        self,
-        work: Work,
-        second: SecondWork | None = None,
-        *,
-        rehearsal: bool = False,
-        extremes: bool = False,
+        self, work: Work, second: SecondWork | None = None, *, rehearsal: bool = False, extremes: bool = False
     ) -> None:
         """Run every shape once, on state that is thrown away: kernels are compiled and libraries initialised.
 

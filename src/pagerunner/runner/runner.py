@@ -20,14 +20,7 @@ from pagerunner.ops.guesses import take_guesses
 from pagerunner.ops.sample import SEED
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.device_clock import DeviceClock
-from pagerunner.runner.graphs import (
-    Captured,
-    GraphKey,
-    GraphSettings,
-    SecondWork,
-    StepGraphs,
-    Tensors,
-)
+from pagerunner.runner.graphs import Captured, GraphKey, GraphSettings, SecondWork, StepGraphs, Tensors
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pending import PendingStep

@@ -236,11 +236,7 @@ def _step(
 
 
 def causal_conv_rows(
-    x_TC: torch.Tensor,
-    state_EWC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    rows: StateRows,
+    x_TC: torch.Tensor, state_EWC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
 ) -> torch.Tensor:
     """See the twin."""
     if not rows.step.one_token:

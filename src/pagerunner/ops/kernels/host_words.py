@@ -19,8 +19,7 @@ BLOCK = 512  # words: 64 KiB are 32 programs, each thread of which has four word
 
 
 @triton.jit(
-    do_not_specialize=["size", "size_2"],
-    do_not_specialize_on_alignment=["source", "target", "source_2", "target_2"],
+    do_not_specialize=["size", "size_2"], do_not_specialize_on_alignment=["source", "target", "source_2", "target_2"]
 )
 def _copy_words(
     source, target, size, source_2, target_2, size_2, FROM_HOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr

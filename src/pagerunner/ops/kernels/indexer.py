@@ -33,14 +33,7 @@ import triton.language as tl
 from pagerunner.batch import StepRows
 from pagerunner.ops.indexer import equal_parts, is_choice, width_of
 from pagerunner.ops.kernels.indexer_one import run_one, takes_gluon
-from pagerunner.ops.kernels.launch import (
-    blocks,
-    dependent,
-    multiprocessors,
-    padded,
-    start_next,
-    wait_turn,
-)
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, quantise
 
 PROGRAMS = 1024  # of the scores' kernel, about: enough for rows of unequal lengths

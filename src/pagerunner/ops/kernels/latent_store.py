@@ -88,10 +88,7 @@ def _store(
 
 
 def store_latent_(
-    vectors_TL: torch.Tensor,
-    pages_EXL: torch.Tensor,
-    write: WritePlaces,
-    scales_E: torch.Tensor | None = None,
+    vectors_TL: torch.Tensor, pages_EXL: torch.Tensor, write: WritePlaces, scales_E: torch.Tensor | None = None
 ) -> None:
     """See the twin."""
     tokens, size = vectors_TL.shape

@@ -21,14 +21,7 @@ import triton.language as tl
 
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
-from pagerunner.ops.kernels.codes import (
-    GROUP_SCALES,
-    INT4,
-    ROW_SCALES,
-    STEP_SCALES,
-    numbers4,
-    numbers8,
-)
+from pagerunner.ops.kernels.codes import GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, numbers4, numbers8
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import Product, held, put, silu_gate
 from pagerunner.ops.kernels.stored import operands_of, scale_numbers

@@ -22,15 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagerunner.ops.kernels.codes import (
-    GROUP_SCALES,
-    INT4,
-    ROW_SCALES,
-    STEP_SCALES,
-    numbers4,
-    numbers8,
-    spread,
-)
+from pagerunner.ops.kernels.codes import GROUP_SCALES, INT4, ROW_SCALES, STEP_SCALES, numbers4, numbers8, spread
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, row_warps, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import (
     NO_NORM,

@@ -38,9 +38,7 @@ from pagerunner.ops.lora import (
     most_tiles,
     tile_tokens,
 )
-from pagerunner.ops.lora import (
-    pair_lists as _pair_lists_op,
-)
+from pagerunner.ops.lora import pair_lists as _pair_lists_op
 
 MOST_PAIRS = 1024
 """Pairs up to which each looks at all others; more are sorted."""

@@ -15,15 +15,7 @@ import triton.language as tl
 
 from pagerunner.ops import numerics
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.routing import (
-    TILE_PAIRS,
-    Here,
-    Routes,
-    Routing,
-    Tiles,
-    counts_experts,
-    touched_experts,
-)
+from pagerunner.ops.routing import TILE_PAIRS, Here, Routes, Routing, Tiles, counts_experts, touched_experts
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "sqrtsoftplus": SQRT_SOFTPLUS.value}

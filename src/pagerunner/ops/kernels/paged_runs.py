@@ -181,13 +181,7 @@ def _store_runs_kernel(
         )  # fmt: skip
 
 
-def store_runs_(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    prep: HeadPrep | None,
-    pages: KVPages,
-    write: WritePlaces,
-) -> None:
+def store_runs_(k: torch.Tensor, v: torch.Tensor, prep: HeadPrep | None, pages: KVPages, write: WritePlaces) -> None:
     """`prepare_heads_` (or without `prep` `store_kv_`) of keys and values, for pages with scales of their own."""
     num_tokens, num_kv_heads, dim = k.shape
     dim_v, page = v.shape[2], pages.k.shape[1]

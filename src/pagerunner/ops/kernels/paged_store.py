@@ -145,12 +145,7 @@ def _prepare_kernel(
 
 
 def _launch(
-    q: torch.Tensor | None,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    prep: HeadPrep | None,
-    pages: KVPages,
-    write: WritePlaces,
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, prep: HeadPrep | None, pages: KVPages, write: WritePlaces
 ) -> None:
     num_tokens, num_kv_heads, dim = k.shape
     dim_v = v.shape[2]
@@ -181,21 +176,11 @@ def _launch(
     )  # fmt: skip
 
 
-def store_kv_(
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    pages: KVPages,
-    write: WritePlaces,
-) -> None:
+def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: WritePlaces) -> None:
     """See the twin."""
     _launch(None, k_TKD, v_TKV, None, pages, write)
 
 
-def prepare_heads_(
-    qkv_TND: torch.Tensor,
-    prep: HeadPrep,
-    pages: KVPages,
-    write: WritePlaces,
-) -> None:
+def prepare_heads_(qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write: WritePlaces) -> None:
     """See the twin."""
     _launch(*prep.split(qkv_TND), prep, pages, write)
