@@ -15,6 +15,7 @@ from pathlib import Path
 
 UV = {
     "cert": "SSL_CERT_FILE",
+    "constraint": "UV_CONSTRAINT",
     "default-timeout": "UV_HTTP_TIMEOUT",
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
@@ -57,6 +58,8 @@ def by_uv(arguments: list[str]) -> bool:
         return False
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
     command += ["--index-strategy", "unsafe-best-match", *PINS, *arguments]  # as pip, which looks into all indexes
+    for more in settings.pop("UV_CONSTRAINT", "").split():  # a variable doesn't count beside PINS
+        command += ["--constraint", more]
     return not subprocess.run(command, env=os.environ | settings, capture_output=True, check=False).returncode
 
 
