@@ -170,17 +170,10 @@ class EngineArgs(SharedArgs, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 f"per_request_spec_decode_metrics={detail!r} tells what became of drafts, and there are none without speculative_config."
             )
         for name in (
-            "kv_cache_memory_bytes",
-            "num_gpu_blocks_override",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_in_flight",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "max_loras",
+            "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
+            "max_in_flight", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_loras",
             "max_cpu_loras",
-        ):
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")

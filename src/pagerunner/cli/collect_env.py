@@ -17,22 +17,9 @@ from pagerunner.cli.options import Parser, add_common_options
 from pagerunner.errors import ConfigError
 
 PACKAGES = (
-    "pagerunner",
-    "torch",
-    "triton",
-    "flashinfer-python",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-    "msgspec",
-    "pyzmq",
-    "ray",
-    "fastapi",
-    "uvicorn",
-    "prometheus-client",
-    "transformers",
-)
+    "pagerunner", "torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec",
+    "pyzmq", "ray", "fastapi", "uvicorn", "prometheus-client", "transformers",
+)  # fmt: skip
 
 _SETTINGS = (
     *("OMP_", "MKL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_"),

@@ -66,17 +66,9 @@ FILLER_SUBJECTS = _words("river wind road hill sky rain field night sun moon sno
 FILLER_ADJECTIVES = _words("quiet old long soft bright slow deep cool gentle dark")
 _FILLER_VERBS = _words("was seemed stayed looked became")
 _FILLER_TAILS = (
-    "all day",
-    "for a while",
-    "that year",
-    "at last",
-    "in the valley",
-    "by the bridge",
-    "over the town",
-    "near the village",
-    "as before",
-    "once again",
-)
+    "all day", "for a while", "that year", "at last", "in the valley", "by the bridge", "over the town",
+    "near the village", "as before", "once again",
+)  # fmt: skip
 _TOKEN = re.compile(r"<\|\w+\|>| (?=\d)|\d|[^\W\d]+|[^\w\s]|\n")
 
 

@@ -7,6 +7,13 @@ from typing import Any
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.memory.units import human_bytes
 
+_OF_PLAN = (
+    "max_model_len", "max_num_seqs", "budget_bytes", "kv_bytes", "slab_bytes", "num_slabs", "num_gpu_blocks", "tokens",
+    "max_concurrency", "waste", "hit_granularity", "host_bytes", "host_tokens", "disk_bytes", "disk_tokens",
+    "adapter_pages", "adapter_copies",
+)  # fmt: skip
+_OF_GROUP = ("name", "kind", "page_tokens", "page_bytes", "pages_per_slab", "unit", "table_width", "zero_fresh")
+
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -72,42 +79,18 @@ def plan_table(plan: MemoryPlan) -> str:
 
 def plan_json(plan: MemoryPlan) -> dict[str, Any]:
     """The plan as plain values; bytes and counts are exact."""
-    return {
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": plan.max_num_seqs,
-        "budget_bytes": plan.budget_bytes,
-        "kv_bytes": plan.kv_bytes,
-        "slab_bytes": plan.slab_bytes,
-        "num_slabs": plan.num_slabs,
-        "num_gpu_blocks": plan.num_gpu_blocks,
+    return {name: getattr(plan, name) for name in _OF_PLAN} | {
         "request_bytes": plan.request_bytes(plan.max_model_len),
         "request_slabs": plan.slabs_needed(plan.max_model_len),
-        "tokens": plan.tokens,
-        "max_concurrency": plan.max_concurrency,
-        "waste": plan.waste,
-        "hit_granularity": plan.hit_granularity,
         "total_bytes": plan.kv_bytes + plan.other_bytes,
-        "host_bytes": plan.host_bytes,
-        "host_tokens": plan.host_tokens,
-        "disk_bytes": plan.disk_bytes,
-        "disk_tokens": plan.disk_tokens,
-        "adapter_pages": plan.adapter_pages,
-        "adapter_copies": plan.adapter_copies,
         "other": [{"name": name, "bytes": size} for name, size in plan.other],
         "groups": [
-            {
-                "name": group.name,
-                "kind": group.kind,
+            {name: getattr(group, name) for name in _OF_GROUP}
+            | {
                 "layers": [part.layer for part in group.layers],
-                "page_tokens": group.page_tokens,
-                "page_bytes": group.page_bytes,
-                "pages_per_slab": group.pages_per_slab,
-                "unit": group.unit,
-                "table_width": group.table_width,
                 "num_pages": plan.num_pages(number),
                 "pages_per_request": group.pages_needed(plan.max_model_len),
                 "waste": plan.group_waste(number),
-                "zero_fresh": group.zero_fresh,
             }
             for number, group in enumerate(plan.groups)
         ],

@@ -21,20 +21,9 @@ if TYPE_CHECKING:
     from pagerunner.sched.state import SchedulerState
 
 Wait = Literal[
-    "",
-    "sibling",
-    "slot",
-    "pages",
-    "snapshot",
-    "transfer",
-    "moves",
-    "budget",
-    "turn",
-    "line",
-    "grammar",
-    "adapter",
+    "", "sibling", "slot", "pages", "snapshot", "transfer", "moves", "budget", "turn", "line", "grammar", "adapter",
     "paused",
-]
+]  # fmt: skip
 """Why a request has no row in the next step: nothing; a sibling's pages that are still being filled; every slot is taken;
 the pages of its prompt don't fit; another request is about to leave a snapshot that saves it work; a
 transfer brings pages that save it work; pages are

@@ -26,17 +26,11 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _LAYERS = {"llama": read_llama, "qwen3": read_qwen3}
 # What training or other engines need, or what a file's tensors say.
 _IGNORED = (
-    "speculators_version",
-    "embed_requires_grad",
-    "enable_sp_ulysses",
-    "transformer_layer_architecture",
-    "eagle_fc_bias",
-    "has_lm_head",
-    "train_meta",
-    "ttt_length",
+    "speculators_version", "embed_requires_grad", "enable_sp_ulysses", "transformer_layer_architecture",
+    "eagle_fc_bias", "has_lm_head", "train_meta", "ttt_length",
     "max_window_layers",  # of windows that are off, or refused
     "parallel_draft_heads_num_layers",  # of heads that _check_layout refuses
-)
+)  # fmt: skip
 
 
 _NAMES = (("model.", ""), ("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))

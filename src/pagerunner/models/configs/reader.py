@@ -32,29 +32,14 @@ _SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-# What only images and videos need.
+# What only images and videos need, and a label of training.
 _IMAGE_FIELDS = (
-    "vision_config",
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
-    "language_model_only",
-    "boi_token_index",
-    "eoi_token_index",
-    "image_token_index",
-    "mm_tokens_per_image",
-    "multimodal_projector_bias",
-    "projector_hidden_act",
-    "spatial_merge_size",
-    "vision_feature_layer",
-    "media_placeholder_token_id",
-    "projection_hidden_size",
-    "projection_layer_norm_eps",
-    "use_unified_vision_chunk",
-    "video_placeholder",
-    "ignore_index",  # a label of training
-)
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "language_model_only", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image",
+    "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer",
+    "media_placeholder_token_id", "projection_hidden_size", "projection_layer_norm_eps", "use_unified_vision_chunk",
+    "video_placeholder", "ignore_index",
+)  # fmt: skip
 
 
 def read_model_config(

@@ -31,16 +31,8 @@ import torch
 logger = logging.getLogger(__name__)
 SWITCH = "PAGERUNNER_CPU_KERNELS"
 SOURCES = (
-    "common.h",
-    "products.h",
-    "attention.h",
-    "small.h",
-    "mixture.h",
-    "latent.h",
-    "recurrent.h",
-    "suffix.h",
-    "kernels.c",
-)
+    "common.h", "products.h", "attention.h", "small.h", "mixture.h", "latent.h", "recurrent.h", "suffix.h", "kernels.c",
+)  # fmt: skip
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-shared", "-fPIC", "-lm")
 SECONDS = 120
