@@ -9,7 +9,7 @@ import torch
 
 from pagerunner.ops.linear import Norm
 
-_PROGRAMS, _SLOT_BYTES = 256, 32 * 2**10
+_PROGRAMS, _SLOT_BYTES, _UNIT = 256, 32 * 2**10, 4096
 _WORD_PROGRAMS, _SLOT_WORDS = 128, 1024
 _BARE_PROGRAMS = 256
 
@@ -259,10 +259,10 @@ class PeerSums:
         num, block = x.numel(), 1 << (width - 1).bit_length()
         count = -(-num // width)
         programs = min(_PROGRAMS, count)
-        each = 1 << (-(-count // programs) - 1).bit_length()
+        each, most = 1 << (-(-count // programs) - 1).bit_length(), _SLOT_BYTES // (block * x.itemsize)
         self._kernels.peer_units[(programs,)](
             x, out, weight, normed, self._units_part, self._rounds, num, self._rank, eps,
-            PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, _SLOT_BYTES // (block * x.itemsize)),
+            PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=most if width >= _UNIT else min(each, most),
             PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
         )  # fmt: skip
@@ -282,5 +282,5 @@ def _bare_words(num: int) -> int:
 
 
 def _unit(x: torch.Tensor) -> int:
-    """Numbers of a unit, if units needn't be tokens."""
-    return min(4096, _SLOT_BYTES // x.itemsize, max(1024, 1 << (-(-x.numel() // _PROGRAMS) - 1).bit_length()))
+    """Numbers of a unit, if units needn't be tokens. Those of few numbers and of many have a kernel each: whatever else is gathered or added up, nothing is compiled for it."""
+    return 1024 if x.numel() <= 1024 * _PROGRAMS else min(_UNIT, _SLOT_BYTES // x.itemsize)
