@@ -109,8 +109,10 @@ def _recount_leases(leases: Leases) -> None:
 
 
 def _recount_moves(manager: KVManager) -> None:
-    """The holders of every page are found."""
+    """The holders of every page are found. Where one group has all pages none is moved, and nobody is looked for."""
     moves = manager._moves
+    if len(manager.pool.refs) == 1:
+        return
     for group, refs in enumerate(manager.pool.refs):
         leased = _holders(manager._leases, group)
         held = [{page for page in grant.pages[group] if page >= 0} for grant in manager._books.grants]

@@ -169,6 +169,7 @@ def test_scattered_pages_are_moved_together_when_another_group_needs_their_slab(
     assert pages is not None
     keep = [pages[0][0], pages[0][per_slab], pages[0][2 * per_slab]]
     grant.pages[0] = list(keep)
+    manager._moves.placed(grant, 0, 0, keep)
     grant.promise, grant.reserve, grant.num_pages = [0, 0], [0, 0], [3, 0]
     manager._promises.by_group = [0, 0]
     manager.pool.release(0, [page for page in pages[0] if page not in keep])

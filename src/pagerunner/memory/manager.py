@@ -73,7 +73,7 @@ class KVManager:
         self._books = books = Books(plan, self.index, self.pool, self._work, self._promises, rules, self.adapters)
         self._leases = leases = Leases(books)
         self._moves = PageMoves(books, leases)
-        self._snapshots = Snapshots(books, leases, keep=enable_prefix_caching)
+        self._snapshots = Snapshots(books, leases, self._moves, keep=enable_prefix_caching)
         self._forks = Forks()
         self._room = Room(books, leases, self._snapshots, self._moves)
         self._holdings = Holdings(books, self._moves)

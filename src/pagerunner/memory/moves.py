@@ -93,25 +93,18 @@ class PageMoves:
         self._leases.moved(group, source, target)
 
     def holders(self, group: int, page: int, count: int) -> list[tuple[Grant, int]]:
-        """At most `count` grants that have the page, and the page's number in each of them.
+        """The grants that have the page, which has so many holders in all, and the page's number in each of them.
 
         Requests that share a page have it at the same number, because they share everything before the page too.
         """
         place = self._places[group].get(page)
-        if place is not None:
-            slot, number = divmod(place, _SLOT)
-            last = self._by_slot.get(slot)
-            if count == 1 and last is not None and last in self._grants and _has(last, group, number, page):
-                return [(last, number)]
-            found = [(grant, number) for grant in self._grants if _has(grant, group, number, page)]
-            if len(found) == count:
-                return found
-        return [
-            (grant, number)
-            for grant in self._grants
-            for number, other in enumerate(grant.pages[group])
-            if other == page
-        ]
+        if place is None:
+            return []
+        slot, number = divmod(place, _SLOT)
+        last = self._by_slot[slot]
+        if count == 1 and last in self._grants and _has(last, group, number, page):
+            return [(last, number)]
+        return [(grant, number) for grant in self._grants if _has(grant, group, number, page)]
 
 
 def _has(grant: Grant, group: int, number: int, page: int) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pagerunner.memory.books import Books
 from pagerunner.memory.grant import NO_PAGE, Grant
 from pagerunner.memory.leases import Lease, Leases
+from pagerunner.memory.moves import PageMoves
 from pagerunner.memory.prefix import UNIT_TOKENS, PageKey, PrefixChain
 from pagerunner.memory.rules import FOREVER
 from pagerunner.types import StateSave
@@ -33,14 +34,14 @@ class Snapshots:
     requests that may use it now have ended.
     """
 
-    def __init__(self, books: Books, leases: Leases, *, keep: bool) -> None:
+    def __init__(self, books: Books, leases: Leases, moves: PageMoves, *, keep: bool) -> None:
         states = [number for number, rule in enumerate(books.rules) if rule.snapshots]
         assert len(states) <= 1, "all recurrent layers share one group"
         self.has_state = bool(states)
         self._group = states[0] if states else -1
         self._plan, self._pool, self._index = books.plan, books.pool, books.index
         self._promises, self._work = books.promises, books.work
-        self._leases, self._keep = leases, keep
+        self._leases, self._moves, self._keep = leases, moves, keep
         self._planned: Counter[tuple[int, PageKey]] = Counter()  # snapshots that running requests will take
         self._one = [int(number in states) for number in range(len(books.rules))]
         cell = books.plan.hit_granularity  # every hit ends at a multiple of this
@@ -74,6 +75,7 @@ class Snapshots:
             self._work.copy(group, source, page)
         grant.pages[group] = [page]
         grant.num_pages[group] = 1
+        self._moves.placed(grant, group, 0, (page,))
 
     def plan(self, grant: Grant, hit: int, prompt_len: int) -> None:
         """A new request, which has the state after `hit` tokens, will take a snapshot at each of its `snapshot_positions`."""
