@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from helpers.plans import mixed
 from helpers.recount import recount
+from pagerunner.memory import moves
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
-from pagerunner.types import StateSave
+from pagerunner.types import PageCopy, StateSave
+from pagerunner.types.lora import AdapterInfo
 
 SLAB = 3216  # bytes: a state, or 96 tokens
 LENGTH = 96
@@ -91,3 +97,57 @@ def test_every_promised_snapshot_is_taken_where_room_is_exact() -> None:
     manager.release(grant)
     grant, saves = compute(manager, A[:48] + B[48:])
     assert [save.position for save in saves] == [48, 80]
+
+
+# -- a hit's state, in a pool that just holds what is asked for
+
+
+def exact(slabs: int, states: int) -> KVManager:
+    """A slab has a page of 16 tokens, or so many states."""
+    plan = mixed({"full": (16, 1), "recurrent": (16, 3 if states == 1 else 1)}, 1 << 16)
+    groups = tuple(
+        replace(group, pages_per_slab=per, unit=16) for group, per in zip(plan.groups, (1, states), strict=True)
+    )
+    return KVManager(replace(plan, groups=groups, slab_bytes=512, num_slabs=slabs, max_model_len=32))
+
+
+def run(
+    manager: KVManager, token: int, *, slot: int = 0, length: int = 17, adapter: AdapterInfo | None = None
+) -> tuple[Grant, list[PageCopy]]:
+    """Admit a prompt and compute all of it. An adapter that lacks pages can't be filled."""
+    prompt = [token] * length
+    grant = manager.admit(slot, manager.chain(adapter=adapter), prompt, length - 1, prompt_len=length)
+    assert grant is not None and manager.grow(grant, grant.cached_tokens, length), "what is promised can be had"
+    manager.publish(grant, prompt, length)
+    manager.end_plan([(grant, grant.cached_tokens, length)])
+    manager.has_first_token(grant)
+    if grant.adapter is not None:
+        manager.adapters.fill(grant.adapter)
+        manager.end_fill(grant.adapter, well=False)
+    recount(manager)
+    return grant, manager.take_copies()
+
+
+def test_an_adapters_pages_may_evict_the_snapshot_and_the_state_is_copied_all_the_same() -> None:
+    """The adapter took its pages first. So the state was copied from page -1, which lies before the page memory."""
+    manager, adapter = exact(8, states=1), AdapterInfo("a", "/", "0123", 4, num_pages=1)
+    run(manager, 9, slot=1, length=16)  # goes on
+    first, _ = run(manager, 1, adapter=adapter)
+    manager.release(first)
+    snapshot = next(iter(manager.pool.cached[1]))
+    manager.release(run(manager, 2)[0])
+    run(manager, 8, slot=2, length=16)  # goes on
+    grant, copies = run(manager, 1, adapter=adapter)
+    assert grant.cached_tokens == 16 and snapshot not in manager.pool.cached[1]
+    assert [copy.source for copy in copies] == [manager.plan.page_offset(1, snapshot)]
+
+
+def test_a_state_takes_no_slab_that_a_prompts_pages_are_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took a free slab, where the snapshot's place in another would do. Where a step might move no more pages, the engine died."""
+    manager = exact(4, states=2)
+    manager.release(run(manager, 1)[0])
+    run(manager, 9, slot=1, length=16)  # goes on, in the snapshot's slab
+    monkeypatch.setattr(moves, "MOVES_PER_STEP", 0)
+    manager.begin_step()
+    grant, copies = run(manager, 1)
+    assert grant.cached_tokens == 16 and not copies, "the snapshot's own page is the state"

@@ -269,8 +269,8 @@ class _LeavesForAll(AdapterPages):
 class _FillsWhatIsFresh(AdapterPages):
     """The step that hands out a page zeroes it, or later."""
 
-    def complete(self, lease: AdapterLease) -> None:
-        super().complete(lease)
+    def complete(self, lease: AdapterLease, promised: Any) -> None:
+        super().complete(lease, promised)
         self._work.add_fresh(self.group, lease.pages)
 
 

@@ -162,8 +162,8 @@ class _SavesAnotherPosition(KVManager):
 
 
 class _ZeroingSnapshots(Snapshots):
-    def restore(self, grant: Grant, hit: int) -> None:
-        super().restore(grant, hit)
+    def restore(self, grant: Grant, hit: int, promised: Any) -> None:
+        super().restore(grant, hit, promised)
         self._work._fresh[self._group][grant.pages[self._group][0]] = None
 
 

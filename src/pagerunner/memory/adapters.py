@@ -14,6 +14,7 @@ Pages are filled from host memory beside the steps. Until that has ended they ca
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 from pagerunner.memory.grant import NO_PAGE
@@ -81,12 +82,13 @@ class AdapterPages:
         lease.users += 1
         return lease
 
-    def complete(self, lease: AdapterLease) -> None:
-        """Give the lease the pages that it lacks, which are there."""
+    def complete(self, lease: AdapterLease, promised: Sequence[int]) -> None:
+        """Give the lease the pages that it lacks, which are there. What is `promised`, these pages too, can be had afterwards."""
         lacking = lease.num_lacking
         if not lacking:
             return
-        fresh = self._pool.allocate([lacking * (group == self.group) for group in range(len(self._plan.groups))])
+        needs = [lacking * (group == self.group) for group in range(len(self._plan.groups))]
+        fresh = self._pool.allocate(needs, promised)
         assert fresh is not None, "admission has looked for these pages"
         lease.missing = [number for number, page in enumerate(lease.pages) if page == NO_PAGE]
         for number, page in zip(lease.missing, fresh[self.group], strict=True):

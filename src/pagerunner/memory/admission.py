@@ -88,7 +88,8 @@ class Admission:
             beside[adapters.group] += grant.adapter.num_lacking
         waits = bool(positions) and self.snapshots_wait(self._snapshots.pages_beside(beside, len(positions)))
         self._books.grants[grant] = None
-        fits = not waits and self._room.reserve(beside)
+        promised = self._books.promises.beside(beside)
+        fits = not waits and self._room.reserve(promised)
         lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
         if not fits or lost:
             self._holdings.release(grant)
@@ -96,8 +97,6 @@ class Admission:
                 return None
             # Making room has cost the very snapshot. The hit's other pages are of no use without it.
             return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
-        if grant.adapter is not None:
-            adapters.complete(grant.adapter)
         grant.cached_tokens = hit
         if hit and self._sampler is not None:
             self._sampler.used(grant.pages)
@@ -105,7 +104,9 @@ class Admission:
             grant.reserve[group] = taken[group] + needs[group] + lent[group]
             grant.published[group] = len(grant.pages[group]) - lent[group]
         if hit:
-            self._snapshots.restore(grant, hit)
+            self._snapshots.restore(grant, hit, promised)
+        if grant.adapter is not None:  # now that the state has been copied, whose snapshot may be evicted for it
+            adapters.complete(grant.adapter, promised)
         self._books.promises.update(grant)
         if shares:
             self._holdings.set_next_publish(grant)

@@ -109,7 +109,7 @@ class Holdings:
                     keys, pages = list(compress(keys, some)), list(compress(pages, some))
                 self._index.publish_all(group, keys, pages)
             grant.published[group] = complete
-        grant.next_publish = min(map(_next_publish, self._rules, grant.published))
+        self.set_next_publish(grant)
 
     def _findable(self, grant: Grant, rule: GroupRule) -> Iterator[tuple[int, int]]:
         """Which pages hits may need: first and one past last."""
@@ -120,8 +120,8 @@ class Holdings:
             yield 0, FOREVER
 
     def set_next_publish(self, grant: Grant) -> None:
-        """When the first page of a new grant is complete that isn't findable yet."""
-        grant.next_publish = min(map(_next_publish, self._rules, grant.published))
+        """When the first page of a grant is complete that isn't findable yet."""
+        grant.next_publish = min(map(lambda rule, count: rule.next_publish(count), self._rules, grant.published))
 
     def release(self, grant: Grant) -> None:
         """Take all pages out of a grant, which ends. Published ones become cache; the last page is evicted first."""
@@ -133,7 +133,3 @@ class Holdings:
         self._promises.withdraw(grant)
         del self._grants[grant]
         self._work.drop(grant)
-
-
-def _next_publish(rule: GroupRule, published: int) -> int:
-    return rule.next_publish(published)

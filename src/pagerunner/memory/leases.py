@@ -107,7 +107,8 @@ class Leases:
         chosen = [_lacking(some, held, more) for some, held, more in zip(keys, there, coming, strict=True)]
         lease = self._new("arriving", keys, places, chosen)
         needs = [len(group) for group in lease.keys]
-        pages = self._pool.allocate(needs) if any(needs) and self._books.promises.kept(needs) else None
+        promises = self._books.promises
+        pages = self._pool.allocate(needs, promises.by_group) if any(needs) and promises.kept(needs) else None
         if pages is None:
             return None
         lease.pages = pages

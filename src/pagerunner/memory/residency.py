@@ -123,9 +123,9 @@ class TimedPool(SlabPool):
         super().__init__(num_slabs, pages_per_slab, index, keep_cached=keep_cached)
         self._sampler = sampler
 
-    def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
+    def allocate(self, needs: Sequence[int], beside: Sequence[int] = ()) -> list[list[int]] | None:
         """See SlabPool."""
-        taken = super().allocate(needs)
+        taken = super().allocate(needs, beside)
         for group, pages in enumerate(taken or ()):
             self._sampler.allocated(group, pages)
         return taken

@@ -39,9 +39,8 @@ class Room:
         """Whether the grant can have `needs` without giving up anything and without breaking a promise to others."""
         return self._promises.kept(needs, grant)
 
-    def reserve(self, needs: Sequence[int]) -> bool:
-        """Make sure that a new request can have `needs` beside all promises. It asks for nothing more then."""
-        wanted = self._promises.beside(needs)
+    def reserve(self, wanted: Sequence[int]) -> bool:
+        """Make sure that all can be had that was promised, with what a new request needs. It asks for nothing more then."""
         return self._pool.slack(wanted) >= 0 or self._make(
             wanted, [one for one in self._grants if not one.holds_snapshots]
         )

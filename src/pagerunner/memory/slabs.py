@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from operator import add
 
 from pagerunner.memory.prefix import PrefixIndex
 
@@ -79,19 +80,19 @@ class SlabPool:
 
     # -- taking pages
 
-    def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
+    def allocate(self, needs: Sequence[int], beside: Sequence[int] = ()) -> list[list[int]] | None:
         """`needs[group]` fresh pages for every group at once, each with one reference.
 
-        None, and no change, if there are too few.
+        None, and no change, if there are too few. If `beside` could be had as well, it still can be afterwards.
         """
         if self.slack(needs) < 0:
             return None
-        left = list(needs)
+        left, beside = list(needs), beside or [0] * len(needs)
         taken: list[list[int]] = [[] for _ in needs]
         for group, pages in enumerate(taken):
             while left[group]:
                 # A slab in which pages are taken costs at most itself of the slack. Without slack, only certain pages will do.
-                spare = self.slack(left) if len(left) > 1 else self.num_slabs
+                spare = max(self.slack(list(map(add, left, beside))), 0) if len(left) > 1 else self.num_slabs
                 pages += self._take(group, left[group], spare) if spare else self._take_thriftily(group, left[group])
                 left[group] = needs[group] - len(pages)
             pages.sort()

@@ -56,8 +56,8 @@ class Snapshots:
         """Whether the snapshot after `tokens` tokens is gone, from which a request was to continue."""
         return self.has_state and self.find(chain, tokens) == NO_PAGE
 
-    def restore(self, grant: Grant, hit: int) -> None:
-        """Hand out the request's state page, filled with the snapshot after `hit` tokens.
+    def restore(self, grant: Grant, hit: int, promised: Sequence[int]) -> None:
+        """Hand out the request's state page, filled with the snapshot after `hit` tokens. What is `promised`, this page too, can be had afterwards.
 
         In a full pool the snapshot's own page may become the state, and the snapshot is gone.
         """
@@ -66,7 +66,7 @@ class Snapshots:
         group = self._group
         source = self.find(grant.chain, hit)
         self._pool.touch(group, (source,))
-        fresh = self._pool.allocate(self._one)
+        fresh = self._pool.allocate(self._one, promised)
         assert fresh is not None, "admission made sure of this page"
         (page,) = fresh[group]
         if page == source:
@@ -173,7 +173,7 @@ class Snapshots:
             grant.latest_snapshot = (0, None)
         if not self._promises.kept(self._one):
             return False
-        pages = self._pool.allocate(self._one)
+        pages = self._pool.allocate(self._one, self._promises.by_group)
         assert pages is not None
         lease = self._leases.save(pages)
         grant.saves.append((position, lease))
