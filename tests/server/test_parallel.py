@@ -22,7 +22,9 @@ from pagerunner.config import EngineArgs
 from pagerunner.demo import demo_path
 from pagerunner.engine.core import client
 from pagerunner.engine.core.client import DEFAULT_FACTORY
+from pagerunner.engine.frontend.async_engine import AsyncEngine
 from pagerunner.errors import CapacityError
+from pagerunner.types import SamplingParams
 
 pytestmark = [pytest.mark.days(3), pytest.mark.usefixtures("forked")]  # most of them start processes
 
@@ -115,6 +117,33 @@ def test_a_rank_that_was_stopped_while_it_loads_ends_with_the_start(monkeypatch:
     asyncio.run(give_up())
     try:
         until(lambda: all(map(gone, (*ranks, *cores))))
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_was_stopped_while_a_step_runs_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core waits for it, and is ended itself. A rank that is stopped doesn't see that."""
+    # So that ranks are started, each in a session of its own: what is forked shares one, and the kernel ends its stopped processes.
+    monkeypatch.setenv("OMP_DYNAMIC", "false")
+
+    async def generate_and_close() -> list[int]:
+        engine = await AsyncEngine.from_args(ARGS)
+        core = engine.replicas[0].client
+        ranks = ranks_under(core.pid)
+        answer = engine.generate("a", SamplingParams(max_tokens=1900, ignore_eos=True), "0")
+        await anext(answer)
+        os.kill(ranks[1], signal.SIGSTOP)
+        await asyncio.sleep(0.2)  # until a step waits for it, in which the core hears nothing
+        await core.close(timeout=0.2)
+        await engine.shutdown()
+        return ranks
+
+    ranks = asyncio.run(generate_and_close())
+    try:
+        assert len(ranks) == 2
+        until(lambda: all(map(gone, ranks)), patient(2))
     finally:
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):

@@ -251,10 +251,7 @@ class CoreClient:
                 self._core.socket.send(self._encoder.encode(wire.Shutdown()))
             self._die(EngineDeadError("The engine has been shut down."))
         if self._core.process is not None:
-            _, late = await asyncio.wait([self._core.exited], timeout=timeout)
-            if late:
-                self._core.process.kill()
-                await asyncio.wait(late, timeout=timeout)
+            await asyncio.wait([self._core.exited], timeout=timeout)
         for task in (self._reader, self._watcher):
             task.cancel()
         await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
