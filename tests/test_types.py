@@ -79,6 +79,19 @@ def test_one_string_and_none_are_lists() -> None:
     assert (params.stop, params.bad_words, params.stop_token_ids, params.top_k) == (("end",), (), (), 0)
 
 
+def test_a_field_can_be_set_and_is_checked_then() -> None:
+    """vLLM's examples take the checkpoint's defaults and change some of them."""
+    params = SamplingParams(temperature=0.5)
+    params.max_tokens, params.stop, params.top_k = 3, "end", -1
+    assert params == SamplingParams(temperature=0.5, max_tokens=3, stop=["end"])
+    for name, value in (("temperature", -1), ("min_tokens", 4), ("detokenize", False), ("top_k", "x")):
+        with pytest.raises(InvalidRequestError, match=f"{name}|stop"):
+            setattr(params, name, value)
+    with pytest.raises(TypeError, match="temprature"):
+        params.temprature = 1  # type: ignore[attr-defined]
+    assert params == SamplingParams(temperature=0.5, max_tokens=3, stop=["end"])
+
+
 def test_logit_bias_takes_the_string_keys_of_json() -> None:
     assert SamplingParams(logit_bias={"50": 1, 7: -2}).logit_bias == {50: 1.0, 7: -2.0}
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from pagerunner.engine.startup.hub import fetch_checkpoint
 from pagerunner.errors import ConfigError, EngineSleepingError, InvalidRequestError, RequestFailedError
 from pagerunner.memory.memory_plan import MemoryPlan
 from pagerunner.sched.stats import SchedulerStats
+from pagerunner.text.chat_template import plain_messages
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import (
     EngineRequest,
@@ -172,7 +174,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the checkpoint's generation_config.json over the defaults."""
-        return self._frontend.default_sampling_params
+        return copy(self._frontend.default_sampling_params)
 
     def generate(
         self,
@@ -437,8 +439,8 @@ class LLM:
         # same, and nothing of it is computed before it runs.
         tokenizer = self.get_tokenizer()
         check_continues(goes_on, bool(options["add_generation_prompt"]))
-        shown = with_marked_end(messages) if goes_on else list(messages)
-        text = tokenizer.apply_chat_template(shown, **options)
+        shown = plain_messages(messages)
+        text = tokenizer.apply_chat_template(with_marked_end(shown) if goes_on else shown, **options)
         text = up_to_mark(text) if goes_on else text
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -219,6 +219,14 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False) == text
 
 
+def test_the_tokenizers_template_gives_a_text(llm: LLM) -> None:
+    tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template(messages) and text.endswith("assistant\n")
+    with pytest.raises(InvalidRequestError, match="add_special_tokens=False"):
+        tokenizer.apply_chat_template(messages, tokenize=True)
+
+
 def test_chat_goes_on_with_a_message_and_shows_tools(llm: LLM) -> None:
     def prompt(messages: list[dict[str, str]], **options: object) -> str:
         [output] = llm.chat(messages, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
@@ -243,6 +251,35 @@ def test_chat_goes_on_with_a_message_and_shows_tools(llm: LLM) -> None:
     for refused, others in (("tools", {"tools": tools}), ("messages", {})):
         with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs may not set {refused}"):
             prompt([user], chat_template=own, chat_template_kwargs={refused: []}, **others)
+
+
+def test_chat_shows_templates_texts_and_values_as_the_server_does(llm: LLM) -> None:
+    """Templates that know texts only take a list of parts for an empty text."""
+    shown = "{% for m in messages %}{{ m.content if m.content is string else '?' }}|{{ m.tool_calls }}\n{% endfor %}"
+
+    def prompt(*messages: Any) -> str:
+        [output] = llm.chat(list(messages), GREEDY, use_tqdm=False, chat_template=shown)
+        return llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def parts(*found: Any) -> dict[str, Any]:
+        return {"role": "user", "content": list(found)}
+
+    one = {"type": "text", "text": "one"}
+    assert prompt(parts(one, "two")) == "one\ntwo|\n"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert prompt(asked).startswith("|[{") and "'arguments': {'x': 1}" in prompt(asked)
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    call["function"] = {"name": "f", "arguments": "[1"}
+    assert "'arguments': '[1'" in prompt(asked)
+    for message, words in (
+        (parts(one, {"type": "image_url", "image_url": {"url": "x"}}), r"messages\[0\].* 'image_url'.* text only"),
+        (parts({"type": "text"}), "without text"),
+        (parts(5), r"messages\[0\]"),
+        ("hello", r"messages\[0\] must be a mapping"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            prompt(message)
 
 
 def test_prompt_logprobs_cover_the_prompt(llm: LLM) -> None:
@@ -363,6 +400,18 @@ def test_the_checkpoints_generation_config_gives_the_defaults(tmp_path: Path) ->
     )
     llm = LLM(str(path), max_model_len=64)
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0, top_p=0.8, max_tokens=3)
+    changed = llm.get_default_sampling_params()
+    changed.max_tokens = 2
+    assert [len(found) for found in tokens(llm.generate(["a"] * 2, [changed, llm.get_default_sampling_params()]))] == [
+        2,
+        3,
+    ]
+    stream = llm.stream("a", changed)
+    next(stream)
+    changed.max_tokens = 1  # of the next request
+    assert len([*stream][-1].outputs[0].token_ids) == 2
+    with pytest.raises(InvalidRequestError, match="sampling_params must be a SamplingParams, got"):
+        llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
     assert LLM(str(path), max_model_len=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
     (path / "generation_config.json").write_text('{"top_p": 7}')
     with pytest.raises(CheckpointError, match="top_p.*7"):

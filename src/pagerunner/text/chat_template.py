@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pagerunner import limits
 from pagerunner.errors import CheckpointError, InvalidRequestError
 from pagerunner.models.configs.json_files import read_json
+from pagerunner.types.checks import show
 
 if TYPE_CHECKING:
     import jinja2
@@ -123,6 +125,41 @@ class ChatTemplate:
         return InvalidRequestError(f"The chat template of {self.where} is not valid: {str(error).rstrip('.')}.")
 
 
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """A conversation as the server shows it to templates, of which many know texts only: parts are one text, a line each.
+
+    Raises:
+        InvalidRequestError: a message is no mapping, or a part no text.
+    """
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _bad_message(f"{where} must be a mapping with role and content, got {show(message)}.")
+    plain = dict(message)
+    if isinstance(content := message.get("content"), list):
+        plain["content"] = "\n".join(_text_of(part, where) for part in content)
+    elif content is None and message.get("role") == "assistant":  # it has called or thought
+        plain["content"] = ""
+    return plain
+
+
+def _text_of(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else part
+    if kind not in ("text", "input_text", "output_text"):
+        raise _bad_message(f"{where}.content holds a part of type {show(kind)}; this model takes text only.")
+    if not isinstance(text := part.get("text"), str):
+        raise _bad_message(f"{where}.content holds a text part without text.")
+    return text
+
+
+def _bad_message(why: str) -> InvalidRequestError:
+    return InvalidRequestError(why, param="messages")
+
+
 def _within_limit(pieces: Iterator[str]) -> str:
     parts: list[str] = []
     size = 0
@@ -222,12 +259,15 @@ class _Arguments(dict[str, Any]):
 
 
 def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with the arguments of its tool calls as templates of either kind take them."""
+    """The message with the arguments of its tool calls, values or JSON text, as templates of either kind take them."""
     shown = []
     for call in message.get("tool_calls") or ():
-        function = call["function"]
-        if isinstance(function["arguments"], dict):
-            call = {**call, "function": {**function, "arguments": _Arguments(function["arguments"])}}
+        function, arguments = call["function"], call["function"]["arguments"]
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # a text that is no JSON is shown as it is
+                arguments = json.loads(arguments)
+        if isinstance(arguments, dict):
+            call = {**call, "function": {**function, "arguments": _Arguments(arguments)}}
         shown.append(call)
     return {**message, "tool_calls": shown} if shown else message
 

@@ -151,11 +151,16 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation; it holds its special tokens, so encode it without adding others.
 
-        `kwargs` are passed to the template; `chat_template` among them replaces the checkpoint's.
+        `kwargs` are passed to the template; `chat_template` among them replaces the checkpoint's. `tokenize`, which transformers has,
+        may be False.
 
         Raises:
-            InvalidRequestError: there is no template, or it refuses these messages.
+            InvalidRequestError: there is no template, it refuses these messages, or `tokenize` is true.
         """
+        if kwargs.pop("tokenize", False):
+            raise InvalidRequestError(
+                "tokenize=True isn't there: encode the text, with add_special_tokens=False.", param="tokenize"
+            )
         override = kwargs.pop("chat_template", None)
         template = ChatTemplate({"default": override}, "chat_template") if override else self.chat_template
         if template is None:

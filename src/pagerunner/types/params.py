@@ -89,7 +89,7 @@ class StructuredOutputsParams(
         require(length <= most, name, f"has {length:,} characters; at most {most:,} are allowed.")
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to pick the tokens of one request; names and defaults are vLLM's.
 
     `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     requests. Logits may differ in their last bits with the number of requests that run beside this one. Then a token may
     differ. `stop` and `bad_words` take one string or several. `max_tokens=None` means up to the model's length. `logprobs`
     and `prompt_logprobs` ask for that many alternatives beside the chosen token's own log-probability. `structured_outputs`
-    says what the text must be.
+    says what the text must be. A field can be set later, as in vLLM, for the requests after that.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names the parameter, the value and the range.
@@ -133,6 +133,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         self._check_filters()
         self._check_lengths()
         self._normalise()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field. All are checked as at the start, and nothing changes if one is wrong then."""
+        changed = msgspec.structs.replace(self, **{name: value})
+        msgspec.structs.force_setattr(self, name, getattr(changed, name))
 
     def _check_types(self) -> None:
         # Sentences are made only where something is wrong: a request is checked by the frontend and by the core, between two steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import time
@@ -209,6 +210,11 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be a SamplingParams, got {show(params)}.", param="sampling_params"
+            )
+        params = copy.copy(params)  # whoever made them may set them anew for the next request
         token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
