@@ -28,7 +28,7 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from helpers import compiled_latents
 from helpers.compiling import gluon
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, peer_sum
+from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, moe_routing, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of, whole_gates
@@ -525,6 +525,19 @@ def rounding(count: int) -> dict[str, Any]:
     source = ASTSource(rounding_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": count})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     return {}
+
+
+def route(experts: int, active: int, tokens: int) -> dict[str, Any]:
+    """The choice of experts, `ops/kernels/moe_routing.py`, of a step with padding."""
+    config = moe_routing.route_config(tokens, experts)
+    wide = padded(experts)
+    types = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32") | {"factor": "fp32"}
+    types |= dict.fromkeys(("row_ptr", "experts_ptr", "order_ptr", "starts_ptr", "counts_ptr", "touched_ptr"), "*i32")
+    constants = {"A": active, "E": experts, "BT": config.rows, "BE": wide, "KIND": 0, "NORMALISE": False, "BIAS": False, "GROUPS": 1, "KEPT": 1, "BG": 1,
+                 "ORDER": config.at_once, "COUNT": False, "PADS": True, "HERE": experts, "ALL": experts, "BA": wide, "PDL": True}  # fmt: skip
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    own = {"kind": ASTSource, "num_warps": config.warps, "launch_pdl": True}
+    return gluon(moe_routing._route_kernel, types, constants, aligned, **own)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _route_kernel(logits_ptr, bias_ptr, row_ptr, weights_ptr, experts_ptr, order
     weights, ids = scores / total[:, None] * factor, tl.broadcast_to(experts[None, :], slots.shape)
     there = chosen
     if PADS:
-        there = there & (tl.load(row_ptr + tokens, mask=valid, other=-1) >= 0)[:, None]
+        there = (slots >= 0) & (tl.load(row_ptr + tokens, mask=valid, other=-1) >= 0)[:, None]
     if HERE < E:
         experts -= first
         there = there & ((experts >= 0) & (experts < HERE))[None, :]
