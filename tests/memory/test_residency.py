@@ -96,9 +96,23 @@ def test_resetting_the_cache_is_no_eviction(clock: Clock) -> None:
     manager = KVManager(one_group(4), sampler=PageSampler(1.0, clock))
     run(manager, TOKENS[:64])
     manager.reset_prefix_cache()
-    assert manager.pool.evictions == [4]
+    assert manager.pool.evictions == [0]
     run(manager, TOKENS[500:564])
     assert manager.sampler is not None and not any(manager.sampler.residency().lifetime.counts)
+
+
+def test_a_snapshot_that_a_later_one_replaces_is_no_eviction() -> None:
+    """Nobody lacked room. A request counted one every 64 tokens, as if memory were short."""
+    sampler = PageSampler(1.0)
+    bench = Bench({"full": (16, 1), "recurrent": (16, 1)}, megabytes=1, batched=64, sampler=sampler)
+    bench.add("a", TOKENS[:20], 300)
+    replaced = 0
+    while bench.scheduler.has_work:
+        before = set(bench.manager.index.pages[1])
+        bench.step()
+        replaced += len(before - set(bench.manager.index.pages[1]))
+    assert replaced >= 3 and bench.manager.pool.evictions == [0, 0]
+    assert not any(sampler.residency().lifetime.counts)
 
 
 def test_a_snapshot_of_the_counts_does_not_change(clock: Clock) -> None:

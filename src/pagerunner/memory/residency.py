@@ -147,13 +147,8 @@ class TimedPool(SlabPool):
         """See SlabPool."""
         was_cached = super().evict(group, page)
         if was_cached:
-            self._sampler.evicted(group, (page,))
+            self._sampler.stays[group].pop(page, None)
         return was_cached
-
-    def evict_all(self) -> None:
-        """See SlabPool. That the cache is reset says nothing of how long pages stay."""
-        self._sampler.stays.clear()
-        super().evict_all()
 
     def _evict_slab(self, slab: int) -> list[int]:
         group = self.owner[slab]
@@ -168,6 +163,7 @@ class TimedPool(SlabPool):
     def _move(self, group: int, source: int, target: int) -> None:
         stays = self._sampler.stays[group]
         stay = stays.pop(source, None)
+        self._sampler.evicted(group, [page for page in (target,) if page in self.cached[group]])
         super()._move(group, source, target)
         if stay is not None:
             stays[target] = stay

@@ -370,11 +370,10 @@ class SlabPool:
         return min(candidates)[1] if candidates else -1
 
     def evict(self, group: int, page: int) -> bool:
-        """Free a page if it is cached; whether it was."""
+        """Free a page if it is cached; whether it was. That makes no room for anybody, so it isn't counted."""
         if self.cached[group].pop(page, None) is None:
             return False
         self.index.forget(group, page)
-        self.evictions[group] += 1
         slab = page // self.per_slab[group]
         self._slab_free[slab].append(page)
         self._open[group][slab] = None
@@ -510,7 +509,7 @@ class SlabPool:
         return moves
 
     def _move(self, group: int, source: int, target: int) -> None:
-        self.evict(group, target)
+        self.evictions[group] += self.evict(group, target)
         slab = target // self.per_slab[group]
         free = self._slab_free[slab]
         if free[-1] == target:

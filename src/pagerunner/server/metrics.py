@@ -274,7 +274,7 @@ _GROUP_GAUGES = {
     "waste": ("pagerunner:group_waste_ratio", "Share of a slab of the group in which no state fits."),
 }
 _GROUP_TOTALS = {
-    "evictions": ("pagerunner:group_evictions", "Cached pages of the group that were evicted."),
+    "evictions": ("pagerunner:group_evictions", "Cached pages of the group that made room for others."),
     "queries_total": ("pagerunner:group_prefix_queries", "Prompt tokens that the group was looked up for."),
     "hits_total": ("pagerunner:group_prefix_hits", "Prompt tokens that the group alone had in the prefix cache."),
 }
