@@ -119,13 +119,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled_too() -> Iterator[None]:
+def compiled_too(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What Triton's interpreter runs can be compiled as well: see `helpers/front_end.py`."""
+    folder = forks.folder_of_all(tmp_path_factory)
     with contextlib.ExitStack() as stack:
         if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
             from helpers import front_end
 
-            stack.enter_context(front_end.checked())
+            stack.enter_context(front_end.checked(folder))
         yield
 
 

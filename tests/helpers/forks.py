@@ -34,6 +34,7 @@ from helpers.programs import end
 
 Part = list[int]
 """Places of tests in `session.items`, which one process runs in this order."""
+_OWN_FOLDER = "process"
 _SECONDS_TO_END = 120
 _SECONDS_TO_DUMP = 5
 
@@ -74,6 +75,12 @@ def _rewrite(config: pytest.Config, paths: Sequence[Path]) -> None:
         stored = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
         if rewrite._read_pyc(path, stored) is None:
             rewrite._write_pyc(state, *reversed(rewrite._rewrite_test(path, config)), stored)
+
+
+def folder_of_all(factory: pytest.TempPathFactory) -> Path:
+    """A folder for what the processes of this run share."""
+    own = factory.getbasetemp()
+    return own.parent if own.name.startswith(_OWN_FOLDER) else own
 
 
 @dataclass
@@ -215,7 +222,7 @@ class _Other:
         capture.suspend_global_capture()
         self._stderr = self._config.stash[fault_handler_stderr_fd_key]  # what is captured by now is shown to nobody
         factory = self._config._tmp_path_factory
-        factory._basetemp = factory.mktemp(f"process{number}", numbered=False)
+        factory._basetemp = factory.mktemp(f"{_OWN_FOLDER}{number}", numbered=False)
         atexit.unregister(factory._exit_stack.close)  # the first process removes what earlier runs have left
 
     def run(self) -> NoReturn:

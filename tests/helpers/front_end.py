@@ -1,13 +1,15 @@
 """Triton's compiler refuses kernels that its interpreter runs: here it is asked, too.
 
 Example: a variable that is 16 numbers before a loop and 8 in it. The interpreter doesn't mind, and on a card the first launch fails. So each launch
-in the interpreter is noted: the kernel, its constants, and its arguments' types. After the last test a process takes what was noted up to
-Triton's own intermediate code, for an H100 that isn't there. That takes 0.1 s, and 84 kernels are launched in 1,300 ways: each day compiles
-each kernel, and each way has its turn within 20 days.
+in the interpreter is noted: the kernel, its constants, and its arguments' types. After the last test of all processes two programs take what
+was noted up to Triton's own intermediate code, for an H100 that isn't there. That takes 0.1 s, and 84 kernels are launched in 1,300 ways: each
+day compiles each kernel, and each way has its turn within 20 days.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib
 import itertools
@@ -15,7 +17,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ ON_A_CARD = dict.fromkeys(("PDL", "WAIT", "SEND", "RELAY", "TAKE"), True)
 """Constants that differ there: kernels may begin early; ranks wait for each other, and do in one launch what is three in the interpreter."""
 TARGET = GPUTarget("cuda", 90, 32)
 _DAYS = 20
+_PROGRAMS = 2
 _PROGRAM = "import os; del os.environ['TRITON_INTERPRET']; from helpers import front_end; front_end.main()"
 
 
@@ -60,8 +64,9 @@ def noted(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Noted:
 
 
 @contextmanager
-def checked() -> Iterator[None]:
-    """Compile what the package launches inside, or the day's share of it.
+def checked(folder: Path) -> Iterator[None]:
+    """Compile what the package launches inside, or the day's share of it. Processes that test at the same time have one folder: the last of them
+    compiles for all, as most kernels are launched by several.
 
     Raises:
         AssertionError: a kernel can't be compiled.
@@ -74,17 +79,47 @@ def checked() -> Iterator[None]:
             found.add(noted(self, args, given))
         run(self, *args, grid=grid, warmup=warmup, **given)
 
-    with patch.object(interpreter.InterpretedFunction, "run", noting):
-        yield
-    ways = [list(ways) for _, ways in itertools.groupby(sorted(found), lambda one: one[:2])]
-    if said := refused(own[turn] for own in ways for turn in share_of_the_day(len(own), min(_DAYS, len(own)))):
+    with (folder / f"launches{os.getpid()}").open("w+") as own:
+        fcntl.flock(own, fcntl.LOCK_EX)  # as long as this process runs
+        with patch.object(interpreter.InterpretedFunction, "run", noting):
+            yield
+        kernels = _handed_in(folder, own, found)
+    ways = [list(ways) for _, ways in itertools.groupby(kernels, lambda one: one[:2])]
+    todo = [own[turn] for own in ways for turn in share_of_the_day(len(own), min(_DAYS, len(own)))]
+    with ThreadPoolExecutor(_PROGRAMS) as programs:
+        said = [*itertools.chain(*programs.map(refused, (todo[part::_PROGRAMS] for part in range(_PROGRAMS))))]
+    if said:
         raise AssertionError("Kernels that ran in Triton's interpreter can't be compiled:\n\n" + "\n\n".join(said))
 
 
-def refused(kernels: Iterable[Noted]) -> list[str]:
+def _handed_in(folder: Path, own: Any, found: set[Noted]) -> list[Noted]:
+    """What all processes have launched, if none of them runs any more but this one; else nothing."""
+    with (folder / "handing in").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        json.dump(sorted(found), own)
+        own.flush()
+        fcntl.flock(own, fcntl.LOCK_UN)  # a program that the process has forked may have the file, too
+        paths = [*folder.glob("launches*")]
+        with contextlib.ExitStack() as files:
+            for path in paths:
+                try:
+                    fcntl.flock(files.enter_context(path.open()), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return []
+            known = {
+                (module, name, text) for path in paths for module, name, text in json.loads(path.read_text() or "[]")
+            }
+        for path in paths:
+            path.unlink()
+    return sorted(known)
+
+
+def refused(kernels: Sequence[Noted]) -> list[str]:
     """What a process that doesn't interpret says of kernels that it can't compile."""
+    if not kernels:
+        return []
     with tempfile.NamedTemporaryFile("w") as file:
-        json.dump(list(kernels), file)
+        json.dump(kernels, file)
         file.flush()
         done = run_python(_PROGRAM, [file.name], dict(os.environ), timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import torch
 
 from helpers import front_end
@@ -16,3 +18,20 @@ def test_what_the_interpreter_runs_and_the_compiler_refuses_is_said():
     assert out.tolist() == [27] * 4 + [4, 5, 6, 7]
     [said] = front_end.refused([front_end.noted(front_end.grows_kernel, (out,), case) for case in cases])
     assert "grows_kernel for {'N': 8, 'LESS': 4}" in said and "Loop-carried variable place" in said
+
+
+def test_the_last_of_several_processes_compiles_what_all_have_launched(tmp_path, monkeypatch):
+    """Of a kernel that several have launched in one way each, one is compiled."""
+    asked, out = list[str](), torch.zeros(8, dtype=torch.int32)
+    ways = [front_end.noted(front_end.grows_kernel, (out,), {"N": 8, "LESS": less}) for less in (8, 4)]
+    monkeypatch.setattr(front_end, "refused", lambda kernels: asked.extend(kernels) or [])
+    own = [(tmp_path / f"launches{number}").open("w+") for number in range(3)]
+    for file in own:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    assert front_end._handed_in(tmp_path, own[0], {ways[0]}) == front_end._handed_in(tmp_path, own[1], {*ways}) == []
+    own[2].close()  # it has been killed
+    with front_end.checked(tmp_path):
+        pass
+    assert asked in ([ways[0]], [ways[1]]) and not [*tmp_path.glob("launches*")]
+    for file in own:
+        file.close()
