@@ -216,7 +216,7 @@ def test_slots_in_fp8_are_those_that_are_published() -> None:
     assert {spec.page_bytes(256) for spec in slots} == {256 * 584, 64 * (584 + 132), 2 * 584}
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(4)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixed: bool) -> None:
     """All is read as pages hold it, so chunks, graphs and the reference's backend change nothing. A slot of 8 numbers and 8 rotary ones: 8 + 8 + 16 bytes.

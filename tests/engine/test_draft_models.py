@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import make_checkpoint
 from helpers.checkpoints_drafters import EAGLE, eagle_weights, make_followed, make_module, make_smaller, write_drafter
 from helpers.device import as_on_cuda, counted_graphs
+from helpers.effort import effort
 from helpers.families import MAKERS
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import engine_args
@@ -147,7 +148,7 @@ def plain(followed: dict[str, object]) -> Any:
 
 def mixed_params() -> list[SamplingParams]:
     """Most likely tokens, drawn ones, penalties, log-probabilities, siblings, and a text that ends early."""
-    plain = {"max_tokens": 24, "ignore_eos": True, "detokenize": False}
+    plain = {"max_tokens": effort(16, 24), "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=0, **plain),
         SamplingParams(temperature=0.7, seed=3, **plain),
@@ -158,6 +159,7 @@ def mixed_params() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_tokens_are_those_without_a_drafter(followed: dict[str, object], plain: Any, condition: str) -> None:
     found, counts = generated(followed, mixed_params(), drafts=3, **CONDITIONS[condition])
@@ -172,7 +174,7 @@ def test_tokens_are_those_without_a_drafter_in_graphs(followed: dict[str, object
         found, counts = generated(followed, mixed_params(), drafts=2, max_in_flight=2)
     assert found == plain("defaults") == eager[0]
     assert counts == eager[1]  # the same drafts
-    assert counts.num_accepted_tokens > 30
+    assert counts.num_accepted_tokens > 20
     assert any(key.drafts == 2 for key in graphs.replays)
 
 
@@ -187,7 +189,7 @@ def test_tokens_are_those_without_a_smaller_model(
     options = CONDITIONS[condition]
     found, counts = generated(followed, mixed_params(), speculative_config=drafts, **options)
     assert found == plain(condition)
-    assert counts.num_accepted_tokens > 50
+    assert counts.num_accepted_tokens > 30
     if condition == "defaults":
         with as_on_cuda():
             in_graphs, same = generated(followed, mixed_params(), speculative_config=drafts)

@@ -58,7 +58,7 @@ def pages(path: str, request: pytest.FixtureRequest) -> tuple[str, list[list[int
     return request.param, drawn(path, kv_cache_dtype=request.param)[0]
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(5)
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_the_models_own_module(path: str, pages: tuple[str, list[list[int]]], in_flight: int) -> None:
     dtype, expected = pages
@@ -70,7 +70,7 @@ def test_the_models_own_module(path: str, pages: tuple[str, list[list[int]]], in
     assert sum(key.drafts == 3 for key in graphs.replays) > 5, "the backend of GPUs takes rows with drafts"
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(5)
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 def test_drafts_of_any_quality(
     path: str, pages: tuple[str, list[list[int]]], right: float, monkeypatch: pytest.MonkeyPatch

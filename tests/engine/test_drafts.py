@@ -36,7 +36,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "no prefix hits": {"enable_prefix_caching": False},
     "by priority": {"scheduling_policy": "priority"},
 }
-TOKENS = 20
+TOKENS = effort(14, 20)
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "seed": 4},
     {"temperature": 1.0, "seed": 5},
@@ -139,7 +139,7 @@ def test_drafters_that_are_always_right_and_always_wrong(
     counts = llm.stats().spec
     assert counts is not None and (counts.num_accepted_tokens > 0) == (right > 0)
     if right:  # but for what is drafted behind a text's end
-        assert counts.num_accepted_tokens > 0.8 * counts.num_draft_tokens > 50
+        assert counts.num_accepted_tokens > 0.8 * counts.num_draft_tokens > 30
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -147,7 +147,7 @@ def test_ngrams_draft_and_change_nothing(checkpoints: Any, plain: Any, family: s
     assert tokens(outputs(LLM(str(checkpoints(family)), **DEFAULTS, **drafting(4)))) == tokens(plain(family))
 
 
-@pytest.mark.parametrize(("family", "pages"), [("qwen3", 14), ("gemma3_text", 14), ("qwen3_next", 14)])
+@pytest.mark.parametrize(("family", "pages"), [("qwen3", 11), ("gemma3_text", 14), ("qwen3_next", 14)])
 def test_scarce_pages_and_preemption_change_nothing(
     checkpoints: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, family: str, pages: int
 ) -> None:
@@ -221,6 +221,7 @@ def test_rows_with_a_grammar_have_drafts_and_the_same_tokens(
     assert more > 20 if right == 1.0 else more > 0 if right else more == 0
 
 
+@pytest.mark.days(2)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_graphs_and_eager_steps_are_alike(checkpoints: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     path, how = str(checkpoints(family)), {**DEFAULTS, "attention_backend": "triton"}

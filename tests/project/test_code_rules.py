@@ -231,3 +231,11 @@ def test_loop_rule_catches(bounds, last, wrong):
 def test_inner_loops_of_kernels_have_bounds_that_no_outer_loop_carries():
     faults = [f for path in checks.package_files() for f in checks.loop_faults(read(path), checks.dotted(path))]
     assert not faults, "\n".join(faults)
+
+
+def test_messages_in_the_troubleshooting_page_are_the_codes():
+    """It stands here as this file's process has all trees."""
+    literals = [one for path in checks.package_files() for one in checks.text_literals(read(path))]
+    document = read(checks.ROOT / "docs" / "troubleshooting.md")
+    assert document.count("\n> ") > 25
+    assert checks.unknown_messages(document, literals) == []

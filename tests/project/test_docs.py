@@ -94,15 +94,6 @@ def test_message_rule_catches():
     assert checks.unknown_messages(quoted, literals) == ["n must be at least 2", "A sentence of a docstring."]
 
 
-def test_messages_in_the_troubleshooting_page_are_the_codes():
-    literals = [
-        one for path in checks.package_files() for one in checks.text_literals(path.read_text(encoding="utf-8"))
-    ]
-    document = (checks.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    assert document.count("\n> ") > 25
-    assert checks.unknown_messages(document, literals) == []
-
-
 def test_the_flag_tables_are_made_from_the_code():
     module = script("vllm_table")
     document = module.DOCUMENT.read_text(encoding="utf-8")

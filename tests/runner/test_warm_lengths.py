@@ -77,7 +77,8 @@ def _runner(
     monkeypatch.setattr(worker, "make_runner", make_runner)
     sizes = {"max_model_len": longest, "max_num_batched_tokens": tokens or longest, "kv_cache_memory_bytes": 20_000_000}
     options = {"max_num_seqs": 4, "cudagraph_capture_sizes": [1, 8], "poison_fresh_pages": False}
-    with as_on_cuda():
+    with as_on_cuda(), monkeypatch.context() as start:
+        start.setattr(ModelRunner, "warm_up", lambda *_, **__: None)  # it would compute long prompts on the CPU
         engine(make(directory), dtype="bfloat16", kv_cache_dtype=pages, **sizes, **(options | own))
     (made,) = found
     return made

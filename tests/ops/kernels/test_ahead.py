@@ -124,7 +124,7 @@ compilers.main()
 """
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(6)
 def test_processes_that_compile_end_with_a_starter_that_is_killed():
     """The leash ends while all of them are busy. That is so after every start that fails with kernels to compile."""
     kernels = [Kernel("pagerunner.ops.kernels.pages", "_fill_pages", str(number)) for number in range(9)]
@@ -154,7 +154,7 @@ def test_ranks_of_a_machine_divide_its_cores(device, monkeypatch):
     assert [workers for _, workers in ahead._compilers] == [12, 1, 1]
 
 
-@pytest.mark.days(3)
+@pytest.mark.days(6)
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -210,7 +210,7 @@ else:
 """
 
 
-@pytest.mark.days(2)
+@pytest.mark.days(6)
 @pytest.mark.parametrize("fails", ["nothing", "0"])
 def test_processes_that_share_a_cache_divide_the_kernels_and_end_when_all_are_there(tmp_path, fails):
     """One that is killed while it compiles leaves its kernel to the other ones."""

@@ -45,14 +45,19 @@ ROUTES = [("route", 16, 1, 8), ("route", 8, 1, 24)]
 SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
 
 
-SORTS = 4
+SORTS = 6
 
 
 def turns(cases: list[Any], day: int) -> list[Any]:
-    """One of the cases every fourth day: most take one to five seconds. After 4 * len(cases) days all have had their turn."""
+    """One of the cases every sixth day: most take one to five seconds. After 6 * len(cases) days all have had their turn."""
     assert 0 <= day < SORTS, "on no day it would be the turn of these"
     days = SORTS * len(cases)
     return [cases[number // SORTS] for number in share_of_the_day(days, days) if number % SORTS == day]
+
+
+def turns_of_two(cases: list[Any], days: tuple[int, int]) -> list[Any]:
+    """One of the cases on each of two days of the six, where they are many."""
+    return [case for half, day in enumerate(days) for case in turns(cases[half::2], day)]
 
 
 def lanes_cases() -> list[tuple[Any, ...]]:
@@ -92,7 +97,7 @@ def wide_cases() -> list[tuple[Any, ...]]:
             ("bf16", "fp16"), (32, 64, 96, 128, 160, 192), (2, 3), (False, True)
         )
     ]
-    return turns(cases, 2)
+    return turns_of_two(cases, (2, 4))
 
 
 def few_cases() -> list[tuple[Any, ...]]:
@@ -127,7 +132,7 @@ def dense_cases() -> list[tuple[Any, ...]]:
     sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 3), (False, True))
     cases = [("dense", "fp16" if size == 16 else "bf16", size, *more) for size, *more in sizes]
     gates = [("dense", "bf16", 64, 3, True, 0, False, count) for count in (3072, 6144, 12_288)]
-    return turns([*cases, *gates], 1)
+    return turns_of_two([*cases, *gates], (5, 1))
 
 
 def latent_cases() -> list[tuple[Any, ...]]:
@@ -143,14 +148,14 @@ def sparse_cases() -> list[tuple[Any, ...]]:
     chosen = itertools.product(["chosen"], ("bf16", "fp32"), (16, 32, 128), (False, True), (True, False))
     scores = itertools.product(["scores"], ("bf16", "fp32"), (64, 128), (False, True), (1, 4, 64))
     choice = [("choice", "bf16", 64, fp8, chunk) for fp8 in (False, True) for chunk in (1024, 8192)]
-    return [*turns(list(chosen), 3), *turns(list(scores), 3), *turns(choice, 3)]
+    return [*turns_of_two(list(chosen), (3, 0)), *turns(list(scores), 3), *turns(choice, 3)]
 
 
 def vectors_cases() -> list[tuple[Any, ...]]:
     """Layers of windows alone, of chosen slots and of all, by whether rows have several tokens, parts, and pages in fp8."""
     layers = (0, False, False), (4, True, False), (128, False, False), (4, True, True), (128, False, True)
     cases = [("vectors", "bf16", *layer, parts == 1, parts, fp8) for *layer, fp8 in layers for parts in (1, 2, 3)]
-    return turns(cases, 3)
+    return turns(cases, 4)
 
 
 def prefill_cases() -> list[tuple[Any, ...]]:
@@ -160,17 +165,17 @@ def prefill_cases() -> list[tuple[Any, ...]]:
 
 def pairs_cases() -> list[tuple[Any, ...]]:
     """Slices of 64 queries with two tiles at once, by slots of a page and tokens of a row."""
-    return turns([("pairs", "bf16", 64, 1), ("pairs", "fp16", 16, 4), ("pairs", "bf16", 128, 2)], 0)
+    return turns([("pairs", "bf16", 64, 1), ("pairs", "fp16", 16, 4), ("pairs", "bf16", 128, 2)], 4)
 
 
 SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
-SUMMED = turns([False, True], 2)  # indexer keys in fp8
+SUMMED = turns([False, True], 5)  # indexer keys in fp8
 SCORED = [("scored", "bf16", 1024, fp8) for fp8 in SUMMED]
 """Attention that chooses slots itself."""
 ALONE = [("alone", "bf16", 64, fp8) for fp8 in SUMMED]
 """Scores of rows of one token."""
-BEST = turns([False, True], 3)
-HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 1)  # fmt: skip
+BEST = turns([False, True], 4)
+HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 5)  # fmt: skip
 PEERS = [
     ("peers", "peer_words", 3),
     ("peers", "peer_units", 3),
@@ -184,7 +189,7 @@ PEERS = [
 PEERS = [PEERS[number] for number in share_of_the_day(len(PEERS), 3)]
 CASES = [
     *PEERS,
-    *turns(PRODUCTS, 1),
+    *turns(PRODUCTS, 2),
     *dense_cases(),
     *HELD,
     *lanes_cases(),
