@@ -1,4 +1,4 @@
-"""AsyncEngine in a fork of its process: each method says so, and nothing is lost where the engine was made."""
+"""AsyncEngine in a fork of its process, and in another loop: each method says so, and nothing is lost where the engine was made."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def answers_of_a_fork(calls: dict[str, Callable[[], Any]]) -> tuple[int, dict[st
     return child, dict(line.split("\t") for line in text.decode().splitlines())
 
 
-def test_a_fork_of_the_process_hears_that_the_engine_is_not_there(
+def test_a_fork_of_the_process_and_another_loop_hear_that_the_engine_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(fake_core.OPTIONS_VARIABLE, SLOW)
@@ -104,6 +104,10 @@ def test_a_fork_of_the_process_hears_that_the_engine_is_not_there(
                 assert methods - NOT_CALLS <= calls.keys()
                 child, said = await asyncio.to_thread(answers_of_a_fork, calls)
                 sentence = f"RuntimeError: This AsyncEngine was made in process {os.getpid()}, of which process {child} is a fork."
+                assert [name for name, one in said.items() if not one.startswith(sentence)] == []
+                calls.pop("the next output")  # which would be the last one then
+                said = await asyncio.to_thread(lambda: {name: said_by(call) for name, call in calls.items()})
+                sentence = "RuntimeError: This AsyncEngine was made in another event loop"
                 assert [name for name, one in said.items() if not one.startswith(sentence)] == []
                 later = await anext(outputs)
             assert (

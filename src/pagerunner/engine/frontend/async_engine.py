@@ -62,7 +62,7 @@ class AsyncEngine:
     """A loaded engine for asyncio programs; `await AsyncEngine.from_args(args)` makes one, `shutdown` ends it.
 
     The core runs in a process of its own. Tokenising and detokenising happen here, long texts in threads.
-    All methods are for the event loop that made the engine; in a fork of its process they raise RuntimeError. `dead` is set when the
+    All methods are for the event loop that made the engine; in another one, and in a fork of its process, they raise RuntimeError. `dead` is set when the
     core has ended, whatever the reason.
 
     With `data_parallel_size` there are several cores, in `replicas`, each with the whole model. A request runs on one of them
@@ -82,7 +82,7 @@ class AsyncEngine:
         ranks: int,
         teams: int = 1,
     ) -> None:
-        self._home, self._ranks = HomeProcess("AsyncEngine"), ranks
+        self._home, self._ranks = HomeProcess("AsyncEngine", asyncio.get_running_loop()), ranks
         self._frontend = frontend
         self.dead = asyncio.Event()
         self.replicas = [
