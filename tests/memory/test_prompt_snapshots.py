@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.memory_bench import Bench
 from helpers.plans import mixed
 from helpers.recount import recount
 from pagerunner.memory import moves
 from pagerunner.memory.grant import Grant
 from pagerunner.memory.manager import KVManager
+from pagerunner.memory.snapshots import Snapshots
 from pagerunner.types import PageCopy, StateSave
 from pagerunner.types.lora import AdapterInfo
 
@@ -151,3 +153,20 @@ def test_a_state_takes_no_slab_that_a_prompts_pages_are_promised(monkeypatch: py
     manager.begin_step()
     grant, copies = run(manager, 1)
     assert grant.cached_tokens == 16 and not copies, "the snapshot's own page is the state"
+
+
+def test_a_request_that_meets_a_bug_in_admission_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages and what it was promised were lost to all others, for ever."""
+    bench = Bench({"full": (16, 1), "recurrent": (16, 1)}, 1)
+    bench.add("first", A)
+    bench.step()
+    bench.add("second", A, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "restore", lambda *_: 1 // 0)
+        assert bench.scheduler.schedule() is None
+    (update,) = bench.scheduler.take_failed()
+    assert (update.request_id, update.finish_reason) == ("second", "error") and not bench.scheduler.has_work
+    recount(bench.manager)
+    assert not any(bench.manager.pool.used) and not any(bench.manager._promises.by_group)
+    bench.add("third", A)
+    assert bench.step().rows[0].start == 80

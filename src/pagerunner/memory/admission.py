@@ -59,10 +59,24 @@ class Admission:
         prompt_len: int,
     ) -> Grant | None:
         """See KVManager."""
-        grant = Grant(slot, chain, len(self._rules), self._index.epoch)
+        while True:
+            grant, end = Grant(slot, chain, len(self._rules), self._index.epoch), "refused"
+            self._books.grants[grant] = None
+            try:
+                end = self._fill(grant, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
+            finally:  # whatever has happened
+                if end != "granted":
+                    self._holdings.release(grant)
+            if end != "lost":
+                return grant if end == "granted" else None
+
+    def _fill(
+        self, grant: Grant, tokens: Sequence[int], hit_limit: int, *, shares: bool, parent_id: str, prompt_len: int
+    ) -> Literal["granted", "refused", "lost"]:
+        """Give a new grant what it asks for. "lost": making room has cost the very snapshot of its hit. The hit's other pages are of no use without it."""
         self.awaits = ""
         grant.target = len(tokens)
-        hit, cell = 0, self._books.plan.hit_granularity
+        chain, hit, cell = grant.chain, 0, self._books.plan.hit_granularity
         if shares:
             chain.cover(tokens, len(tokens))
             hit = self._find_hit(grant, hit_limit) if hit_limit > 0 else 0
@@ -71,7 +85,7 @@ class Admission:
             elif hit_limit - hit >= cell and any(self._leases.arriving) and self._hit_to_come(chain, hit_limit) > hit:
                 self.awaits = "transfer"
             if self.awaits:
-                return None
+                return "refused"
         fork = min(hit_limit, prompt_len)
         if shares and parent_id and fork > hit and self._fork(grant, parent_id, tokens[:prompt_len], fork):
             hit = fork
@@ -87,16 +101,11 @@ class Admission:
             grant.adapter = adapters.join(chain.adapter)
             beside[adapters.group] += grant.adapter.num_lacking
         waits = bool(positions) and self.snapshots_wait(self._snapshots.pages_beside(beside, len(positions)))
-        self._books.grants[grant] = None
         promised = self._books.promises.beside(beside)
-        fits = not waits and self._room.reserve(promised)
-        lost = fits and hit > 0 and self._snapshots.is_lost(chain, hit)
-        if not fits or lost:
-            self._holdings.release(grant)
-            if not lost:
-                return None
-            # Making room has cost the very snapshot. The hit's other pages are of no use without it.
-            return self.admit(slot, chain, tokens, hit_limit, shares=shares, parent_id=parent_id, prompt_len=prompt_len)
+        if waits or not self._room.reserve(promised):
+            return "refused"
+        if hit and self._snapshots.is_lost(chain, hit):
+            return "lost"
         grant.cached_tokens = hit
         if hit and self._sampler is not None:
             self._sampler.used(grant.pages)
@@ -114,7 +123,7 @@ class Admission:
             self._snapshots.plan(grant, hit, prompt_len)
         grant.capacity = hit
         self._books.work.send_table(grant)
-        return grant
+        return "granted"
 
     def cached_tokens(self, chain: PrefixChain, tokens: Sequence[int]) -> int:
         """See KVManager."""
