@@ -8,6 +8,7 @@ had, and where uv fails. The last says what is wrong. Versions are those of cons
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -33,7 +34,8 @@ OF_NO_IMPORTANCE = {
     "quiet",
     "root-user-action",
 }
-PINS = ["--constraint", str(Path(__file__).parents[1] / "constraints.txt")]
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+PINS = ["--constraint", str(CONSTRAINTS)]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -51,10 +53,21 @@ def uv_settings(listed: str) -> dict[str, str] | None:
     return found
 
 
+def has_uv() -> bool:
+    """Whether uv is there in its pinned version. pip would take a second to say so."""
+    try:
+        version = importlib.metadata.version("uv")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return f"uv=={version}" in CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+
+
 def by_uv(arguments: list[str]) -> bool:
     """Whether uv has installed them."""
     settings = uv_settings(subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout)
-    if settings is None or subprocess.run([*PIP, "install", *PINS, "uv"], capture_output=True, check=False).returncode:
+    if settings is None:
+        return False
+    if not has_uv() and subprocess.run([*PIP, "install", *PINS, "uv"], capture_output=True, check=False).returncode:
         return False
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
     command += ["--index-strategy", "unsafe-best-match", *PINS, *arguments]  # as pip, which looks into all indexes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,21 @@ def test_uv_keeps_to_the_constraints_of_pip_beside_those_of_the_project(monkeypa
     files = [after for word, after in zip(command, command[1:], strict=False) if word == "--constraint"]
     assert (command[2], files) == ("uv", [install.PINS[1], "/one.txt", "/two.txt"])
     assert "UV_CONSTRAINT" not in how["env"]
+
+
+@pytest.mark.parametrize("pinned", ["1.2.3", "1.2.4"])
+def test_pip_is_asked_for_uv_until_its_pinned_version_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: str
+) -> None:
+    constraints, commands = tmp_path / "constraints.txt", []
+    constraints.write_text(f"urllib3==2.0\nuv=={pinned}\n", encoding="utf-8")
+    monkeypatch.setattr(install, "CONSTRAINTS", constraints)
+    monkeypatch.setattr(importlib.metadata, "version", {"uv": "1.2.3"}.__getitem__)
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: commands.append(command) or subprocess.CompletedProcess(command, 0, "")
+    )
+    assert install.by_uv(["pytest"])
+    assert [command[1:4] for command in commands if "config" not in command] == [
+        *([["-m", "pip", "--disable-pip-version-check"]] if pinned == "1.2.4" else []),
+        ["-m", "uv", "pip"],
+    ]
