@@ -37,11 +37,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 4 || { status=$$?; test $$status = 2 && $(BIN)/mypy || exit $$status; }
 
-# A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one), the longest first
-# (tests/conftest.py). They are forked from one that has collected the tests (tests/helpers/forks.py). One thread in each: the models are
-# tiny, and on a busy machine threads that wait for each other take most of the time. Bytecode is kept, whatever the environment says: else
-# every process that a test starts compiles the package again, and pytest each test. The day chooses cases and all that is random, the order of
-# sets of strings too.
+# A process for each core and one more, because tests also wait (8 at most), whole files at a time (JOBS=1 for one): the longest first, and in the
+# first process those that wait (tests/conftest.py). They are forked from one that has collected the tests (tests/helpers/forks.py). One thread in
+# each: the models are tiny, and on a busy machine threads that wait for each other take most of the time. Bytecode is kept, whatever the
+# environment says: else every process that a test starts compiles the package again, and pytest each test. The day chooses cases and all that is
+# random, the order of sets of strings too.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 PAGERUNNER_TEST_DAY ?= $(shell $(PYTHON) -c 'import datetime as time; print(time.datetime.now(time.timezone.utc).toordinal())')
 test: lint

@@ -49,9 +49,11 @@ os.environ["PAGERUNNER_TEST_DAY"] = str(TEST_DAY)  # one day for all processes, 
 
 LONG_FILES = (
     "ops/kernels/test_compiled.py", "ops/kernels/test_paged_attention.py", "engine/test_drafts.py", "engine/test_draft_models.py",
-    "engine/test_tokens_equal_transformers.py", "sched/test_machine.py", "text/test_template_pool.py", "tiers/test_peers.py",
+    "engine/test_tokens_equal_transformers.py", "sched/test_machine.py",
 )  # fmt: skip
-"""Those that take 10 s and more of a processor, and long ones of the last folders. They begin first, or one process would end long after the others."""
+"""Those that take 10 s and more of a processor. They begin first, or one process would end long after the others."""
+WAITING = ("project", "server", "tiers")
+"""Folders whose tests wait for programs and clocks for longer than they compute. They come last, which one process begins with: see `helpers/forks.py`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,8 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What chooses tests is then hidden from the programs that are tested: PAGERUNNER_ variables are settings of theirs.
     """
     keep_the_days(config, items)
-    ranks = {config.rootpath / "tests" / name: rank for rank, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    tests = config.rootpath / "tests"
+    ranks = {tests / name: rank for rank, name in enumerate(LONG_FILES)}
+    last = tuple(tests / name for name in WAITING)
+    items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), item.path.parent in last))
     for name in ("PAGERUNNER_TEST_DAY", "PAGERUNNER_THOROUGH"):
         os.environ.pop(name, None)
 

@@ -13,7 +13,7 @@ from helpers.checkpoints import write_tokenizer
 from helpers.checkpoints_compressed import make_compressed_checkpoint
 from helpers.checkpoints_hybrid import make_hybrid_checkpoint
 from helpers.compiler import needs_compiler
-from helpers.effort import TEST_DAY, share_of_the_day
+from helpers.effort import TEST_DAY, effort, share_of_the_day
 from helpers.recount import recount
 from pagerunner import LLM, SamplingParams
 from pagerunner.config import EngineArgs
@@ -98,7 +98,7 @@ def same(path: str, new_tokens: int, *, hits: bool = True, **options: Any) -> LL
 
 @pytest.mark.parametrize("family", [FAMILIES[at] for at in share_of_the_day(4, 4)])
 def test_tokens_and_hits_are_those_without_drafts(checkpoint: Any, family: str) -> None:
-    same(checkpoint(family), 70, max_num_batched_tokens=64)
+    same(checkpoint(family), effort(50, 70), max_num_batched_tokens=64)
 
 
 def test_the_demo_model_accepts_drafts_and_says_the_same(checkpoint: Any) -> None:

@@ -2,6 +2,7 @@
 
 pytest-xdist starts processes that collect all tests each: 11 s of computing, most of it imports. A fork has everything, and shares the memory.
 Each process asks for a file when it begins the last test of the one before, so the fixtures of the session stay in between.
+The first of them gets the last files and the others get the first ones, until they meet: files that wait stand last, and while one waits others compute.
 What it reports goes through a pipe to the first process, whose plugins hear it as if the tests had run there.
 A process that dies fails the test that it was at. Another one takes over what is left of the file.
 A process that says nothing for `--silence` seconds shows its threads and is ended: a test that hangs fails, and the others still run.
@@ -140,6 +141,12 @@ class _First:
         theirs.close()
         self._others.append(_Process(number, pid, ours))
 
+    def _take(self, number: int) -> Part:
+        """The next file of this process."""
+        if not self._to_do:
+            return []
+        return self._to_do.pop(0 if number == 0 else -1)
+
     def _end_silent(self) -> None:
         for other in [*self._others]:
             over = time.monotonic() - other.heard - self._silence
@@ -158,7 +165,7 @@ class _First:
             self._bury(other)
             return
         if what == "next":
-            part = self._to_do.pop() if self._to_do else []
+            part = self._take(other.number)
             other.left += part
             with contextlib.suppress(ConnectionError):  # it has just died, which is heard next
                 other.link.send(part)

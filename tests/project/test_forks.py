@@ -10,8 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+from helpers import forks
 
 HELPERS = Path(__file__).parents[1]
 CONFTEST = """
@@ -123,6 +128,15 @@ def test_what_happens_in_processes_is_told_by_one(tmp_path: Path) -> None:
     sessions = [line.split() for line in (tmp_path / "sessions").read_text().splitlines()]
     assert len(sessions) >= 1 and len({number for number, _ in sessions}) == len(sessions)
     assert {forked for _, forked in sessions} == {"True"}
+
+
+def test_the_first_process_begins_with_the_last_file_and_the_others_with_the_first() -> None:
+    """A file of a process that has died goes to the next one that asks."""
+    config: Any = SimpleNamespace(hook=None, getoption=lambda _: 1.0, _tmp_path_factory=Mock())
+    first = forks._First(SimpleNamespace(config=config), [[0, 1], [2], [3], [4, 5]])
+    assert [first._take(number) for number in (0, 1, 0)] == [[4, 5], [0, 1], [3]]
+    first._to_do.append([1])
+    assert [first._take(number) for number in (2, 0, 1)] == [[1], [2], []]
 
 
 def test_one_process_removes_what_earlier_runs_have_left(tmp_path: Path) -> None:
