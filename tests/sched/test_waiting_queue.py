@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import pytest
 
@@ -56,3 +57,24 @@ def test_priority_is_the_sorted_order_under_any_removals(seed: int) -> None:
             assert queue.peek() is min(alive.values(), key=lambda item: item.key)
     expected = [item.request_id for item in sorted(alive.values(), key=lambda item: item.key)]
     assert [item.request_id for item in queue] == expected == drain(queue)
+
+
+def test_the_first_of_a_long_line_are_found_without_a_look_at_all() -> None:
+    """A plan looks along the line for each request whose pages are on their way. With 32 of them and 10,000 that wait it took 54 ms."""
+    compared = 0
+
+    class Key(tuple[int, float, int]):
+        def __lt__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return tuple.__lt__(self, other)  # type: ignore[operator]
+
+    queue = PriorityQueue()
+    for at in range(2_000):
+        sequence = make(str(at), at, random.randrange(4))
+        sequence.key = Key(sequence.key)
+        queue.push(sequence)
+    compared = 0
+    first = list(islice(queue, 32))
+    assert first == sorted(first, key=lambda one: tuple(one.key)) and first[0] is queue.peek()
+    assert compared < 32 * 20
