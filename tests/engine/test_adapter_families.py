@@ -101,7 +101,7 @@ def test_experts_in_graphs(family: str, tmp_path: Path) -> None:
     plain = answers(LLM(str(base), **OPTIONS).generate(PROMPTS, PARAMS, False))
     one = LoRARequest("a", 1, str(adapter))
     with as_on_cuda(), counted_graphs() as count:
-        llm = LLM(str(base), enable_lora=True, **OPTIONS)
+        llm = LLM(str(base), enable_lora=True, max_num_seqs=4, max_num_batched_tokens=64, **OPTIONS)
         got = answers(llm.generate(PROMPTS, PARAMS, False, lora_request=[one, None, one]))
         got += answers(llm.generate(PROMPTS[:1], PARAMS, False, lora_request=one))
         assert any(key.adapters for key in count.replays)

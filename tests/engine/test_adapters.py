@@ -112,6 +112,7 @@ def test_drafts_change_no_token(
     drafts |= {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(make_smaller(tmp_path, base))}
     wanted = [adapters[0], None, adapters[1], adapters[2], adapters[0], adapters[3]]
     more: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_num_seqs": 4, "speculative_config": drafts}
+    more["max_num_batched_tokens"] = 160
     rounds: list[tuple[Any, dict[str, Any]]] = [(nullcontext, {}), (as_on_cuda, {})]
     if method == ("ngram", "draft_model")[TEST_DAY % 2]:
         rounds.append((nullcontext, {"tensor_parallel_size": 2}))

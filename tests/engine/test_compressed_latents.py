@@ -226,8 +226,8 @@ def test_slots_in_fp8_have_scales_of_their_own(models: Any, tmp_path: Path, mixe
     path = make_compressed_checkpoint(tmp_path, index_head_dim=16)[0] if mixed else models("three kinds")[0]
     prompts, found = [prompt(i, n) for i, n in enumerate((5, 90, 33))], []
     with as_on_cuda(), counted_graphs() as graphs:
-        for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 24}):
-            llm = engine(path, kv_cache_dtype="fp8_e4m3", max_num_seqs=4, **options)
+        for size, options in ((160, {}), (24, {"enforce_eager": True})):
+            llm = engine(path, kv_cache_dtype="fp8_e4m3", max_num_seqs=4, max_num_batched_tokens=size, **options)
             found.append([list(output.outputs[0].token_ids) for output in run(llm, prompts)])
     reference = engine(path, kv_cache_dtype="fp8_e4m3")
     found.append([list(output.outputs[0].token_ids) for output in run(reference, prompts)])
@@ -315,6 +315,6 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     elif planted == "slots' angles":
         monkeypatch.setattr(deepseek_v4.Angles, "slots_of_all", stale_angles)
     with as_on_cuda(), counted_graphs() as graphs:
-        found = answers(engine(path, max_num_seqs=4))
+        found = answers(engine(path, max_num_seqs=4, max_num_batched_tokens=160))
     assert graphs.replays
     assert (found == expected) == (kind not in NOTICED[planted]), found

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "max_model_len": 96,
     "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
     "cudagraph_capture_sizes": [2, 4, 16],
 }
 PROMPTS = [{"prompt_token_ids": [7, 8, 9, 10 + n] * (2 + n)} for n in range(5)]

@@ -87,6 +87,10 @@ def test_prompts_that_end_around_borders(models: Any, backend: str, condition: s
     check(reference, run(llm, [prompt(i, n) for i, n in enumerate(lengths)]))
 
 
+FEW = {"max_num_seqs": 4, "max_num_batched_tokens": 128}
+"""A start in graphs computes as large a step."""
+
+
 @pytest.mark.days(3)
 @pytest.mark.parametrize(("kv_cache_dtype", "level"), by_days(["auto", "fp8"], [1, 2]))
 def test_sleep_changes_no_bit(models: Any, kv_cache_dtype: str, level: int) -> None:
@@ -99,7 +103,7 @@ def test_sleep_changes_no_bit(models: Any, kv_cache_dtype: str, level: int) -> N
         return [(list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]) for one in made]
 
     with as_on_cuda(), counted_graphs() as graphs:
-        llm = engine(path, kv_cache_dtype=kv_cache_dtype, enable_sleep_mode=True, max_num_seqs=4)
+        llm = engine(path, kv_cache_dtype=kv_cache_dtype, enable_sleep_mode=True, **FEW)
         before = answers()
         llm.sleep(level)
         llm.wake_up()
@@ -232,6 +236,6 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     elif planted == "places":
         monkeypatch.setattr(paged_sparse, "store_latent_", stale_places)
     with as_on_cuda(), counted_graphs() as graphs:
-        found = answers(engine(path, max_num_seqs=4))
+        found = answers(engine(path, **FEW))
     assert graphs.replays
     assert (found == expected) == (planted == "nothing"), found
