@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import types
 
@@ -143,6 +144,18 @@ def test_a_bug_is_exit_code_1_and_points_to_debug(monkeypatch, capsys):
     plant(monkeypatch, raiser(KeyError("slot")))
     assert cli.main(["planted"]) == 1
     assert "internal error: KeyError: 'slot' (--debug shows where)" in capsys.readouterr().err
+
+
+def test_an_output_that_is_closed_or_full_is_no_bug(monkeypatch, capsys):
+    plant(monkeypatch, lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)  # as Python has it where the process was started without one
+        assert cli.main(["planted"]) == 0
+    with monkeypatch.context() as patch:
+        full = raiser(OSError(errno.ENOSPC, "No space left on device"))
+        patch.setattr(sys, "stdout", types.SimpleNamespace(write=len, flush=full))
+        assert cli.main(["--version"]) == 2
+    assert capsys.readouterr().err == "pagerunner: error: [Errno 28] No space left on device.\n"
 
 
 def test_ctrl_c_is_130(monkeypatch, capsys):

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug of ours, 2 the user's input or machine, 130 interrup
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     try:
         code = _dispatch(words)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is in a process that was started without one
+            sys.stdout.flush()
         return code
     except PagerunnerError as error:
         return _report(f"error: {_one_line(str(error)) or type(error).__name__}", 2, debug)
@@ -60,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The rest of the buffer can't be written. Without this the interpreter would complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # the last resort: a bug of ours is reported and not shown raw
+    except Exception as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:  # mostly of the output
+            return _report(f"error: {error}.", 2, debug)
+        # The last resort: a bug of ours is reported and not shown raw.
         what = f"internal error: {_one_line(described(error))}"
         return _report(what if debug else f"{what} (--debug shows where)", 1, debug)
     finally:
