@@ -194,7 +194,7 @@ def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) 
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
         expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, abs=torch.abs, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, associative_scan=lambda x, axis, add: x.cumsum(axis), float32=torch.float32, int32=torch.int32,
-        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
+        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, float16=torch.float16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
     )  # fmt: skip
 
 

@@ -270,11 +270,11 @@ def test_kernels_stay_on_their_way(case, compiled):
 
 @pytest.mark.parametrize("case", [*SCORED, *(case for case in VECTORS if case[-2] == CLUSTER)], ids=str)
 def test_nothing_else_is_in_shared_memory_while_programs_of_a_cluster_write_to_each_others(case, compiled):
-    """A thread gives away 64 sums and two numbers of a head. The compiler doesn't know where they lie, and would take the room for a conversion of its own."""
+    """A thread gives away 64 sums of 16 bits and two numbers of a head. The compiler doesn't know where they lie, and would take the room for a conversion of its own."""
     steps, met = compiled[case]["swapped"], ["barrier.cluster.arrive", "barrier.cluster.wait"]
     store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
-    given = [f"{store}.v4.f32"] * 16 + [f"{store}.v2.f32"]
-    taken = ["mbarrier.try_wait", *["ld.shared.v4.f32"] * 16, "ld.shared.v2.f32", "bar.sync"]
+    given = [f"{store}.v4.b32"] * 8 + [f"{store}.v2.f32"]
+    taken = ["mbarrier.try_wait", *["ld.shared.v4.b32"] * 8, "ld.shared.v2.f32", "bar.sync"]
     assert steps[: len(met + given + taken)] == met + given + taken
 
 

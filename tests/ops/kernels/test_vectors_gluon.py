@@ -53,8 +53,13 @@ def pairs_of_codes(words, factors):
     return numbers.view(torch.int32).unbind(-1)
 
 
+def power(largest):
+    k = (15 - torch.frexp(largest).exponent).clamp(max=100)
+    return k.float(), torch.exp2(k.float())
+
+
 def launched(monkeypatch: pytest.MonkeyPatch, parts: int, fp8: bool = False, **known: Any) -> Launched:
-    known |= {"_back": turned, "_angles": angles}
+    known |= {"_back": turned, "_angles": angles, "_power": power, "_of_threads": lambda x, like: x[:, None, None]}
     if fp8:
         known |= {"_factors": lambda x: torch.exp2(x.float() - 127).bfloat16(), "_pairs_of_codes": pairs_of_codes}
     found = Launched(vectors_fp8_gluon if fp8 else vectors_gluon, "vectors_kernel", **known)

@@ -8,7 +8,7 @@ Window and slots are one list of keys: first the window, then slots. So a tile m
 A token's parts have tiles in turn, so each has some of the window, which it brings while slots are still being chosen.
 
 Two parts of a token may be a cluster: two programs that run at the same time and write to each other's shared memory (`num_ctas=2`). Triton knows of it that layouts are
-the same in both; each has numbers of its own. At the end either gives the other one half of its heads and completes the other half, so nothing is left to be merged.
+the same in both; each has numbers of its own. At the end either gives the other one half of its heads, in 16 bits, and completes the other half, so nothing is left to be merged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
 OWN = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 256]], [[0, 0]], [32, 512]))  # fmt: skip
 """Half of the heads' sums, 8 of each 16, where a thread of a cluster has them anyway."""
-HELD_STATS = gl.constexpr(32 * 512 * 4)
+HELD_STATS = gl.constexpr(32 * 512 * 2)
 """Where in shared memory a cluster's programs leave the scores' statistics: behind half of the sums."""
 HELD_BARRIER = gl.constexpr(HELD_STATS + 256 * 8)
 """Where they count the bytes that have come: behind the statistics of 256 threads."""
@@ -168,7 +168,7 @@ def _meet(counter):
     memory, twice."""
     gl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
-        @p mbarrier.init.shared::cta.b64 [$1], 1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], 67584; @p fence.mbarrier_init.release.cluster;
+        @p mbarrier.init.shared::cta.b64 [$1], 1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], 34816; @p fence.mbarrier_init.release.cluster;
         fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0; }""",
         "=r,r", [counter], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -198,6 +198,38 @@ def _halves(x, rank):
 
 
 @gluon.jit
+def _power(largest):
+    """The k whose 2^k brings a number just below 2^15, as far as there is one, and 2^k."""
+    k = gl.minimum(141 - (largest.to(gl.int32, bitcast=True) >> 23), 100)
+    return k.to(gl.float32), ((k + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _threads(x):
+    """Elements of 32 rows by the threads that have them: 2 groups of 4 have 32 pairs each."""
+    return gl.reshape(x, (32, 2, 32, 4, 2))
+
+
+@gluon.jit
+def _of_threads(x, like):
+    """A number of each of 32 heads, for all threads that have some of it; `like` has one of each thread."""
+    SLICE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+    return gl.convert_layout(x, SLICE, assert_trivial=True)[:, None, None]
+
+
+@gluon.jit
+def _shortened(most, total, acc):
+    """What is given away, with sums in 16 bits. A thread's are times 2^k, so that none is too large and the largest ones have all digits: as scores are in units of log2, k is taken off the largest score.
+
+    Example: sums of up to 3 are times 2^13, and come as numbers of up to 24,576 with 11 digits."""
+    x = _threads(acc)
+    k, factor = _power(gl.max(gl.max(gl.abs(x), 4), 2))
+    x = (x * factor[:, :, None, :, None]).to(gl.float16)
+    x = gl.convert_layout(gl.reshape(x, (32, acc.shape[1])), OWN, assert_trivial=True)
+    return _of_threads(most, k) - k, _of_threads(total, k) * factor, x
+
+
+@gluon.jit
 def _swap(rank, most, total, acc, D: gl.constexpr):
     """Give the cluster's other program what it completes, and take from it what this one does. Each thread writes to its counterpart.
 
@@ -207,12 +239,12 @@ def _swap(rank, most, total, acc, D: gl.constexpr):
     own = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
     far = gl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [own, 1 - rank], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
     d = gl.arange(0, D, gl.SliceLayout(0, OWN))[None, :]
-    at = gl.full((32, D), 0, gl.int32, OWN) + (thread * 16 + d % 256 // 16 * 4096)
-    few = gl.full((32,), HELD_STATS, gl.int32, gl.SliceLayout(1, OWN)) + thread * 8
+    at = gl.full((32, D), 0, gl.int32, OWN) + (thread * 16 + d % 256 // 32 * 4096)
+    few = gl.full(most.shape, HELD_STATS, gl.int32, most.type.layout) + thread * 8
     _meet(own + HELD_BARRIER)
     gl.inline_asm_elementwise(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$1], {$9, $10, $11, $12}, [$5]; mov.b32 $0, 0;",
-        "=r,r,r,r,r,r,r,r,r,f,f,f,f", [far + at, far + HELD_BARRIER, acc], dtype=gl.int8, is_pure=False, pack=4,
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$2], {$18, $19, $20, $21}, [$10]; mov.b32 $0, 0; mov.b32 $1, 0;",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [far + at, far + HELD_BARRIER, acc], dtype=gl.int8, is_pure=False, pack=8,
     )  # fmt: skip
     gl.inline_asm_elementwise(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$1], {$3, $4}, [$2]; mov.b32 $0, 0;",
@@ -220,8 +252,8 @@ def _swap(rank, most, total, acc, D: gl.constexpr):
     )  # fmt: skip
     _await(own + HELD_BARRIER)
     acc = gl.inline_asm_elementwise(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-        "=f,=f,=f,=f,r,r,r,r", [own + at], dtype=gl.float32, is_pure=False, pack=4,
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [own + at], dtype=gl.float16, is_pure=False, pack=8,
     )  # fmt: skip
     most, total = gl.inline_asm_elementwise(
         "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r",
@@ -250,11 +282,14 @@ def _complete(out, sinks, cos, sin, block, num_heads, most, total, acc, D: gl.co
     head = block + head // 8 * 16 + rank * 8 + head % 8
     sink = gl.load(sinks + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2_E
     c, s = _angles(acc, cos, sin, D, P)  # on their way while sums are swapped
-    far_most, far_total, far = _swap(rank, far_most, far_total, far, D)
+    far_most, far_total, far = _swap(rank, *_shortened(far_most, far_total, far), D)
+    most, sink = _of_threads(most, far_most), _of_threads(sink, far_most)
     larger = gl.maximum(gl.maximum(most, far_most), sink)
     shrink, far_shrink = gl.exp2(most - larger), gl.exp2(far_most - larger)
-    whole = 1.0 / (total * shrink + far_total * far_shrink + gl.exp2(sink - larger))
-    y = _back(acc * (shrink * whole)[:, None] + far * (far_shrink * whole)[:, None], c, s, D)
+    whole = 1.0 / (_of_threads(total, far_most) * shrink + far_total * far_shrink + gl.exp2(sink - larger))
+    own = (shrink * whole)[:, :, None, :, None]
+    y = _threads(acc) * own + _threads(far.to(gl.float32)) * (far_shrink * whole)[:, :, None, :, None]
+    y = _back(gl.convert_layout(gl.reshape(y, (32, D)), OWN, assert_trivial=True), c, s, D)
     gl.thread_barrier()  # all that was given has been read
     ROWS: gl.constexpr = _laid(COPIED, gl.num_ctas())
     y = gl.convert_layout(y.to(out.dtype.element_ty), ROWS)
