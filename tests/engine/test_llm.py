@@ -270,8 +270,12 @@ def test_chat_shows_templates_texts_and_values_as_the_server_does(llm: LLM) -> N
     asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert prompt(asked).startswith("|[{") and "'arguments': {'x': 1}" in prompt(asked)
     assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
-    call["function"] = {"name": "f", "arguments": "[1"}
-    assert "'arguments': '[1'" in prompt(asked)
+    for arguments, text in (("[1", "'[1'"), ("", "{}")):
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert f"'arguments': {text}" in prompt(asked)
+    assert prompt({"role": "assistant", "refusal": "no"}) == "no|\n"
+    shown = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
+    assert prompt({"role": "assistant", "content": "x", "reasoning": "why"}) == "why why"
     for message, words in (
         (parts(one, {"type": "image_url", "image_url": {"url": "x"}}), r"messages\[0\].* 'image_url'.* text only"),
         (parts({"type": "text"}), "without text"),

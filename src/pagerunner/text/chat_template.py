@@ -140,8 +140,10 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
     plain = dict(message)
     if isinstance(content := message.get("content"), list):
         plain["content"] = "\n".join(_text_of(part, where) for part in content)
-    elif content is None and message.get("role") == "assistant":  # it has called or thought
-        plain["content"] = ""
+    elif content is None and message.get("role") == "assistant":  # it has called, thought or refused
+        plain["content"] = message.get("refusal") or ""
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):  # templates have each of the names
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning, "thinking": reasoning}
     return plain
 
 
@@ -265,7 +267,7 @@ def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
         function, arguments = call["function"], call["function"]["arguments"]
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # a text that is no JSON is shown as it is
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments or "{}")
         if isinstance(arguments, dict):
             call = {**call, "function": {**function, "arguments": _Arguments(arguments)}}
         shown.append(call)
