@@ -117,16 +117,19 @@ def test_drafts_cost_the_host_one_launch_at_most(tmp_path: Path, monkeypatch: py
     assert min(launches) == 1 and max(launches) <= 2, "a page more is a launch more"
 
 
-def test_pooling_runs_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["MEAN", "LAST"])
+def test_pooling_runs_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """All vectors of a step come to the host together, beside what is sampled."""
     monkeypatch.setattr(build, "graph_engine", lambda device: RecordedGraphs())
     path = make_checkpoint(tmp_path, "qwen3")
-    how = {"pooler_config": {"pooling_type": "MEAN"}}
+    how = {"pooler_config": {"pooling_type": kind}}
     llm, eager = start(path, **how), start(path, enforce_eager=True, **how)
     wanted = [{"prompt_token_ids": [7 + i, 12, 40] * (1 + i)} for i in range(3)] + [{"prompt_token_ids": [11]}]
     expected = eager.embed(wanted, use_tqdm=False)
     with counted_steps() as steps:
         found = llm.embed(wanted, use_tqdm=False)
     assert all(step.in_graph and not step.waits for step in steps)
+    assert max(step.rows for step in steps) == 4 and all(step.to_host <= 2 for step in steps)
     for got, want in zip(found, expected, strict=True):
         assert got == pytest.approx(want, abs=1e-5)
 

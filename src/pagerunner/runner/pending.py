@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagerunner.ops.accept import count_drafts
-from pagerunner.ops.async_copy import ToHost
+from pagerunner.runner.pooling import PooledRows
 from pagerunner.runner.sampling.sampler import Sampled
 from pagerunner.runner.scoring import PromptScores
 from pagerunner.types import StepPlan, StepResult, TokenLogprobs
@@ -19,7 +19,7 @@ class PendingStep:
     sampled_rows: list[int]
     sampled: Sampled | None
     prompt_scores: dict[int, PromptScores]
-    pooled: dict[int, ToHost]
+    pooled: PooledRows
     in_graph: bool = False
     width: int = 1
 
@@ -50,7 +50,7 @@ class PendingStep:
             else dict(zip(self.plan.tell_drafts, self.sampled.read_drafts(), strict=True)),
             logprobs=logprobs,
             prompt_logprobs={row: scores.read() for row, scores in self.prompt_scores.items()},
-            pooled={row: copy.lists()[0] for row, copy in self.pooled.items()},
+            pooled=self.pooled.read(),
             errors=errors,
         )
 

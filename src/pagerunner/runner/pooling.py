@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from pagerunner.ops.async_copy import ToHost
+from pagerunner.ops.async_copy import ToHost, to_device
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import Pooling, SlotInit
 
 _STEPS = 2.0**32
 """A mean adds up whole numbers of steps of 2^-32. Below 2^53 float64 rounds none of their sums, so pieces of a prompt add up to the same bits in any order."""
 _TOKENS = 256  # at a time: float64 takes memory that nobody has planned
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The vectors of rows whose prompts end in a step, on their way to the host."""
+
+    rows: Sequence[int] = ()
+    copy: ToHost | None = None
+
+    def read(self) -> dict[int, list[float]]:
+        """By row. Waits for the step that made them only."""
+        return {} if self.copy is None else dict(zip(self.rows, self.copy.lists()[0], strict=True))
 
 
 class HiddenStatePooler:
@@ -34,20 +47,32 @@ class HiddenStatePooler:
         """The rows of a step, given by their slots, that belong to pooling requests."""
         return [row for row, slot in enumerate(slots) if slot in self._kinds] if self._kinds else []
 
-    def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> dict[int, ToHost]:
-        """Take the tokens of `rows`. Returns the vectors of the rows that end a prompt, on their way to the host."""
-        found: dict[int, ToHost] = {}
+    def pool(self, hidden_TD: torch.Tensor, step: StagedStep, rows: Sequence[int]) -> PooledRows:
+        """Take the tokens of `rows`. Returns the vectors of the rows that end a prompt, on their way to the host together."""
+        if not rows:
+            return PooledRows()
         firsts = [0, *accumulate(step.query_lens)]
-        for index in rows:
-            row = step.rows[index]
-            end = firsts[index] + row.num_tokens
-            vector_D = hidden_TD[end - 1].float()
-            if self._kinds[row.slot] == "mean":
-                sum_D = self._sums[row.slot] if row.start else torch.zeros_like(vector_D, dtype=torch.float64)
-                for part_TD in hidden_TD[firsts[index] : end].split(_TOKENS):
-                    sum_D = sum_D + part_TD.double().mul_(_STEPS).round_().sum(0)
-                self._sums[row.slot] = sum_D
-                vector_D = (sum_D / (_STEPS * (row.start + row.num_tokens))).float()
-            if row.samples:
-                found[index] = ToHost((vector_D,), hidden_TD.device)
-        return found
+        means = [self._mean(hidden_TD, step, index, firsts[index]) for index in rows if self._is_mean(step, index)]
+        ended = [index for index in rows if step.rows[index].samples]
+        last = [index for index in ended if not self._is_mean(step, index)]
+        found = [vector_D[None] for vector_D in means if vector_D is not None]
+        if last:
+            ends = [firsts[index] + step.rows[index].num_tokens - 1 for index in last]
+            found.append(hidden_TD.index_select(0, to_device(ends, torch.int64, hidden_TD.device)).float())
+        if not found:
+            return PooledRows()
+        order = [index for index in ended if self._is_mean(step, index)] + last
+        return PooledRows(order, ToHost((torch.cat(found),), hidden_TD.device))
+
+    def _is_mean(self, step: StagedStep, index: int) -> bool:
+        return self._kinds[step.rows[index].slot] == "mean"
+
+    def _mean(self, hidden_TD: torch.Tensor, step: StagedStep, index: int, first: int) -> torch.Tensor | None:
+        """Add a row's tokens up; their mean where the prompt ends."""
+        row = step.rows[index]
+        before = self._sums[row.slot] if row.start else None
+        sum_D = torch.zeros_like(hidden_TD[first], dtype=torch.float64) if before is None else before
+        for part_TD in hidden_TD[first : first + row.num_tokens].split(_TOKENS):
+            sum_D = sum_D + part_TD.double().mul_(_STEPS).round_().sum(0)
+        self._sums[row.slot] = sum_D
+        return (sum_D / (_STEPS * (row.start + row.num_tokens))).float() if row.samples else None

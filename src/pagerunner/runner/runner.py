@@ -24,7 +24,7 @@ from pagerunner.runner.graphs import Captured, GraphKey, GraphSettings, SecondWo
 from pagerunner.runner.kernel_counts import KernelsOf, more_counts
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.pending import PendingStep
-from pagerunner.runner.pooling import HiddenStatePooler
+from pagerunner.runner.pooling import HiddenStatePooler, PooledRows
 from pagerunner.runner.recorded import RecordedSteps
 from pagerunner.runner.sampling.sampler import Masks, Sampled, SampledRows, Sampler
 from pagerunner.runner.scoring import CHUNK, PromptScorer
@@ -177,17 +177,19 @@ class ModelRunner:
                 self._graphs.replay(captured, step, plan.state_saves)
             else:
                 self._model(self._builder.eager(step, plan.state_saves))
-            return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
+            return PendingStep(plan, [], None, {}, PooledRows(), in_graph=captured is not None)
         if captured is not None and captured.key.decode:
             outputs = self._graphs.replay(captured, step, plan.state_saves)
             sampled = self._sample_decoded(*outputs, step, plan, captured)
             self._tell(step, sampled)
-            return PendingStep(plan, step.sampled_rows, sampled, {}, {}, in_graph=True, width=width)
+            return PendingStep(plan, step.sampled_rows, sampled, {}, PooledRows(), in_graph=True, width=width)
         if self._recorded is not None and not (needs_hidden or self._builder.has_adapters(step.slots)):
             threads = torch.get_num_threads() if self._threads is None else self._threads.usual
             logits_SV = self._recorded.logits(step, self._builder, plan.state_saves, self._logits, threads)
             if logits_SV is not None:
-                return PendingStep(plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan), {}, {})
+                return PendingStep(
+                    plan, step.sampled_rows, self._sample_logits(logits_SV, step, plan), {}, PooledRows()
+                )
         taken_TX: torch.Tensor | None
         if captured is not None:
             alone, batch = False, captured.batch
@@ -232,7 +234,7 @@ class ModelRunner:
             self._graphs.replay_empty(captured)
         elif plan.most_tokens:
             self._model.join(plan.most_tokens)
-        return PendingStep(plan, [], None, {}, {}, in_graph=captured is not None)
+        return PendingStep(plan, [], None, {}, PooledRows(), in_graph=captured is not None)
 
     def _tell(self, step: StagedStep, sampled: Sampled | None) -> None:
         """Give the tokens to the other stages, if there are any."""
