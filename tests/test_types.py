@@ -79,6 +79,11 @@ def test_one_string_and_none_are_lists() -> None:
     assert (params.stop, params.bad_words, params.stop_token_ids, params.top_k) == (("end",), (), (), 0)
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """So it is in vLLM, and user interfaces send it for "another answer each time"."""
+    assert SamplingParams(seed=-1) == SamplingParams() and SamplingParams(seed=-2).seed == -2
+
+
 def test_a_field_can_be_set_and_is_checked_then() -> None:
     """vLLM's examples take the checkpoint's defaults and change some of them."""
     params = SamplingParams(temperature=0.5)

@@ -93,7 +93,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """How to pick the tokens of one request; names and defaults are vLLM's.
 
     `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 switch those filters off. `temperature` 0 is greedy.
-    `seed` fixes the request's random numbers. A token's number depends on the seed and the token's position, never on other
+    `seed` fixes the request's random numbers, but for -1, which is None. A token's number depends on the seed and the token's position, never on other
     requests. Logits may differ in their last bits with the number of requests that run beside this one. Then a token may
     differ. `stop` and `bad_words` take one string or several. `max_tokens=None` means up to the model's length. `logprobs`
     and `prompt_logprobs` ask for that many alternatives beside the chosen token's own log-probability. `structured_outputs`
@@ -202,6 +202,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.stop_token_ids != ():
             put(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
         put(self, "top_k", max(self.top_k, 0))
+        if self.seed == -1:
+            put(self, "seed", None)
         if self.allowed_token_ids is not None:
             allowed = as_token_ids("allowed_token_ids", self.allowed_token_ids, "MAX_ALLOWED_TOKEN_IDS")
             require(bool(allowed), "allowed_token_ids", "must hold at least 1 id, got none.")
