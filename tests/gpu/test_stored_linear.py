@@ -84,6 +84,25 @@ def test_every_code_of_four_bits_is_exact(numbers, words):
     assert torch.equal(got.t(), dense(matrix, torch.float32)[:, :16])
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_packed_code_is_exact_in_float16(tokens, zeros):
+    """Each code at every place of a run, its zero point beside it. Published checkpoints of AWQ and GPTQ are in float16."""
+    codes = ((torch.arange(64)[:, None] + torch.arange(256)) % 16).to("cuda", torch.uint8)
+    scales = torch.ldexp(torch.ones(64, 2), torch.arange(128).view(64, 2) % 5 - 2).to("cuda", torch.float16)
+    from_zero = torch.arange(128, device="cuda").view(64, 2) % 16 if zeros else None
+    matrix = Stored4(pack4(codes), scales, 128, "int4", None if from_zero is None else from_zero.to(torch.uint8))
+    assert linear_packed.reads(matrix, torch.float16)
+    eye = torch.eye(256, device="cuda", dtype=torch.float16)
+    got = torch.cat(
+        [
+            linear_packed.run_packed(Product(x, matrix, None, torch.empty(len(x), 64, device="cuda")))
+            for x in eye.split(tokens)
+        ]
+    )
+    assert torch.equal(got, dense(matrix, torch.float32).t())
+
+
 @pytest.mark.parametrize("numbers", ["int4", "e2m1"])
 def test_every_code_and_every_scale_byte_of_packed_codes_is_exact(numbers):
     codes = ((torch.arange(128)[:, None] + torch.arange(32)) % 16).to("cuda", torch.uint8)
@@ -100,9 +119,10 @@ def test_every_code_and_every_scale_byte_of_packed_codes_is_exact(numbers):
     )
 
 
-def test_a_large_input_costs_the_others_nothing():
-    """What codes of int4 count from is taken off the sums: an error of float32 and not of bfloat16."""
-    matrix, x = made("int4 f16 128", 256, 4096), random(1, 4096).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_large_input_costs_the_others_nothing(dtype):
+    """What codes of int4 count from is taken off the sums: an error of float32 and not of the inputs' dtype."""
+    matrix, x = made("int4 f16 128", 256, 4096), random(1, 4096).to(dtype)
     x[0, 7] = 30000.0
     got = linear_packed.run_packed(Product(x, matrix, None, torch.empty(1, 256, device="cuda")))
     want = x.double() @ dense(matrix, torch.float64).t()

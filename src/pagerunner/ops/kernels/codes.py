@@ -3,7 +3,7 @@
 Each conversion is written twice. The first is Triton's casts, for any dtype of numbers and for Triton's interpreter. The second is for bfloat16 on
 Hopper: four codes at a time, in the words of PTX. It makes a number's bits from a code's bits, exactly:
 
-* int4: nibble n beside the byte 0x43 is the bfloat16 128 + n. 136 is taken off.
+* int4: nibble n beside the byte 0x43 is the bfloat16 128 + n. 136 is taken off. In float16, n in bits 6 to 9 beside 0x4C00 is 16 + n.
 * e2m1: the sign goes to bit 15, the other three bits to bits 6 to 8. That is 2 ** -126 of the number.
 * e4m3: the sign goes to bit 15, the other seven bits to bits 4 to 10. That is 2 ** -120 of the number. NaN (0x7F) becomes 480.
 * int8: seven bits beside 0x43 are 128 + n, and the sign beside 0x43 is 128 or 256, which is taken off.
@@ -53,6 +53,12 @@ def spread(values, COUNT: tl.constexpr):
 def _four(codes, PTX: tl.constexpr):
     """Numbers in bfloat16 of four codes at a time: words of PTX write $0 and $1, of the codes in $2."""
     return tl.inline_asm_elementwise(PTX, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _four_halves(codes, PTX: tl.constexpr):
+    """The same in float16."""
+    return tl.inline_asm_elementwise(PTX, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 # One return for each function: Triton compiles what stands behind a return inside an `if`.
@@ -115,11 +121,17 @@ def _by_words(pairs, HIGH: tl.constexpr, FORM: tl.constexpr):
 def raw_int4(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of the high or the low nibbles of bytes for products that take off what they count from.
 
-    With WORDS a nibble n is 128 + n, and the bytes 0, 1, 2, 3 of a word have their numbers in the order 0, 2, 1, 3: one operation makes two
-    numbers. Without, n - 8 and the order of the bytes.
+    With WORDS a nibble n is 128 + n, or 16 + n in float16, and the bytes 0, 1, 2, 3 of a word have their numbers in the order 0, 2, 1, 3: one
+    operation makes two numbers. Without, n - 8 and the order of the bytes.
     """
     if not WORDS:
         numbers = numbers4(pairs, HIGH, dtype, INT4, False)
+    elif dtype == tl.float16 and HIGH:
+        numbers = _four_halves(pairs, """{ .reg .b32 a, b; shl.b32 a, $2, 2; shr.u32 b, $2, 6;
+            lop3.b32 $0, a, 0x03C003C0, 0x4C004C00, 0xEA; lop3.b32 $1, b, 0x03C003C0, 0x4C004C00, 0xEA; }""")  # fmt: skip
+    elif dtype == tl.float16:
+        numbers = _four_halves(pairs, """{ .reg .b32 a, b; shl.b32 a, $2, 6; shr.u32 b, $2, 2;
+            lop3.b32 $0, a, 0x03C003C0, 0x4C004C00, 0xEA; lop3.b32 $1, b, 0x03C003C0, 0x4C004C00, 0xEA; }""")  # fmt: skip
     elif HIGH:
         numbers = _four(pairs, """{ .reg .b32 a, b; shr.u32 a, $2, 4; shr.u32 b, $2, 12;
             lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA; }""")  # fmt: skip

@@ -9,6 +9,7 @@ so that few tokens fill the 8 columns of a product: with one token a row has 8 p
 product with its own counts. What a program needs of a matrix is on its way before the kernel before it has ended.
 
 int4: a code n is the number 128 + n. The scale of a segment multiplies its sum, less 136 (or 128 + zero point) times the sum of the inputs.
+In float16 it is 16 + n: with 1,024 + n, what is taken off would be so large that float32's errors show.
 e2m1: a code is 2 ** -126 of its number, and its scale times 2 ** 64 multiplies it. That is exact in bfloat16 for scales from 2 ** -64 to 2 ** 63.
 """
 
@@ -178,7 +179,8 @@ def add_step(acc, weights, inputs, FORM: tl.constexpr, WORDS: tl.constexpr, ZERO
     codes = _own_bytes(codes)
     dtype: tl.constexpr = low.dtype
     if FORM == INT4:
-        OFFSET: tl.constexpr = 136.0 if WORDS else 0.0  # what a number counts from
+        COUNTED: tl.constexpr = 24.0 if dtype == tl.float16 else 136.0
+        OFFSET: tl.constexpr = COUNTED if WORDS else 0.0  # what a number counts from
         product = tl.zeros(acc.shape, tl.float32)
         if ZEROS or WORDS:
             ones = tl.full(codes.shape, 1.0, dtype)
@@ -296,9 +298,15 @@ def fits(x_TI: torch.Tensor, stored: Stored) -> bool:
     return 0 < x_TI.shape[0] <= MAX_TOKENS and isinstance(stored, Stored4) and reads(stored, x_TI.dtype)
 
 
+def has_words(stored: Stored, dtype: torch.dtype) -> bool:
+    """A kernel's WORDS: whether PTX makes numbers of this dtype of such codes here."""
+    half = dtype == torch.float16 and isinstance(stored, Stored4) and stored.numbers == "int4"
+    return uses_words(dtype) or half and os.environ.get("TRITON_INTERPRET") != "1"
+
+
 def reads(stored: Stored4, dtype: torch.dtype) -> bool:
     """Whether lanes read such codes for activations of this dtype: with scales of 128 columns or more, or exact scales of e2m1."""
-    if not uses_words(dtype) and os.environ.get("TRITON_INTERPRET") != "1":
+    if not has_words(stored, dtype) and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     if stored.numbers == "int4":
         return stored.group % SEGMENT.value == 0 or stored.group >= stored.shape[-1]
@@ -339,6 +347,7 @@ def run_packed(product: Product, config: PackedConfig | None = None) -> torch.Te
     config = config or packed_config(inputs, features, padded(tokens), gated, stored.numbers == "e2m1")
     own = config.rows // pieces // (2 if gated else 1)
     tensors, constants = operands_of(x_TI, stored, bias_O)
+    constants["WORDS"] = has_words(stored, x_TI.dtype)
     _packed_kernel[(blocks(features, own),)](
         x_TI, *tensors, out_TO, tokens, features, x_TI.stride(0), out_TO.stride(0), K=inputs, G=stored.group,
         P=pieces, B=config.warps, BM=max(8, padded(tokens)), BN=config.rows, AHEAD=config.ahead, GATED=gated, ADD=add,

@@ -29,6 +29,7 @@ from pagerunner.ops.kernels.linear_packed import (
     SEGMENT,
     add_step,
     all_loaded,
+    has_words,
     load_inputs,
     load_step,
     own_pieces,
@@ -277,7 +278,9 @@ def packs(dtype: torch.dtype, gate_up: torch.Tensor | Stored, down: torch.Tensor
 
 def _args(weights: torch.Tensor | Stored, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tensors, constants = stored_args(weights, dtype)
-    return tensors, {name: constants[name] for name in ("FORM", "WORDS", "G", "ZEROS", "FACTORS")}
+    assert isinstance(weights, Stored4), "`packs` says so"
+    words = {"WORDS": has_words(weights, dtype)}
+    return tensors, words | {name: constants[name] for name in ("FORM", "G", "ZEROS", "FACTORS")}
 
 
 def pairs_products(
