@@ -183,13 +183,11 @@ def test_what_is_chosen_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch, par
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize(("tokens", "fp8", "parts"), [(1, False, 10), (32, False, 4), (33, False, 2), (44, False, 2), (44, True, 3), (66, True, 2), (67, False, 1)])  # fmt: skip
-def test_many_tokens_have_two_parts_at_most_but_in_fp8(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, fp8: bool, parts: int
-) -> None:
+@pytest.mark.parametrize(("tokens", "parts"), [(1, 10), (32, 4), (33, 2), (44, 2), (66, 2), (67, 1)])
+def test_many_tokens_have_two_parts_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int, parts: int) -> None:
     """Of 640 keys on a device of 132 multiprocessors."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
-    assert kernels._parts(tokens, 64, 640, kernels.GLUON_TILES, torch.device("cuda"), fp8) == parts
+    assert kernels._parts(tokens, 64, 640, kernels.GLUON_TILES, torch.device("cuda")) == parts
 
 
 @pytest.mark.parametrize("heads", [16, 32, 80])

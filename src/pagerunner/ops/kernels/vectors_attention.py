@@ -459,14 +459,14 @@ def _codes_by_gluon(pages: Latents, dtype: torch.dtype) -> bool:
     return not any(steps) and codes.data_ptr() % 16 == 0 and scales.data_ptr() % 8 == 0
 
 
-def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device, fp8: bool) -> int:
-    """Into how many parts a token's `keys` (at most) are divided. Two that merge themselves take less time than three, but not in fp8, where a tile takes longer."""
+def _parts(tokens: int, heads: int, keys: int, tiles: Tiles, device: torch.device) -> int:
+    """Into how many parts a token's `keys` (at most) are divided. Two that merge themselves, and may choose, take less time than three."""
     programs = multiprocessors(device) // max(1, tokens * blocks(heads, tiles.heads))
     most = blocks(keys, tiles.keys)
     if tiles is GLUON_TILES and tokens > FEW_TOKENS:
         most //= 3  # a part of fewer tiles takes less time than merging it
     parts = max(1, min(programs, most, MOST_PARTS))
-    return CLUSTER if tiles is GLUON_TILES and tokens > FEW_TOKENS and not fp8 and parts > CLUSTER else parts
+    return CLUSTER if tiles is GLUON_TILES and tokens > FEW_TOKENS and parts > CLUSTER else parts
 
 
 def takes_choice(q_THD: torch.Tensor, window: Window, slots: Slots, rows: StepRows) -> bool:
@@ -551,7 +551,7 @@ def vectors_attention(
     if ratio:
         most = width_of(rows, ratio)
         seen += min(most, chosen.top_k) if isinstance(chosen, Choice) else most if chosen is None else chosen.shape[1]
-    parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device, isinstance(pages, Latents))
+    parts = _parts(tokens, heads, min(seen, rows.max_seq_len + 1), tiles, device)
     if slots is not None and not (gluon and parts == CLUSTER and takes_choice(q_THD, window, slots, rows)):
         slots = slots.choose(rows)
         chosen = slots.chosen
