@@ -9,6 +9,7 @@ import torch
 
 from helpers.gluon_programs import Launched
 from helpers.indexer_cases import Case, made
+from pagerunner.batch import StepRows
 from pagerunner.ops import fp8
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.kernels import indexer, indexer_gluon, indexer_one
@@ -31,3 +32,15 @@ def test_scores(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int)
     q = q.to(torch.float16)
     assert torch.equal(choose_slots.kernel(q, *args, **named), choose_slots.twin(q, *args, **named))
     assert found.programs
+
+
+@pytest.mark.parametrize(("tokens", "width", "dtype", "by_gluon", "one"), [
+    (64, 4096, torch.float8_e4m3fn, True, False), (33, 2049, torch.float8_e4m3fn, True, False), (32, 4096, torch.float8_e4m3fn, True, True),
+    (65, 4096, torch.float8_e4m3fn, True, True), (64, 2048, torch.float8_e4m3fn, True, True), (64, 4096, torch.float8_e4m3fn, False, True),
+    (64, 4096, torch.bfloat16, True, True), (64, 4097, torch.bfloat16, True, False),
+])  # fmt: skip
+def test_scores_of_many_keys_in_fp8_are_a_launch_of_their_own(
+    tokens: int, width: int, dtype: torch.dtype, by_gluon: bool, one: bool
+) -> None:
+    rows = StepRows.of([1] * tokens, [width] * tokens, range(tokens))
+    assert indexer.takes_few(rows, tokens, 64, width, dtype, by_gluon) == one

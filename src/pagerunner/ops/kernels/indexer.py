@@ -541,9 +541,11 @@ def few_warps(slots: int, fp8: bool) -> int:
     return 8 if fp8 or slots > 1024 else 4
 
 
-def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether scores and choice are one launch. In float32 their products need more registers than there are."""
+def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype, by_gluon: bool) -> bool:
+    """Whether scores and choice are one launch. In float32 their products need more registers than there are, and many of fp8 keys take less time in Gluon."""
     if not rows.one_token or heads > 64 or dtype.itemsize == 4 or width > CHUNK:
+        return False
+    if by_gluon and dtype.itemsize == 1 and 32 < tokens <= 64 and width > FEW_SLOTS // 2:
         return False
     return tokens == 1 or (tokens <= FEW_TOKENS and width <= FEW_SLOTS)
 
@@ -568,7 +570,8 @@ def choose_slots(
             chosen_TK = scratch["all slots"] = run_choice(nothing.expand(tokens, 16), top_k, rows, ratio, scratch)
         return chosen_TK
     fp8 = scales_ES is not None
-    if takes_few(rows, tokens, q_TJI.shape[1], width, pages_ESI.dtype if fp8 else q_TJI.dtype):
+    by_gluon = takes_gluon(q_TJI, pages_ESI, rows, fp8)
+    if takes_few(rows, tokens, q_TJI.shape[1], width, pages_ESI.dtype if fp8 else q_TJI.dtype, by_gluon):
         counter_T = _counter(scratch, tokens, q_TJI.device)
         return run_few(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES)
     together = max(rows.stride, 1)
