@@ -7,7 +7,8 @@ stale, shared wrongly, owned twice or missing from a table is seen at its first 
 of the last token that its state has seen, `ZERO` when it was zeroed. Tables are rings: page n is in column n % width.
 
 Where plans ask for drafts, each is right by chance. A row that generates begins where the device has it, which the plan's start only bounds.
-Its drafts' identities are written, too, and must be overwritten before anybody reads them.
+Its drafts' identities are written, too, and must be overwritten before anybody reads them. Its state is that behind the row's first token; what was accepted behind
+that comes with the next row.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class _Slot:
         self.model: list[int] = []  # identity after each token, as the model computes it
         self.stored: list[int] = []  # what pages must hold: also tells apart what must not be shared
         self.guesses: list[int] = []  # drafts of the next tokens
+        self.in_state = self.computed = (
+            0  # tokens that the state has seen, and those that it will have when this step has run
+        )
         self._private = number_of(private)
         for token in [*request.prompt_token_ids, *outputs]:
             self.append(token)
@@ -141,6 +145,7 @@ class PageChecker:
         self._widths = [group.rule.table_width(plan.max_model_len) for group in plan.groups]
         self._states = [number for number, group in enumerate(plan.groups) if group.rule.snapshots]
         self.contents: dict[str, str] = {}  # of requests' adapters, digests
+        self._drafted = False  # whether any plan had drafts: plans know only bounds of where states are then
         self._attended = [number for number in range(len(plan.groups)) if number not in self._states]
 
     def _private(self, request: EngineRequest) -> object:
@@ -153,6 +158,7 @@ class PageChecker:
 
     def run(self, plan: StepPlan, errors: dict[int, str] | None = None) -> StepResult:
         """Execute one plan; raises PageFault if a row would read anything but its own prefix."""
+        self._drafted = self._drafted or plan.num_drafts > 0 or bool(plan.guesses)
         for start in plan.admitted:
             self.slots[start.slot] = _Slot(start.request, start.output_token_ids, self._private(start.request))
             for table in self.tables:
@@ -270,9 +276,11 @@ class PageChecker:
         for group in self._states:
             offset = self._locate(group, row.slot, 0)
             state = self.pages[group].get(-1 if offset is None else offset, [None])[0]
-            if state != (slot.stored[begin - 1] if begin else ZERO):
+            seen = begin if row.tokens else slot.in_state
+            if state != (slot.stored[seen - 1] if seen else ZERO):
                 raise PageFault(f"{slot.request.request_id} position {row.start}: a foreign or stale state")
             self.reads_checked += 1
+        slot.computed = row.start + row.num_tokens if row.tokens else begin + 1
 
     def _write_ahead(self, slot: int, start: int, count: int) -> None:
         """Somebody's guesses at positions that the next row computes anew."""
@@ -284,17 +292,22 @@ class PageChecker:
                     self._page(group, entry * self.plan.groups[group].unit)[at % size] = "ahead"
 
     def _save(self, row: StepRow, save: StateSave) -> None:
-        if not row.start < save.position <= row.start + row.num_tokens or save.group not in self._states:
+        """The step that passes the position writes the page. With drafts no plan knows which one that is, so several ask for it."""
+        slot = self.slots[row.slot]
+        first, last = (row.start, row.start + row.num_tokens) if row.tokens else (slot.in_state, len(slot.tokens))
+        passes = first < save.position <= last
+        if save.group not in self._states or not (passes or (self._drafted and not row.tokens)):
             raise PageFault(f"slot {row.slot}: no state at position {save.position} in this step")
-        self._page(save.group, save.target)[:] = [self.slots[row.slot].stored[save.position - 1]]
+        if passes:
+            self._page(save.group, save.target)[:] = [slot.stored[save.position - 1]]
 
     def _advance_state(self, row: StepRow) -> None:
         slot = self.slots[row.slot]
         for group in self._states:
             offset = self._locate(group, row.slot, 0)
             assert offset is not None
-            computed = row.start + row.num_tokens if row.tokens else len(slot.tokens) - 1
-            self._page(group, offset)[:] = [slot.stored[computed - 1]]
+            self._page(group, offset)[:] = [slot.stored[slot.computed - 1]]
+        slot.in_state = slot.computed
 
     def _sample(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
         token_ids: list[list[int]] = []

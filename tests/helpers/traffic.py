@@ -125,7 +125,7 @@ def mixes(draw: st.DrawFn, names: tuple[str, ...] = (), drafts: tuple[int, ...] 
     kinds = {name: draw(sizes) for name in names}
     batched = draw(st.sampled_from([1, 7, 32, 64, 500]))
     chunked = draw(st.booleans())
-    num_drafts = draw(st.sampled_from(drafts)) if "recurrent" not in names else 0
+    num_drafts = draw(st.sampled_from(drafts))
     plan = mixed(kinds, 1 << 20, batched=batched, chunked_prefill=chunked, num_drafts=num_drafts)
     alone = sum(group.pages_needed(150) * group.page_bytes for group in plan.groups)
     budget = int(alone * draw(st.floats(1.2, 4.0)))
@@ -171,8 +171,6 @@ def token_costs() -> CostModel:
 def most_drafts(plan: MemoryPlan) -> int:
     """So many drafts a row are what the plan's windows are wide enough for."""
     rules = [group.rule for group in plan.groups]
-    if any(rule.snapshots for rule in rules):
-        return 0
     return min(
         (rule.open_tokens // (MOST_IN_FLIGHT + 1) - 1 for rule in rules if isinstance(rule, ForgettingRule)), default=7
     )
