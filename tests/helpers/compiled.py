@@ -503,9 +503,9 @@ def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:
     """One token's product with its adapter's sums, for bfloat16."""
     kernel, config = linear._rows_kernel, linear.rows_config(inputs, sum(outputs) // (2 if gated else 1), gated)
     types = dict.fromkeys(("x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr", "pool"), "*bf16")
-    types |= {"words": "*i64", "slots_W": "*i32", "places": "*i64", "eps": "fp32"}
-    sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "BLOCKS": 1, "COPIES": COPIES, "LINES": 32}
-    sizes |= linear.first_programs(config, len(outputs)) | {"WIDE": linear.wide_ranks(config, 1)}
+    types |= {"words": "*i64", "places": "*i64", "eps": "fp32"}
+    sizes = {"K": inputs, "BN": config.features, "BK": config.inputs, "BLOCKS": 1, "COPIES": COPIES}
+    sizes |= linear.first_programs(config, len(outputs), inputs) | {"WIDE": linear.wide_ranks(config, 1)}
     flags = {"NORM": 0, "GATED": gated, "ADD": False, "BIAS": False, "PDL": True}
     constants = sizes | flags | {"TILE": lora.TILE, "STARTS": tuple(itertools.accumulate(outputs, initial=0))}
     aligned = [name for name, type in types.items() if type[0] == "*"]

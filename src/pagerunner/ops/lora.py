@@ -44,15 +44,19 @@ SPREAD_TILES = 128
 """Up to so many tiles, pieces are summed by programs of their own: with 64 adapters, in steps of up to 1,088 tokens."""
 
 
-COPIES = 8
+COPIES = 32
 """Of what the first programs of one token's product tell the others: some 500 ask at once, and a part of the cache answers one after another."""
 
 
 class WorkList(NamedTuple):
-    """Which tokens meet in a tile, -1 where it has fewer, and the slot of their adapter, -1 for a tile without tokens."""
+    """Which tokens meet in a tile, -1 where it has fewer, and the slot of their adapter, -1 for a tile without tokens.
+
+    `places` [P, B, 2], in steps of one token: where its adapter's blocks lie. So no program looks up a slot before it knows where.
+    """
 
     tokens_WX: torch.Tensor  # [W, 16] int32
     slots_W: torch.Tensor  # int32
+    places: torch.Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -134,8 +138,10 @@ def most_tiles(tokens: int, slots: int, most: int = TILE) -> int:
 
 
 @gpu_kernel("lora")
-def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int) -> WorkList:
-    """The tiles of a step of `tokens` tokens, whose rows have the adapters in these slots, -1 for none. Both tensors are int32."""
+def work_list(
+    adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int, places: torch.Tensor | None = None
+) -> WorkList:
+    """The tiles of a step of `tokens` tokens, whose rows have the adapters in these slots, -1 for none. Both tensors are int32. `places`: those of `Blocks`."""
     own: dict[int, list[int]] = {}
     starts = query_start_R1.tolist()
     for adapter, first, end in zip(adapters_R.tolist(), starts, starts[1:], strict=False):
@@ -151,7 +157,10 @@ def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: in
             if len(some):
                 tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
                 tile += 1
-    return WorkList(tokens_WX, slots_W)
+    if places is None or tokens > 1:
+        return WorkList(tokens_WX, slots_W)
+    slot = int(slots_W[0])
+    return WorkList(tokens_WX, slots_W, torch.full_like(places[0], -1) if slot < 0 else places[slot].clone())
 
 
 class PairLists(NamedTuple):
@@ -352,7 +361,7 @@ class Adapters:
         experts: bool = True,
     ) -> Adapters:
         """Of a step whose rows have these adapters. Tokens whose row is negative are padding."""
-        work = work_list(adapters_R, query_start_R1, len(row_T), slots)
+        work = work_list(adapters_R, query_start_R1, len(row_T), slots, blocks.places)
         return cls(adapters_R, row_T, slots, blocks, work, experts=experts)
 
     def of_tokens(self, tokens_S: torch.Tensor) -> Adapters:
@@ -360,7 +369,7 @@ class Adapters:
         rows_S = tokens_S if self.row_T is None else self.row_T.index_select(0, tokens_S)
         slots_S = self.own_R.index_select(0, rows_S.clamp(min=0)).masked_fill_(rows_S < 0, -1)
         each = torch.arange(len(slots_S) + 1, dtype=torch.int32, device=slots_S.device)
-        work = work_list(slots_S, each, len(slots_S), self.slots)
+        work = work_list(slots_S, each, len(slots_S), self.slots, self.blocks.places)
         return Adapters(slots_S, None, self.slots, self.blocks, work, experts=self.experts)
 
     def apart(self) -> tuple[torch.Tensor, torch.Tensor]:

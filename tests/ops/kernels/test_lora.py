@@ -34,6 +34,7 @@ def placed(
 
 CASES = {
     "one token": ([2], [1]),
+    "one without": ([-1], [1]),
     "base rows between": ([1, -1, 1, 0], [1, 20, 1, 2]),
     "nobody": ([-1, -1], [3, 1]),
     "several tiles": ([3, 0, 3], [17, 1, 18]),
@@ -46,9 +47,15 @@ def test_work_list(case: str) -> None:
     adapters, lens = CASES[case]
     start = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
     own = torch.tensor(adapters, dtype=torch.int32)
-    want = lora.work_list.twin(own, start, sum(lens), 4)
-    got = lora.work_list.kernel(own, start, sum(lens), 4)
+    places = torch.arange(4 * 600 * 2).view(4, 600, 1, 2)  # a slot's are two programs'
+    want = lora.work_list.twin(own, start, sum(lens), 4, places)
+    got = lora.work_list.kernel(own, start, sum(lens), 4, places)
     assert torch.equal(got.tokens_WX, want.tokens_WX) and torch.equal(got.slots_W, want.slots_W)
+    if case.startswith("one"):
+        assert got.places is not None and torch.equal(got.places, want.places)
+        assert torch.equal(got.places, places[adapters[0]] if adapters[0] >= 0 else torch.full_like(places[0], -1))
+    else:
+        assert got.places is None and want.places is None
     named = [int(t) for t in want.tokens_WX.flatten() if t >= 0]
     rows = [row for row, count in enumerate(lens) for _ in range(count)]
     assert sorted(named) == [token for token, row in enumerate(rows) if adapters[row] >= 0], "each token once"
@@ -146,7 +153,7 @@ def test_a_norm_of_large_numbers_in_float16(alone: bool, monkeypatch: pytest.Mon
     x[0, 7] = 3e4
     norm = Norm(torch.full((inputs,), 4.0).half(), 1e-6)
     starts, layer = torch.tensor([0, 1], dtype=torch.int32), Fused.of(1, outputs)
-    work = lora.work_list.kernel(torch.tensor([0], dtype=torch.int32), starts, 1, 4)
+    work = lora.work_list.kernel(torch.tensor([0], dtype=torch.int32), starts, 1, 4, blocks.places)
     adapters = Adapters(torch.tensor([0], dtype=torch.int32), None, 4, blocks, work)
     got, want = torch.zeros(1, 40).half(), torch.zeros(1, 40).half()
     lora.adapted_row_.twin(want, x, weight if alone else 0 * weight, None, want, 1, work, blocks, layer, norm)
@@ -253,7 +260,7 @@ def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int, monkey
     blocks, _ = placed({0: 40, 1: 5}, outputs, inputs)
     blocks.places[1, 1] = -1
     starts = torch.tensor([0, 1], dtype=torch.int32)
-    work = lora.work_list.kernel(torch.tensor([slot], dtype=torch.int32), starts, 1, 4)
+    work = lora.work_list.kernel(torch.tensor([slot], dtype=torch.int32), starts, 1, 4, blocks.places)
     layer, norm = Fused.of(1, outputs), None if case in ("plain", "add") else Norm(torch.randn(inputs), 0.5)
     x, weight, bias = torch.randn(1, inputs), 0.1 * torch.randn(sum(outputs), inputs), torch.randn(sum(outputs))
     flags = {"gated": case == "gated", "add": case == "add"}

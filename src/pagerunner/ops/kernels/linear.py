@@ -21,46 +21,72 @@ import triton.language as tl
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear_dense, linear_held, linear_many, linear_stored
-from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, held, norm_kind, norm_weight, put, silu_gate
-from pagerunner.ops.kernels.lora import TILE, look, row_ranks, row_sum, row_words, shrink, token_inner
+from pagerunner.ops.kernels.lora import (
+    TILE,
+    look,
+    row_own,
+    row_place,
+    row_ranks,
+    row_sum,
+    row_words,
+    shrink,
+    token_inner,
+)
 from pagerunner.ops.linear import Norm, joins_few
 from pagerunner.ops.lora import COPIES, SMALL_STEP, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
 @triton.jit
-def _adapter(slots_W, places, pool, product, products, program, num_features, BN: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr,
-             BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
-    """Which of a layer's products has a program's output features, B of the token's adapter for these, and for those of up; see `row_ranks`."""
+def _blocks_of(places, product, feature, GATED: tl.constexpr, STARTS: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Which of a layer's products has an output feature, its first feature and how many it has, and where its blocks of B lie, and up's."""
     part, begin, size = 0, 0, STARTS[1]
     for later in tl.static_range(1, 1 if GATED else len(STARTS) - 1):
-        if program * BN >= STARTS[later]:
+        if feature >= STARTS[later]:
             part, begin, size = later, STARTS[later], STARTS[later + 1] - STARTS[later]
-    feature, end = program * BN - begin, num_features - begin
-    b = row_ranks(slots_W, places, pool, product, products, part, size, feature, end, BN, WIDE, BLOCKS, TILE)
-    up_b = b
+    place = row_place(places, product + part, WIDE, BLOCKS, TILE)
+    up_place = place
     if GATED:
-        up_b = row_ranks(slots_W, places, pool, product, products, 1, size, feature, end, BN, WIDE, BLOCKS, TILE)
-    return part, b, up_b
+        up_place = row_place(places, product + 1, WIDE, BLOCKS, TILE)
+    return part, begin, size, place, up_place
 
 
 @triton.jit
-def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program, words, turn, slots_W, places, pool, product, products,
+def _ranks_and_words(
+    pool, place, up_place, size, feature, end, words, program, part, turn, BN: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """B for a program's features, where it finds `A x`, and what is there now; and the same of up."""
+    b = row_ranks(pool, place, size, feature, end, BN, WIDE, TILE)
+    at = row_words(words, program, part, WIDE, BLOCKS, PARTS, TILE, COPIES)
+    up_b, up_at = b, at
+    if GATED:
+        up_b = row_ranks(pool, up_place, size, feature, end, BN, WIDE, TILE)
+        up_at = row_words(words, program, 1, WIDE, BLOCKS, PARTS, TILE, COPIES)
+    seen = look(at, turn, WIDE, BLOCKS, TILE)
+    up_seen = seen
+    if GATED:
+        up_seen = look(up_at, turn, WIDE, BLOCKS, TILE)
+    return b, at, seen, up_b, up_at, up_seen
+
+
+@triton.jit
+def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program, words, turn, places, pool, product,
                   K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-                  PDL: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr, WIDE: tl.constexpr,
-                  COPIES: tl.constexpr, wave, LINES: tl.constexpr):  # fmt: skip
+                  PDL: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, STARTS: tl.constexpr, WIDE: tl.constexpr, COPIES: tl.constexpr):  # fmt: skip
     """BN output features of one token, or gates with the ups that belong to them. See `_rows_kernel`."""
     rows_O = program * BN + tl.arange(0, BN)
     live = rows_O < num_features
     cols = tl.arange(0, BK)
     w_place = w_ptr + rows_O[:, None].to(tl.int64) * K + cols[None, :]
-    up_place = w_place + num_features.to(tl.int64) * K
+    up_w_place = w_place + num_features.to(tl.int64) * K
     mask = live[:, None] & (cols < K)[None, :]
     first_w = tl.load(w_place, mask=mask, other=0.0)
     first_up = first_w
     if GATED:
-        first_up = tl.load(up_place, mask=mask, other=0.0)
+        first_up = tl.load(up_w_place, mask=mask, other=0.0)
     if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, cols < K, NORM)
     if BIAS:
@@ -68,17 +94,16 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
     if BIAS and GATED:
         up_bias = tl.load(bias_ptr + num_features + rows_O, mask=live, other=0.0).to(tl.float32)
     if BLOCKS:
-        part, b, up_b = _adapter(
-            slots_W, places, pool, product, products, program, num_features, BN, GATED, WIDE, BLOCKS, TILE, STARTS
+        part, begin, size, place, up_place = _blocks_of(
+            places, product, program * BN, GATED, STARTS, WIDE, BLOCKS, TILE
         )
     wait_turn(PDL)
+    first_x = tl.load(x_ptr + cols, mask=cols < K, other=0.0)
+    if BLOCKS:  # behind the wait: before it the compiler puts what waits for places in front of the weights
+        b, at, seen, up_b, up_at, up_seen = _ranks_and_words(
+            pool, place, up_place, size, program * BN - begin, num_features - begin, words, program, part, turn, BN, GATED, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES,
+        )  # fmt: skip
     old = held(y_ptr + rows_O, live, ADD)
-    if BLOCKS:
-        at = row_words(words, program, part, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES)
-        seen = look(at, turn, WIDE, BLOCKS, TILE)
-        if GATED:
-            up_at = row_words(words, program, 1, WIDE, BLOCKS, len(STARTS) - 1, TILE, COPIES)
-            up_seen = look(up_at, turn, WIDE, BLOCKS, TILE)
     acc, square = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
     up = acc
     for step in tl.static_range((K + BK - 1) // BK):
@@ -91,8 +116,10 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
             w = tl.load(w_place + step * BK, mask=mask, other=0.0)
             u = w
             if GATED:
-                u = tl.load(up_place + step * BK, mask=mask, other=0.0)
-        x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
+                u = tl.load(up_w_place + step * BK, mask=mask, other=0.0)
+        x = first_x.to(tl.float32)
+        if step > 0:
+            x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
         if NORM != NO_NORM:
             if step > 0:
                 weight = norm_weight(norm_ptr, k, inside, NORM)
@@ -102,9 +129,10 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
         if GATED:
             up += u.to(tl.float32) * x[None, :]
     if BLOCKS:
-        later = program + wave
-        early, ahead = (program < wave) & ((later + 1) * BN <= num_features), w_ptr + later.to(tl.int64) * (BN * K)
-        y = row_sum(acc, b, at, seen, turn, early, ahead, LINES, WIDE, BLOCKS, TILE)
+        own = row_own(acc, WIDE)
+        if GATED:
+            up_own = row_own(up, WIDE)
+        y = row_sum(own, b, at, seen, turn)
     else:
         y = tl.sum(acc, 1)
     scale = 1.0
@@ -116,8 +144,7 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if GATED:
         if BLOCKS:
-            ahead += num_features.to(tl.int64) * K
-            u = row_sum(up, up_b, up_at, up_seen, turn, early, ahead, LINES, WIDE, BLOCKS, TILE)
+            u = row_sum(up_own, up_b, up_at, up_seen, turn)
         else:
             u = tl.sum(up, 1)
         if NORM != NO_NORM:
@@ -128,29 +155,28 @@ def _row_features(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, pr
     put(y_ptr + rows_O, y, old, live, ADD)
 
 
-@triton.jit(do_not_specialize=["num_features", "product", "turn", "wave"])
+@triton.jit(do_not_specialize=["num_features", "product", "turn"])
 def _rows_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-                 words=None, turn=0, slots_W=None, places=None, pool=None, product=0, products=0, BLOCKS: tl.constexpr = 0,
+                 words=None, turn=0, places=None, pool=None, product=0, BLOCKS: tl.constexpr = 0,
                  TILE: tl.constexpr = 0, STARTS: tl.constexpr = (), FIRST: tl.constexpr = 0, RANKS: tl.constexpr = 0,
-                 WIDE: tl.constexpr = 0, COPIES: tl.constexpr = 0, wave=0, LINES: tl.constexpr = 0):  # fmt: skip
+                 WIDE: tl.constexpr = 0, COPIES: tl.constexpr = 0):  # fmt: skip
     """BN output features of one token. With GATED they are gates, and the BN features of the up projection that belong to them come with them.
 
     BLOCKS of ranks: with an adapter. The FIRST programs compute `A x`, and the others find it in `words`, when they have their own sums. A device
     begins programs in the order of their numbers, so nobody waits for one that can't begin. STARTS are the first features of the layer's products, and
-    its features. The first `wave` programs begin at once; see `row_sum`.
+    its features.
     """
     start_next(PDL)
     program = tl.program_id(0)
     if BLOCKS and program < FIRST:
         token_inner(
-            x_ptr, norm_ptr, words, turn, slots_W, places, pool, product, products, program, K, BK, RANKS, NORM, BLOCKS, len(STARTS) - 1,
-            TILE, COPIES, PDL,
+            x_ptr, norm_ptr, words, turn, places, pool, product, program, K, BK, RANKS, NORM, BLOCKS, len(STARTS) - 1, TILE, COPIES, PDL,
         )  # fmt: skip
     else:
         _row_features(
-            x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program - FIRST, words, turn, slots_W, places, pool, product, products,
-            K, BN, BK, NORM, GATED, ADD, BIAS, PDL, BLOCKS, TILE, STARTS, WIDE, COPIES, wave, LINES,
+            x_ptr, norm_ptr, w_ptr, bias_ptr, y_ptr, num_features, eps, program - FIRST, words, turn, places, pool, product,
+            K, BN, BK, NORM, GATED, ADD, BIAS, PDL, BLOCKS, TILE, STARTS, WIDE, COPIES,
         )  # fmt: skip
 
 
@@ -300,9 +326,9 @@ def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor
     return out_TO
 
 
-def first_programs(config: RowsConfig, blocks_of_ranks: int) -> dict[str, int]:
+def first_programs(config: RowsConfig, blocks_of_ranks: int, inputs: int) -> dict[str, int]:
     """Ranks of a program that computes `A x`, as many weights as others have, and how many of these programs so many blocks of ranks need."""
-    ranks = min(TILE, max(1, 64 * 32 * config.warps // config.inputs))
+    ranks = min(TILE, 1 << max(0, (64 * 32 * config.warps // inputs).bit_length() - 1))
     return {"RANKS": ranks, "FIRST": blocks_of_ranks * TILE // ranks}
 
 
@@ -331,15 +357,14 @@ def adapted_row_(
     inputs, features = x_TI.shape[1], out_TO.shape[1]
     config = rows_config(inputs, features, gated)
     BN = math.gcd(config.features, *layer.sizes)
-    _, products, per_product, _ = adapters.places.shape
-    wave = multiprocessors(x_TI.device) * (65536 // (most_registers(inputs, config, gated) * 32 * config.warps))
-    first = first_programs(config, layer.parts * per_product)
+    per_product = adapters.places.shape[2]
+    first = first_programs(config, layer.parts * per_product, inputs)
     _rows_kernel[(first["FIRST"] + blocks(features, BN),)](
         x_TI, x_TI if norm is None else norm.weight_I, weight_OI, x_TI if bias_O is None else bias_O, out_TO,
         features, 0.0 if norm is None else norm.eps, K=inputs, BN=BN, BK=config.inputs, NORM=norm_kind(norm), GATED=gated, ADD=add,
-        BIAS=bias_O is not None, words=words, turn=turn, slots_W=work.slots_W, places=adapters.places, pool=adapters.pool,
-        product=layer.first, products=products, BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
-        WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, wave=wave, LINES=max(1, padded(BN * inputs // 64 + 1) // 2), num_warps=config.warps,
+        BIAS=bias_O is not None, words=words, turn=turn, places=work.places, pool=adapters.pool,
+        product=layer.first, BLOCKS=per_product, TILE=TILE, STARTS=tuple(itertools.accumulate(layer.sizes, initial=0)),
+        WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, num_warps=config.warps,
         maxnreg=most_registers(inputs, config, gated), **dependent(x_TI.device),
     )  # fmt: skip
 

@@ -51,10 +51,12 @@ EXPAND_WARPS = 2
 """Warps of a program of B behind it. A warp has 256 outputs, so it asks for 8 KB at once."""
 
 
-@triton.jit(do_not_specialize=["rows", "most"])
+@triton.jit(do_not_specialize=["rows", "most", "size"])
 def _work_list(
-    adapters_R, query_start_R1, tokens_WX, slots_W, rows, most, ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+    adapters_R, query_start_R1, tokens_WX, slots_W, places, own_places, rows, most, size,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A tile, and EACH of the `size` places of the only tile's adapter."""
     start_next_and_wait(PDL)
     w = tl.program_id(0)
     r = tl.arange(0, ROWS)
@@ -76,19 +78,33 @@ def _work_list(
     found = tl.sum(inside.to(tl.int32), 1) > 0
     tl.store(tokens_WX + w * TILE + i, tl.where(found, token, -1))
     tl.store(slots_W + w, tl.where(slot < SLOTS, slot, -1))
+    p = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    place = tl.load(places + slot.to(tl.int64) * size + p, (p < size) & (slot < SLOTS), -1)
+    tl.store(own_places + p, place, p < size)
 
 
-def work_list(adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int) -> WorkList:
+def work_list(
+    adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int, places: torch.Tensor | None = None
+) -> WorkList:
     """See ops/lora.py."""
     most = tile_tokens(tokens)
     count, rows = most_tiles(tokens, slots, most), len(adapters_R)
     tokens_WX = torch.empty(count, TILE, dtype=torch.int32, device=adapters_R.device)
     slots_W = torch.empty(count, dtype=torch.int32, device=adapters_R.device)
+    own = None if places is None or tokens > 1 else torch.empty_like(places[0])
     if count:
-        sizes = {"ROWS": triton.next_power_of_2(rows), "SLOTS": triton.next_power_of_2(slots), "TILE": TILE}
-        device = dependent(adapters_R.device)
-        _work_list[(count,)](adapters_R, query_start_R1, tokens_WX, slots_W, rows, most, **sizes, **device, num_warps=8)
-    return WorkList(tokens_WX, slots_W)
+        size = 0 if own is None else own.numel()
+        sizes = {
+            "ROWS": triton.next_power_of_2(rows),
+            "SLOTS": triton.next_power_of_2(slots),
+            "TILE": TILE,
+            "EACH": 1024,
+        }
+        _work_list[(count, max(1, blocks_of(size, 1024)))](
+            adapters_R, query_start_R1, tokens_WX, slots_W, slots_W if own is None else places, slots_W if own is None else own,
+            rows, most, size, **sizes, **dependent(adapters_R.device), num_warps=8,
+        )  # fmt: skip
+    return WorkList(tokens_WX, slots_W, own)
 
 
 @triton.jit
@@ -262,7 +278,7 @@ def _shrink_beside(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fu
     inner = torch.empty(pieces, tiles, layer.parts, per_product, TILE, TILE, dtype=torch.float32, device=x_TI.device)
     if tiles:
         _gluon().shrink_kernel[(tiles, layer.parts * per_product, pieces)](
-            x_TI, x_TI.stride(0), *work, blocks.places, blocks.pool, inner, inputs, layer.first, products, BLOCKS=per_product, PARTS=layer.parts,
+            x_TI, x_TI.stride(0), *work[:2], blocks.places, blocks.pool, inner, inputs, layer.first, products, BLOCKS=per_product, PARTS=layer.parts,
             K=PIECE, STEP=STEP, S=SHRINK_WARPS, EVEN=inputs % PIECE == 0, **dependent(x_TI.device), num_warps=SHRINK_WARPS,
         )  # fmt: skip
     return inner
@@ -287,7 +303,7 @@ def shrink(
     if tiles:
         sizes = {"BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "S": WARPS, "K": PIECE // WARPS}
         _shrink[(tiles, layer.parts * per_product, shape[0])](
-            x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work, blocks.places, blocks.pool, inner, inputs, layer.first,
+            x_TI, x_TI.stride(0), x_TI if norm is None else norm.weight_I, *work[:2], blocks.places, blocks.pool, inner, inputs, layer.first,
             products, pieces, **sizes, SPREAD=spread, NORM=norm_kind(norm), KNOWN=known, **dependent(x_TI.device), num_warps=WARPS,
         )  # fmt: skip
     return inner
@@ -304,58 +320,53 @@ def as_summed(x):
 
 
 @triton.jit
-def place_of(places, slot, own, TILE: tl.constexpr):
-    """Where a block of an adapter lies, -1 for none."""
-    place = tl.load(places + slot.to(tl.int64) * own[0] + own[1], slot >= 0, -1)
-    return tl.multiple_of(place, TILE)  # said here, as it is forgotten of what a call returns
+def row_place(places, product, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """Where the blocks of B lie of a product of one token's adapter, for each of WIDE ranks; -1 for those that aren't there."""
+    ranks = tl.arange(0, WIDE)
+    return tl.load(places + product * (BLOCKS * 2) + 1 + ranks // TILE * 2, ranks < BLOCKS * TILE, -1)
 
 
 @triton.jit
-def row_ranks(
-    slots_W, places, pool, first, products, part, size, feature, end, BN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """B of one token's adapter for BN output features of a product, [BN, WIDE ranks], zeros for those that aren't there.
+def row_ranks(pool, place, size, feature, end, BN: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """B of one token's adapter for BN output features of a product, [BN, WIDE ranks], zeros for those that aren't there. `place` is `row_place`'s.
 
     There are no fewer ranks than a program has threads, and each feature's are a load of their own. So a thread has all features of a rank, as it has them of its
     part of the product's own sums.
     """
-    slot, ranks = tl.load(slots_W), tl.arange(0, WIDE)
-    own = places + (slot.to(tl.int64) * products + first + part) * (BLOCKS * 2) + 1
-    place = tl.load(own + ranks // TILE * 2, (slot >= 0) & (ranks < BLOCKS * TILE), -1)
     b = tl.zeros([BN, WIDE], pool.dtype.element_ty)
+    at = pool + place + tl.arange(0, WIDE) % TILE * size + feature
     for each in tl.static_range(BN):
-        there = (place >= 0) & (feature + each < end)
-        of_feature = tl.load(pool + place + ranks % TILE * size + (feature + each), there, 0.0)
+        of_feature = tl.load(at + each, (place >= 0) & (feature + each < end), 0.0)
         b = tl.where((tl.arange(0, BN) == each)[:, None], of_feature[None, :], b)
     return b
 
 
 @triton.jit
 def token_inner(
-    x_ptr, norm_ptr, words, turn, slots_W, places, pool, first, products, program,
+    x_ptr, norm_ptr, words, turn, places, pool, first, program,
     K: tl.constexpr, BK: tl.constexpr, RANKS: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`A (x * weight)` of one token and RANKS ranks, into words that say which turn's they are. Without an adapter it is 0."""
     own, ranks, cols = program * RANKS // TILE, program * RANKS % TILE + tl.arange(0, RANKS), tl.arange(0, BK)
-    place = place_of(places, tl.load(slots_W), (products * BLOCKS * 2, (first * BLOCKS + own) * 2), TILE)
+    place = tl.multiple_of(tl.load(places + (first * BLOCKS + own) * 2), TILE)
     at = pool + place + ranks[:, None] * K + cols[None, :]
-    first_a = tl.load(at, (place >= 0) & (cols < K)[None, :], 0.0)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    a = ()
+    for step in tl.static_range(STEPS):
+        a = a + (tl.load(at + step * BK, (place >= 0) & (step * BK + cols < K)[None, :], 0.0),)
     if NORM != NO_NORM:
         weight = norm_weight(norm_ptr, cols, cols < K, NORM)
     wait_turn(PDL)
     acc = tl.zeros((RANKS, BK), tl.float32)
-    for step in tl.static_range((K + BK - 1) // BK):
+    for step in tl.static_range(STEPS):
         k = step * BK + cols
-        a = first_a
-        if step > 0:
-            a = tl.load(at + step * BK, (place >= 0) & (k < K)[None, :], 0.0)
         x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
         if NORM != NO_NORM:
             if step > 0:
                 weight = norm_weight(norm_ptr, k, k < K, NORM)
             x *= weight
-        acc += a.to(tl.float32) * x[None, :]
+        acc += a[step].to(tl.float32) * x[None, :]
     h = tl.sum(acc, 1).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     to = tl.arange(0, COPIES)[:, None] * (PARTS * BLOCKS * TILE) + own * TILE + ranks[None, :]
     tl.store(words + to, tl.zeros([COPIES, RANKS], tl.int64) + (h | (turn.to(tl.int64) << 32))[None, :])
@@ -371,41 +382,38 @@ def row_words(
 
 @triton.jit
 def look(at, turn, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """What is there now. Words that nobody writes are the turn's.
-
-    No number is two threads', as a program has no more threads than this has numbers. Otherwise one of them might see a word of an older turn, when the other
-    sees that all are there.
-    """
+    """What is there now. Words that nobody writes are the turn's."""
     return tl.load(at, tl.arange(0, WIDE) < BLOCKS * TILE, turn.to(tl.int64) << 32, volatile=True)
 
 
 @triton.jit
-def row_sum(
-    acc, b, at, seen, turn, early, ahead, LINES: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """The sums of `acc` [features, inputs], and what an adapter adds to them, once all words are the turn's.
-
-    A thread adds its rank's share to its own sums before those of all threads are added up: another sum over threads took as long as memory takes for
-    a tenth of the weights. Programs that are `early` wait longest. So they ask for weights first that later ones read, LINES of 128 bytes from `ahead`
-    on. This also keeps their sums in front of the wait: without something between them the compiler moves these behind it, so that all stand still.
-    """
-    if acc.shape[1] >= WIDE:  # what a thread has, in the order in which it adds its own numbers without an adapter
+def row_own(acc, WIDE: tl.constexpr):
+    """Each thread's own sums of `acc` [features, inputs], in the order in which it adds them without an adapter: [features, WIDE]."""
+    if acc.shape[1] >= WIDE:
         EACH: tl.constexpr = min(8, acc.shape[1] // WIDE)
         acc = tl.reshape(acc, [acc.shape[0], acc.shape[1] // WIDE // EACH, WIDE, EACH])
         acc = tl.permute(acc, (0, 2, 1, 3))
         own = tl.sum(tl.reshape(acc, [acc.shape[0], WIDE, acc.shape[2] * EACH]), 2)
     else:
         own = tl.where((tl.arange(0, WIDE) == 0)[None, :], tl.sum(acc, 1)[:, None], 0.0)
+    return as_summed(own)  # else the compiler has these sums behind the wait for words
+
+
+@triton.jit
+def row_sum(own, b, at, seen, turn):
+    """The sums of all threads' own ones and of what an adapter adds to them. Each thread waits until its own words are the turn's, so threads meet once.
+
+    A thread adds its ranks' share to its own sums first: another sum over threads took as long as memory takes for a tenth of the weights.
+    """
     if WORDS:
-        if early:
-            lines = ahead + tl.arange(0, LINES) * 64
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-            )
-    while tl.min(((seen >> 32).to(tl.int32) == turn).to(tl.int32)) == 0:
-        seen = look(at, turn, WIDE, BLOCKS, TILE)
-    h = seen.to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.sum(own + b.to(tl.float32) * h[None, :], 1)
+        h = tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 w; .reg .b32 h; mov.b64 w, $2; AGAIN: mov.b64 {$0, h}, w; setp.eq.u32 p, h, $3; "
+            "@p bra DONE; ld.volatile.global.b64 w, [$1]; bra AGAIN; DONE: }",
+            "=r,l,l,r", [at.to(tl.int64), seen, turn], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        h = seen.to(tl.int32)
+    return tl.sum(own + b.to(tl.float32) * h.to(tl.float32, bitcast=True)[None, :], 1)
 
 
 @triton.jit
@@ -537,13 +545,13 @@ def expand_(
         warps = 2 if outputs == OUTPUTS else EXPAND_WARPS
         units = outputs // (64 * warps)
         _gluon().expand_kernel[(tiles, len(tiles_N5))](
-            y_TO, y_TO.stride(0), inner, *work, blocks.places, blocks.pool, tiles_N5, layer.first, products, PIECES=pieces, BLOCKS=per_product,
+            y_TO, y_TO.stride(0), inner, *work[:2], blocks.places, blocks.pool, tiles_N5, layer.first, products, PIECES=pieces, BLOCKS=per_product,
             PARTS=layer.parts, UNITS=units, WARPS=warps, ALIGN=TILE if layer.aligned else 1, **dependent(y_TO.device), num_warps=warps,
         )  # fmt: skip
     elif tiles:
         sizes = {"PIECES": pieces, "BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": outputs}
         _expand[(tiles, len(tiles_N5))](
-            y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, tiles_N5, layer.first,
+            y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work[:2], blocks.places, blocks.pool, tiles_N5, layer.first,
             products, **sizes, ALIGN=TILE if layer.aligned else 1, NORM=rows > TILE, **dependent(y_TO.device),
             num_warps=expand_warps(outputs),
         )  # fmt: skip
@@ -561,7 +569,7 @@ def expand_silu(
     outputs = OUTPUTS if tiles <= FEW_TILES else WIDE_OUTPUTS // 2
     if tokens:
         _expand_silu[(tiles + blocks_of(tokens, TILE), blocks_of(features, outputs))](
-            out_TO, y_T2O, y_T2O.stride(0), inner, 0.0 if norm is None else norm.eps, *work, blocks.places, blocks.pool, own_R,
+            out_TO, y_T2O, y_T2O.stride(0), inner, 0.0 if norm is None else norm.eps, *work[:2], blocks.places, blocks.pool, own_R,
             own_R if row_T is None else row_T, layer.first, products, tiles, tokens, features, PIECES=pieces, BLOCKS=per_product, TILE=TILE,
             OUTPUTS=outputs, NORM=rows > TILE, EACH=row_T is None, **dependent(y_T2O.device), num_warps=expand_warps(outputs),
         )  # fmt: skip
