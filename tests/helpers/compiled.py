@@ -486,16 +486,20 @@ def adapters(name: str, features: int) -> dict[str, Any]:
 
 def beside(name: str) -> dict[str, Any]:
     """The kernels of `ops/kernels/lora_gluon.py` as 64 rows of an 8B with an adapter each launch them."""
-    kernel = getattr(lora_gluon, name + "_kernel")
+    kernel = getattr(lora_gluon, ("expand" if name == "expand" else "shrink") + "_kernel")
     words = {one: "*i32" for one in kernel.arg_names if one.endswith(("_WX", "_W", "_N5"))}
     types = {one: "*bf16" for one in kernel.arg_names if one.endswith(("_TI", "_TO"))} | words
     types |= {"places": "*i64", "pool": "*bf16", "inner": "*fp32"}
+    if name != "expand":
+        types |= {"sums": "*fp32", "bias_O": "*bf16"}
+    shrink = {"PARTS": 3, "K": lora.LONG_PIECE, "STEP": lora.STEP, "S": lora.SHRINK_WARPS, "EVEN": True, "BT": 64}
     sizes = {
-        "shrink": {"PARTS": 3, "K": lora.PIECE, "STEP": lora.STEP, "S": lora.SHRINK_WARPS, "EVEN": True},
-        "expand": {"PARTS": 3, "PIECES": 8, "UNITS": 8 // lora.EXPAND_WARPS, "WARPS": lora.EXPAND_WARPS, "ALIGN": 16},
+        "shrink": {**shrink, "SUMS": 0, "ADD": False, "BIAS": False},
+        "sums": {**shrink, "SUMS": 4, "ADD": True, "BIAS": False},
+        "expand": {"PARTS": 3, "PIECES": 4, "UNITS": 8 // lora.EXPAND_WARPS, "WARPS": lora.EXPAND_WARPS, "ALIGN": 16},
     }[name]
-    aligned = [*types, *({"x_stride", "y_stride", "inputs"} & set(kernel.arg_names))]
-    warps = {"shrink": lora.SHRINK_WARPS, "expand": lora.EXPAND_WARPS}[name]
+    aligned = [*types, *({"x_stride", "y_stride", "inputs", "num_outputs"} & set(kernel.arg_names))]
+    warps = lora.EXPAND_WARPS if name == "expand" else lora.SHRINK_WARPS
     return gluon(kernel, types, {"BLOCKS": 1, "PDL": True} | sizes, aligned, num_warps=warps, launch_pdl=True)
 
 

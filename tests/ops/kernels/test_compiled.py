@@ -31,6 +31,7 @@ ADAPTERS = [
     ("adapters", "expand", 512),
 ]
 BESIDE = [("beside", "shrink"), ("beside", "expand")]
+SUMS = ("beside", "sums")
 FIXED = [("fixed", 4, 128, *flags) for flags in ((2048, False, False), (8, False, True), (0, False, False))]
 FIXED += [("fixed", 2, 64, 0, True, False)]
 ADAPTED_ROWS = [
@@ -202,6 +203,7 @@ CASES = [
     *recurrence_cases(),
     *ADAPTERS,
     *BESIDE,
+    SUMS,
     *ADAPTED_ROWS,
     *VECTORS,
     *SCORED,
@@ -360,8 +362,17 @@ def test_adapters_beside_a_product_go_straight_to_matrix_units(case, compiled):
     )
     assert not any(".b16" in step for step in steps) and steps[0] == "griddepcontrol.launch_dependents"
     before = steps[: steps.index("griddepcontrol.wait")]
-    assert before.count("ld.global.v4.b32") == (48 // SHRINK_WARPS if shrinks else 32 // EXPAND_WARPS)
+    assert before.count("ld.global.v4.b32") == (96 // SHRINK_WARPS if shrinks else 32 // EXPAND_WARPS)
     assert steps[-1] == "griddepcontrol.wait" or not shrinks, "it may run before the product has ended"
+
+
+def test_programs_that_add_up_sums_beside_adapters_ask_for_all_parts_at_once(compiled):
+    """Eight numbers of each of four parts, and of the output to which they are added."""
+    found = compiled[SUMS]
+    assert "error" not in found, found["error"]
+    steps = found["steps"]
+    turns = [at + 1 for at, step in enumerate(steps) if step == "griddepcontrol.wait"]
+    assert any(steps[at : at + 9] == ["ld.global.v4.b32"] * 9 for at in turns)
 
 
 @pytest.mark.parametrize("case", ADAPTED_ROWS, ids=str)

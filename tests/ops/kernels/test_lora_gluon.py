@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from helpers import gluon_programs
 from pagerunner.ops import lora as ops
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import lora
+from pagerunner.ops.kernels import linear_dense, lora
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.lora import Adapters, Blocks, Fused
 
 
@@ -28,9 +28,9 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(5, 640, [144, 144]), (40, 512, [136, 136])])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(5, 1152, [144, 144]), (40, 1024, [136, 136])])
 def test_products_beside_which_a_x_is_computed(launched, tokens, inputs, outputs, rows, monkeypatch):
-    """The layer's own product is torch's. Ranks 16 and 40 mixed with rows that have no adapter, whose bits stay; an adapter without one of the products; tiles of
+    """The layer's own product comes in sums of its parts. Ranks 16 and 40 mixed with rows that have no adapter, whose bits stay; an adapter without one of the products; tiles of
     more than 8 tokens and of fewer, small ones and large ones; inputs and outputs that fill no piece.
     """
     torch.manual_seed(tokens)
@@ -56,9 +56,16 @@ def test_products_beside_which_a_x_is_computed(launched, tokens, inputs, outputs
         return adapters.product(layer, x, weight, bias, old.clone(), gated=gated, add=not gated)
 
     want = [made(False), made(True)]
-    monkeypatch.setattr(ops.shrink, "twin", lambda *args: lora.shrink(*args, beside=True))
+    config = linear_dense.config_of(tokens, 1, 5)  # the product's sums have up to five parts
+
+    def beside(out, x, weight, bias, work, blocks, layer, *, add=False):
+        product = Product(x, weight, bias, out, add=add)
+        return lora.shrink_beside(product, work, blocks, layer, linear_dense.sums_twin(x, weight, config), config)
+
+    monkeypatch.setattr(ops, "with_shrink_", beside)
     monkeypatch.setattr(ops, "expand_", lora.expand_)
-    base = F.linear(x, weight, bias)
+    parts_POT = linear_dense.sums_twin(x, weight, config).nan_to_num(0)
+    base = (sum(parts_POT[:, :features, :tokens]).T + bias.float()).bfloat16()
     for got, right, alone in zip([made(False), made(True)], want, (old + base, silu_and_mul(base)), strict=True):
         torch.testing.assert_close(got, right, atol=3e-2, rtol=2e-2)
         assert torch.equal(got[own < 0], alone[own < 0]) and not torch.equal(got, alone)

@@ -31,7 +31,7 @@ from pagerunner.ops.kernels.lora import (
     row_ranks,
     row_sum,
     row_words,
-    shrink,
+    shrink_beside,
     token_inner,
 )
 from pagerunner.ops.linear import Norm, joins_few
@@ -383,9 +383,9 @@ def with_shrink_(
 ) -> torch.Tensor:  # fmt: skip
     """See `ops/lora.py`."""
     inner: list[torch.Tensor] = []
+    product = Product(x_TI, weight_OI, bias_O, out_TO, add=add)
     linear_dense.run_dense(
-        Product(x_TI, weight_OI, bias_O, out_TO, add=add),
-        beside=lambda: inner.append(shrink(x_TI, work, adapters, layer, beside=True)),
+        product, beside=lambda sums, config: inner.append(shrink_beside(product, work, adapters, layer, sums, config))
     )
     return inner[0]
 

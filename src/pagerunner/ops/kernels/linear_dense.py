@@ -298,11 +298,14 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device:
 
 
 def run_dense(
-    product: Product, config: DenseConfig | None = None, beside: Callable[[], None] | None = None
+    product: Product,
+    config: DenseConfig | None = None,
+    beside: Callable[[torch.Tensor | None, DenseConfig], None] | None = None,
 ) -> torch.Tensor:
     """Write `linear(x)`, gated or not, into `out`, or add it. The norm is computed before, by its own kernel.
 
-    `beside` launches a kernel that runs beside this one, and may read `x` and all that is older at once. It has to end behind this one's end.
+    `beside` launches a kernel that runs beside this one, and may read `x` and all that is older at once. It has to end behind this one's end, and adds up the sums
+    that it gets.
     """
     x_TI, weight_OI, bias_O, out_TO, _, gated, add = product.after_norm()
     assert isinstance(weight_OI, torch.Tensor)
@@ -325,8 +328,8 @@ def run_dense(
         HIGH=config.high, BY_TOKEN=0, REGS=registers, LATE=beside is not None, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     if beside is not None:
-        beside()
-    if not done:
+        beside(None if done else sums, config)
+    elif not done:
         add_sums(sums, product, config)
     return out_TO
 

@@ -22,12 +22,15 @@ import triton.language as tl
 from pagerunner.ops.kernels.activation import WORDS
 from pagerunner.ops.kernels.launch import blocks as blocks_of
 from pagerunner.ops.kernels.launch import dependent, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_dense import STEP as STEP_COLUMNS
+from pagerunner.ops.kernels.linear_dense import DenseConfig
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.lora import (
     FEW_TILES,
     OUTPUTS,
     PIECE,
+    SMALL_STEP,
     SPREAD_TILES,
     TILE,
     WIDE_OUTPUTS,
@@ -45,8 +48,8 @@ MOST_PAIRS = 1024
 WARPS = 4  # of a program of `_shrink`, each with its share of a piece
 SHARE = tl.constexpr(32)
 """Features of a warp that are multiplied at once."""
-SHRINK_WARPS, STEP = 2, 128
-"""Warps of a program of `A x` beside a product, and features of each that are multiplied at once."""
+SHRINK_WARPS, STEP, LONG_PIECE = 2, 128, 1024
+"""Warps of a program of `A x` beside a product, features of each that are multiplied at once, and the program's. Few programs have room beside a product, and each first asks where its block lies."""
 EXPAND_WARPS = 2
 """Warps of a program of B behind it. A warp has 256 outputs, so it asks for 8 KB at once."""
 
@@ -270,29 +273,33 @@ def _gluon() -> Any:
     return importlib.import_module("pagerunner.ops.kernels.lora_gluon")
 
 
-def _shrink_beside(x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused) -> torch.Tensor:
-    """`shrink` beside a product."""
-    tiles, inputs = len(work.slots_W), x_TI.shape[1]
-    _, products, per_product, _ = blocks.places.shape
-    pieces = blocks_of(inputs, PIECE)
+def shrink_beside(
+    product: Product, work: WorkList, adapters: Blocks, layer: Fused, sums_POT: torch.Tensor | None, config: DenseConfig
+) -> torch.Tensor:
+    """`shrink` beside a product, which lets it start when all before have ended. Further programs add up the sums that the product leaves, and are ready when it ends."""
+    x_TI, _, bias_O, out_TO, _, _, add = product
+    (tokens, inputs), outputs, tiles = x_TI.shape, out_TO.shape[1], len(work.slots_W)
+    _, products, per_product, _ = adapters.places.shape
+    pieces, own = blocks_of(inputs, LONG_PIECE), layer.parts * per_product
     inner = torch.empty(pieces, tiles, layer.parts, per_product, TILE, TILE, dtype=torch.float32, device=x_TI.device)
-    if tiles:
-        _gluon().shrink_kernel[(tiles, layer.parts * per_product, pieces)](
-            x_TI, x_TI.stride(0), *work[:2], blocks.places, blocks.pool, inner, inputs, layer.first, products, BLOCKS=per_product, PARTS=layer.parts,
-            K=PIECE, STEP=STEP, S=SHRINK_WARPS, EVEN=inputs % PIECE == 0, **dependent(x_TI.device), num_warps=SHRINK_WARPS,
-        )  # fmt: skip
+    sums: torch.Tensor = inner if sums_POT is None else sums_POT
+    parts, features, size = (0, 0, SMALL_STEP) if sums_POT is None else sums_POT.shape
+    more = blocks_of(blocks_of(outputs, 512 // size), tiles * own) if parts else 0
+    _gluon().shrink_kernel[(tiles, own, pieces + more)](
+        x_TI, x_TI.stride(0), *work[:2], adapters.places, adapters.pool, inner, inputs, layer.first, products, pieces, sums,
+        x_TI if bias_O is None else bias_O, out_TO, out_TO.stride(0), tokens, outputs, features, config.rows, blocks_of(inputs, STEP_COLUMNS), config.steps,
+        BLOCKS=per_product, PARTS=layer.parts, K=LONG_PIECE, STEP=STEP, S=SHRINK_WARPS, EVEN=inputs % LONG_PIECE == 0, BT=size, SUMS=parts, ADD=add,
+        BIAS=bias_O is not None, **dependent(x_TI.device), num_warps=SHRINK_WARPS,
+    )  # fmt: skip
     return inner
 
 
 def shrink(
-    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False,
-    beside: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """See ops/lora.py. `beside`: behind a product that lets it start when all before have ended, and for up to `SPREAD_TILES` tiles."""
+    x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
+) -> torch.Tensor:
+    """See ops/lora.py."""
     tiles, inputs = len(work.slots_W), x_TI.shape[1]
     _, products, per_product, _ = blocks.places.shape
-    if beside:
-        return _shrink_beside(x_TI, work, blocks, layer)
     pieces = blocks_of(inputs, PIECE)
     spread = tiles <= SPREAD_TILES
     if not spread and norm is not None:

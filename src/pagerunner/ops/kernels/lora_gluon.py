@@ -35,46 +35,97 @@ def _step(at, cols, left, axis: gl.constexpr, EVEN: gl.constexpr):
     return numbers
 
 
-@gluon.jit(do_not_specialize=["first"])
-def shrink_kernel(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, BLOCKS: gl.constexpr, PARTS: gl.constexpr,
-                  K: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """`A x` of a tile, a block of ranks and K input features, which S warps divide between them. The product beside lets it start when all kernels before have ended."""
-    start_next(PDL)
+@gluon.jit
+def _shrink_program(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, w, own, piece, BLOCKS: gl.constexpr, PARTS: gl.constexpr,
+                    K: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """`A x` of a tile, a block of ranks and K input features, which S warps divide between them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
     one: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     two: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     outs: gl.constexpr = gl.SliceLayout(0, mma)
-    w, own, piece = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     tokens = tokens_WX + w * 16
     slot, least = gl.load(slots_W + w), gl.load(tokens)
-    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, two)))
-    token = gl.load(tokens + column)
-    # Programs of the first tile wait in any case, so this kernel doesn't end before the one before.
-    if (slot < 0) & (w > 0):
-        return
-    place = gl.load(_places(places, slot, first + own // BLOCKS, products, BLOCKS) + own % BLOCKS * 2)
-    if (slot >= 0) & (place >= 0):
-        left = inputs - piece * K
-        a_cols = gl.expand_dims(gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(1, one))), 1) * (K // S)
-        a_cols = a_cols + gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, one))), 0)
-        ranks = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, one)))
-        a_at = pool + (place // 16 * 16 + piece * K) + (ranks * inputs)[None, :, None] + a_cols[:, None, :]
-        x_cols = gl.expand_dims(gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, two))), 1) * (K // S)
-        x_cols = x_cols + gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, two))), 0)
-        to = inner + ((piece * gl.num_programs(0) + w).to(gl.int64) * PARTS * BLOCKS + own) * 256
-        to_rank = gl.arange(0, 16, gl.SliceLayout(1, outs))
-        token = gl.where(token < 0, least, token)
-        x_at = x_TI + piece * K + token.to(gl.int64)[None, None, :] * x_stride + x_cols[:, :, None]
-        acc = gl.zeros((S, 16, 8), gl.float32, mma)
-        for step in gl.static_range(K // S // STEP):
-            a = _step(a_at + step * STEP, a_cols, left - step * STEP, 1, EVEN)
-            x = _step(x_at + step * STEP, x_cols, left - step * STEP, 2, EVEN)
-            acc = mma_v2(a, x, acc)
-        to_column = gl.arange(0, 8, gl.SliceLayout(0, outs))
-        there = gl.load(tokens + to_column) >= 0
-        gl.store(to + to_column[None, :] * 16 + to_rank[:, None], gl.sum(acc, 0), mask=there[None, :])
-    if (w == 0) & (own == 0) & (piece == 0):  # who comes next waits for this kernel alone
+    token = gl.load(tokens + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, two))))
+    if slot >= 0:
+        place = gl.load(_places(places, slot, first + own // BLOCKS, products, BLOCKS) + own % BLOCKS * 2)
+        if place >= 0:
+            left = inputs - piece * K
+            a_cols = gl.expand_dims(gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(1, one))), 1) * (K // S)
+            a_cols = a_cols + gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, one))), 0)
+            ranks = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, one)))
+            a_at = pool + (place // 16 * 16 + piece * K) + (ranks * inputs)[None, :, None] + a_cols[:, None, :]
+            x_cols = gl.expand_dims(gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, two))), 1) * (K // S)
+            x_cols = x_cols + gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, two))), 0)
+            to = inner + ((piece * gl.num_programs(0) + w).to(gl.int64) * PARTS * BLOCKS + own) * 256
+            to_rank = gl.arange(0, 16, gl.SliceLayout(1, outs))
+            token = gl.where(token < 0, least, token)
+            x_at = x_TI + piece * K + token.to(gl.int64)[None, None, :] * x_stride + x_cols[:, :, None]
+            acc = gl.zeros((S, 16, 8), gl.float32, mma)
+            for step in gl.static_range(K // S // STEP):
+                a = _step(a_at + step * STEP, a_cols, left - step * STEP, 1, EVEN)
+                x = _step(x_at + step * STEP, x_cols, left - step * STEP, 2, EVEN)
+                acc = mma_v2(a, x, acc)
+            to_column = gl.arange(0, 8, gl.SliceLayout(0, outs))
+            there = gl.load(tokens + to_column) >= 0
+            gl.store(to + to_column[None, :] * 16 + to_rank[:, None], gl.sum(acc, 0), mask=there[None, :])
+    # Programs of the first tile wait in any case, so this kernel doesn't end before the one before, and who comes next waits for this one alone.
+    if (w == 0) & (own == 0) & (piece == 0):
         wait_turn(PDL)
+
+
+@gluon.jit
+def _sum_program(number, sums, bias_O, y_TO, y_stride, num_tokens, num_outputs, all_features, rows, total, steps, BT: gl.constexpr,
+                 SUMS: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """512 of the product's outputs: the sums of their parts, SUMS at most, as `_sum_kernel` of `linear_dense.py` makes them. A thread has eight of each part."""
+    BLOCK: gl.constexpr = 512 // BT
+    layout: gl.constexpr = gl.BlockedLayout([2, 4], [128 // BT, BT // 4], [2, 1], [1, 0])
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK // 8, BT // 2], [1, 2], [0, 1])
+    first = number * BLOCK
+    features = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    tokens = gl.arange(0, BT, gl.SliceLayout(0, layout))
+    begin = first // rows * total
+    count = (begin + total - 1) // steps - begin // steps + 1
+    at = sums + (features.to(gl.int64)[:, None] * BT + tokens[None, :])
+    known = (features < num_outputs)[:, None] & (tokens < (num_tokens + 7) // 8 * 8)[None, :]
+    out = first + gl.arange(0, BLOCK, gl.SliceLayout(1, stored))
+    token = gl.arange(0, BT, gl.SliceLayout(0, stored))
+    y_at = y_TO + token.to(gl.int64)[None, :] * y_stride + out[:, None]
+    there = (out < num_outputs)[:, None] & (token < num_tokens)[None, :]
+    wait_turn(PDL)
+    parts = ()
+    for part in gl.static_range(SUMS):
+        parts = parts + (gl.load(at + part * (all_features * BT), mask=known & (part < count), other=0.0),)
+    old = gl.zeros((BLOCK, BT), gl.float32, stored)
+    if ADD:
+        old = gl.load(y_at, mask=there, other=0.0).to(gl.float32)
+    acc = parts[0]
+    for part in gl.static_range(1, SUMS):
+        acc += parts[part]
+    if BIAS:
+        acc += gl.load(bias_O + gl.minimum(features, num_outputs - 1)).to(gl.float32)[:, None]
+    y = gl.convert_layout(acc.to(y_TO.dtype.element_ty), stored)
+    if ADD:
+        y = (old + y.to(gl.float32)).to(y_TO.dtype.element_ty)
+    gl.store(y_at, y, mask=there)
+
+
+@gluon.jit(do_not_specialize=["first", "pieces", "num_tokens", "all_features", "rows", "total", "steps"])
+def shrink_kernel(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, pieces, sums, bias_O, y_TO, y_stride, num_tokens, num_outputs,
+                  all_features, rows, total, steps, BLOCKS: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, EVEN: gl.constexpr,
+                  BT: gl.constexpr, SUMS: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Programs of `A x`, and behind them those that add up the product's own sums, if it has left some. The product lets this kernel start when all before have ended."""
+    start_next(PDL)
+    w, own, piece = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if piece < pieces:
+        _shrink_program(
+            x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, w, own, piece, BLOCKS, PARTS, K, STEP, S, EVEN, PDL,
+        )  # fmt: skip
+    if SUMS:
+        number = ((piece - pieces) * gl.num_programs(1) + own) * gl.num_programs(0) + w
+        if (piece >= pieces) & (number * (512 // BT) < num_outputs):
+            _sum_program(
+                number, sums, bias_O, y_TO, y_stride, num_tokens, num_outputs, all_features, rows, total, steps, BT, SUMS, ADD, BIAS, PDL,
+            )  # fmt: skip
 
 
 @gluon.constexpr_function
