@@ -262,7 +262,7 @@ class PeerSums:
         each, most = 1 << (-(-count // programs) - 1).bit_length(), _SLOT_BYTES // (block * x.itemsize)
         self._kernels.peer_units[(programs,)](
             x, out, weight, normed, self._units_part, self._rounds, num, self._rank, eps,
-            PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=most if width >= _UNIT else min(each, most),
+            PADDED=1 << (self._size - 1).bit_length(), W=width, BLOCK=block, UNITS=min(each, most) if kind["NORM"] or width < _UNIT else most,
             PROGRAMS=_PROGRAMS, SLOT=_SLOT_BYTES // x.itemsize, FLAGS=2 * _SLOT_BYTES * _PROGRAMS * self._size,
             num_warps=max(4, min(16, block // 512)), **self._how, **kind,
         )  # fmt: skip
