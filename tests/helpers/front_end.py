@@ -106,9 +106,7 @@ def _handed_in(folder: Path, own: Any, found: set[Noted]) -> list[Noted]:
                     fcntl.flock(files.enter_context(path.open()), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return []
-            known = {
-                (module, name, text) for path in paths for module, name, text in json.loads(path.read_text() or "[]")
-            }
+            known = found.union(*(map(tuple, json.loads(path.read_text() or "[]")) for path in paths))
         for path in paths:
             path.unlink()
     return sorted(known)

@@ -35,3 +35,13 @@ def test_the_last_of_several_processes_compiles_what_all_have_launched(tmp_path,
     assert asked in ([ways[0]], [ways[1]]) and not [*tmp_path.glob("launches*")]
     for file in own:
         file.close()
+
+
+def test_a_process_that_others_took_for_dead_as_it_began_still_has_its_own(tmp_path):
+    """It had no lock yet, so the last of them has removed its file."""
+    out = torch.zeros(8, dtype=torch.int32)
+    ways = {front_end.noted(front_end.grows_kernel, (out,), {"N": 8, "LESS": less}) for less in (8, 4)}
+    with (tmp_path / "launches1").open("w+") as own:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        (tmp_path / "launches1").unlink()
+        assert front_end._handed_in(tmp_path, own, ways) == sorted(ways)
