@@ -25,6 +25,7 @@ from pagerunner.engine.frontend.input_processor import (
     Prompt,
     Truncation,
     check_queueable,
+    own_params,
     shown_text,
     up_to_mark,
     with_marked_end,
@@ -167,7 +168,7 @@ class AsyncEngine:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's generation_config.json over the defaults."""
-        return self._frontend.default_sampling_params
+        return own_params(self._frontend.default_sampling_params)
 
     @property
     def pooler(self) -> Pooler | None:
@@ -223,7 +224,7 @@ class AsyncEngine:
         are those of `generate`.
         """
         self._home.check()
-        arrival = time.monotonic()
+        params, arrival = own_params(params), time.monotonic()
         check_able(self.replicas)
         if self._stopped:
             raise EngineDeadError("The server is shutting down and takes no more requests.")

@@ -17,7 +17,7 @@ from pagerunner.engine.structured_output.grammar_door import GrammarDoor
 from pagerunner.errors import InvalidRequestError, PromptTooLongError
 from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import EngineRequest, Grammar, Pooling, SamplingParams, show
-from pagerunner.types.checks import extremes, in_vocabulary
+from pagerunner.types.checks import extremes, in_vocabulary, refuse
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
@@ -43,6 +43,13 @@ def shown_text(prompt: Prompt) -> str | None:
     """The text that came, which outputs show; None where token ids alone came."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def own_params(params: SamplingParams) -> SamplingParams:
+    """A copy, as whoever has made them may set them anew for the next request. Raises InvalidRequestError for anything else."""
+    if not isinstance(params, SamplingParams):
+        refuse("sampling_params", f"must be a SamplingParams, got {show(params)}.")
+    return copy.copy(params)
 
 
 def check_text(text: str) -> None:
@@ -210,11 +217,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot work with this model.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params must be a SamplingParams, got {show(params)}.", param="sampling_params"
-            )
-        params = copy.copy(params)  # whoever made them may set them anew for the next request
+        params = own_params(params)
         token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
