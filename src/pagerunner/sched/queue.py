@@ -11,7 +11,7 @@ from pagerunner.sched.request import Sequence
 
 
 class WaitingQueue(Protocol):
-    """Sequences that wait for admission. Every operation is O(log n) or better, and so is each step of an iteration from the front."""
+    """Sequences that wait for admission. Every operation is O(log n) or better. So is each step of an iteration from the front, but for entries of sequences that have been removed."""
 
     def push(self, sequence: Sequence) -> None:
         """A new sequence joins."""
