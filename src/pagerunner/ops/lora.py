@@ -157,7 +157,7 @@ def work_list(
             if len(some):
                 tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
                 tile += 1
-    if places is None or tokens > 1:
+    if places is None or tokens != 1:
         return WorkList(tokens_WX, slots_W)
     slot = int(slots_W[0])
     return WorkList(tokens_WX, slots_W, torch.full_like(places[0], -1) if slot < 0 else places[slot].clone())

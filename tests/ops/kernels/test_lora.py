@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -60,6 +62,14 @@ def test_work_list(case: str) -> None:
     rows = [row for row, count in enumerate(lens) for _ in range(count)]
     assert sorted(named) == [token for token, row in enumerate(rows) if adapters[row] >= 0], "each token once"
     assert int((want.tokens_WX >= 0).sum(1).max()) <= (8 if len(rows) <= 64 else 16)
+
+
+@pytest.mark.parametrize("way", [lora.work_list.twin, lora.work_list.kernel])
+def test_no_token_has_no_tile(way: Callable[..., WorkList]) -> None:
+    """The last layer of a step of prompts that all go on, and drafts behind it."""
+    nobody, start = torch.tensor([], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    got = way(nobody, start, 0, 4, torch.zeros(4, 6, 1, 2, dtype=torch.int64))
+    assert got.tokens_WX.shape == (0, TILE) and got.slots_W.shape == (0,) and got.places is None
 
 
 def test_most_tiles_is_a_bound_that_is_reached() -> None:

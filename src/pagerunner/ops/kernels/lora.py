@@ -94,7 +94,7 @@ def work_list(
     count, rows = most_tiles(tokens, slots, most), len(adapters_R)
     tokens_WX = torch.empty(count, TILE, dtype=torch.int32, device=adapters_R.device)
     slots_W = torch.empty(count, dtype=torch.int32, device=adapters_R.device)
-    own = None if places is None or tokens > 1 else torch.empty_like(places[0])
+    own = None if places is None or tokens != 1 else torch.empty_like(places[0])
     if count:
         size = 0 if own is None else own.numel()
         sizes = {
