@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from pagerunner.engine.frontend.input_processor import (
     POOLING_PARAMS,
     Prompt,
     check_continues,
+    own_params,
     shown_text,
     up_to_mark,
     with_marked_end,
@@ -174,7 +174,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the checkpoint's generation_config.json over the defaults."""
-        return copy(self._frontend.default_sampling_params)
+        return own_params(self._frontend.default_sampling_params)
 
     def generate(
         self,

@@ -266,6 +266,7 @@ def test_chat_shows_templates_texts_and_values_as_the_server_does(llm: LLM) -> N
 
     one = {"type": "text", "text": "one"}
     assert prompt(parts(one, "two")) == "one\ntwo|\n"
+    assert prompt(parts({"type": "refusal", "refusal": "no"}, one)) == "no\none|\n"
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert prompt(asked).startswith("|[{") and "'arguments': {'x': 1}" in prompt(asked)
@@ -279,6 +280,7 @@ def test_chat_shows_templates_texts_and_values_as_the_server_does(llm: LLM) -> N
     for message, words in (
         (parts(one, {"type": "image_url", "image_url": {"url": "x"}}), r"messages\[0\].* 'image_url'.* text only"),
         (parts({"type": "text"}), "without text"),
+        (parts({"type": "refusal", "refusal": 5}), "'refusal'.* text only"),
         (parts(5), r"messages\[0\]"),
         ("hello", r"messages\[0\] must be a mapping"),
     ):

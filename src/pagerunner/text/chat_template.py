@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -136,10 +136,12 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _plain(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _bad_message(f"{where} must be a mapping with role and content, got {show(message)}.")
+        raise InvalidRequestError(
+            f"{where} must be a mapping with role and content, got {show(message)}.", param="messages"
+        )
     plain = dict(message)
     if isinstance(content := message.get("content"), list):
-        plain["content"] = "\n".join(_text_of(part, where) for part in content)
+        plain["content"] = joined_text(map(_part, content), f"{where}.content", "messages")
     elif content is None and message.get("role") == "assistant":  # it has called, thought or refused
         plain["content"] = message.get("refusal") or ""
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):  # templates have each of the names
@@ -147,19 +149,33 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
     return plain
 
 
-def _text_of(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else part
-    if kind not in ("text", "input_text", "output_text"):
-        raise _bad_message(f"{where}.content holds a part of type {show(kind)}; this model takes text only.")
-    if not isinstance(text := part.get("text"), str):
-        raise _bad_message(f"{where}.content holds a text part without text.")
-    return text
+def _part(part: Any) -> tuple[object, object, object]:
+    if isinstance(part, Mapping):
+        return part.get("type", "text"), part.get("text"), part.get("refusal")
+    return ("text", part, None) if isinstance(part, str) else (part, None, None)
 
 
-def _bad_message(why: str) -> InvalidRequestError:
-    return InvalidRequestError(why, param="messages")
+def joined_text(
+    parts: Iterable[tuple[object, object, object]],
+    where: str,
+    param: str,
+    kinds: tuple[str, ...] = ("text", "input_text", "output_text"),
+) -> str:
+    """The texts of a message's parts of these `kinds`, and refusals, a line each. A part is its type, its text and its refusal.
+
+    Raises:
+        InvalidRequestError: a part is of another type, or has no text; `param` is at fault.
+    """
+    texts = []
+    for kind, text, refusal in parts:
+        if kind == "refusal" and isinstance(refusal, str):
+            kind, text = kinds[0], refusal
+        if kind not in kinds:
+            raise InvalidRequestError(f"{where} holds a part of type {show(kind)}; this model takes text only.", param)
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{where} holds a text part without text.", param)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _within_limit(pieces: Iterator[str]) -> str:

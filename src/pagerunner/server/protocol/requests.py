@@ -11,7 +11,8 @@ from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.server.protocol.fields import Ignored, Neutral, Priority, Salt, Unsupported
 from pagerunner.server.protocol.tools import NamedToolChoice, Tool, ToolCall
-from pagerunner.types import StructuredOutputsParams, show
+from pagerunner.text.chat_template import joined_text
+from pagerunner.types import StructuredOutputsParams
 from pagerunner.types.kv_transfer import KVTransferParams
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -204,20 +205,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 def text_of(parts: list[ContentPart], where: str, kinds: tuple[str, ...]) -> str:
     """The texts of parts of these `kinds`, and refusals, a line each. Raises InvalidRequestError for another part."""
-    param = where.split(".")[0]
-    texts: list[str] = []
-    for part in parts:
-        if part.type == "refusal" and part.refusal is not None:
-            texts.append(part.refusal)
-            continue
-        if part.type not in kinds:
-            raise InvalidRequestError(
-                f"{where} holds a part of type {show(part.type)}; this model takes text only.", param
-            )
-        if part.text is None:
-            raise InvalidRequestError(f"{where} holds a text part without text.", param)
-        texts.append(part.text)
-    return "\n".join(texts)
+    return joined_text(((one.type, one.text, one.refusal) for one in parts), where, where.split(".")[0], kinds)
 
 
 class ChatRequest(_Request):
