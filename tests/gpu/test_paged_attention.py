@@ -45,7 +45,7 @@ def test_low_precision_stays_close(rows: tuple, kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 256])
-@pytest.mark.parametrize("group", [1, 16])
+@pytest.mark.parametrize("group", [1, 7, 16])
 def test_heads_of_many_shapes(dim: int, group: int) -> None:
     for rows in (ONE[:8], MIXED):
         case = Case(rows, 48, 2, group, dim, dtype=BF16, kv_dtype=BF16, sinks=True, softcap=3.0)
@@ -160,7 +160,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4), (4, 8), (1, 32)])
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4), (4, 8), (1, 32), (8, 5), (4, 7), (2, 3)])
 @pytest.mark.parametrize(
     ("page", "dtype", "kv_dtype"),
     [(16, BF16, BF16), (64, torch.float16, torch.float16), (128, BF16, E4M3), (16, torch.float16, E5M2)],

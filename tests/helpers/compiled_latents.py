@@ -165,14 +165,15 @@ def prefill(name: str, group: int, page: int) -> dict[str, Any]:
     """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
     tiles, queries = f"[128,64],{PANEL.value!r}", f"[{64 // group},{group},64],{QUERIES.value!r}"
     types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>")
-    types |= dict.fromkeys(("q_desc", "out_desc"), f"tensordesc<{name}{queries}>")
+    boxes = queries if group & (group - 1) == 0 else tiles
+    types |= dict.fromkeys(("q_desc", "out_desc"), f"tensordesc<{name}{boxes}>")
     pages = f"[{page or 128},64],{PANEL.value!r}"
     types |= dict.fromkeys(("kp_desc", "vp_desc"), f"tensordesc<{name}{pages}>") | {
         "table_ptr": "*i64",
         "scale": "fp32",
     }
     pointers = ["slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr", "taken_ptr"]
-    types |= dict.fromkeys(pointers, "*i32") | {"out_ptr": "*" + name}
+    types |= dict.fromkeys(pointers, "*i32") | {"q_ptr": "*" + name, "out_ptr": "*" + name}
     constants = {"G": group, "PAGE": page or 128, "PAGED": page > 0, "PDL": True}
-    aligned = ["out_ptr", "out_st", "out_sh", "table_ptr", "table_st", *pointers]
+    aligned = ["q_ptr", "q_st", "q_sh", "out_ptr", "out_st", "out_sh", "table_ptr", "table_st", *pointers]
     return gluon(gluon_prefill_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from helpers.gluon_programs import NOTHING, At, Shared, language, multiply, room
+from helpers.gluon_programs import NOTHING, At, Copies, Shared, language, multiply, room
 
 PATIENCE = 60.0
 BARRIERS = object()
@@ -75,6 +75,12 @@ class Panels:
     def store(self, values: torch.Tensor) -> None:
         for panel, own in zip(self.panels.as_subclass(torch.Tensor), values.split(64, 1), strict=True):
             panel.view(self.shape[0], 64).copy_(own.as_subclass(torch.Tensor))
+
+    def copy_(self, values: torch.Tensor) -> None:
+        self.store(values)
+
+    def fill_(self, value: float) -> None:
+        self.panels.fill_(value)
 
     def permute(self, dims: tuple[int, int]) -> torch.Tensor:
         return self.dense().permute(dims)
@@ -189,7 +195,7 @@ class Groups:
             async_copy_shared_to_global=Described.write,
             store_wait=lambda left: None,
         )
-        known |= {"gl": gl, "mbarrier": mbarrier, "tma": tma}
+        known |= {"gl": gl, "mbarrier": mbarrier, "tma": tma, "async_copy": Copies()}
         known |= {"warpgroup_mma": lambda a, b, acc, **how: multiply(whole(a), whole(b), acc, **how)}
         known |= {"warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps}
         known |= dict.fromkeys(NOTHING, lambda *_: None) | self.known

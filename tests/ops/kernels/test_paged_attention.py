@@ -114,11 +114,29 @@ def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: C
 
     monkeypatch.setattr(kernels, "merge_kernel", Spy())
     check_attention(case, "cpu")
-    queries = 16 // kernels.padded(case.group)
+    queries = 16 // case.group
     assert sum(of_rows[0]) > sum(-(-row.queries // queries) for row in LONG if row.queries > 1), (
         "no more parts than blocks"
     )
     assert of_rows[0][2] == 0, "a row of one token has no blocks"
+
+
+@pytest.mark.parametrize(("group", "blocks"), [(4, 5), (5, 6), (3, 4), (7, 9)])
+def test_a_tile_has_as_many_queries_as_fit(monkeypatch: pytest.MonkeyPatch, group: int, blocks: int) -> None:
+    """Also where query heads of a head of keys aren't a power of two. Example: 40 query heads and 8 of keys; a tile of 16 has 3 queries of 5 heads."""
+    of_rows, prefill = [], kernels.prefill_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                of_rows.append(args[30][:2].tolist())
+                return prefill[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "prefill_kernel", Spy())
+    check_attention(Case((plain(0, 17),), 4, 2, group, 8), "cpu")
+    assert of_rows[0] == [0, blocks]
 
 
 @pytest.mark.parametrize(("rows", "divided"), [(LONG[:1], True), ((plain(0, 9),), False), ((plain(30, 90),), False)])

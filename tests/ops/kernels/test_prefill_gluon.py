@@ -52,6 +52,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, scal
         (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16),
         (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16),
         (((260, 17), (0, 200)), 1, 8, 32),
+        (((0, 290), (130, 150), (1, 40)), 2, 5, 16),
+        (((128, 21), (0, 129)), 1, 7, 16),
         (((5, 3),), 2, 1, 64),
     ],
 )
@@ -84,7 +86,7 @@ def test_rows(
         want.append(attention(q[new_rows], *whole, old, 0.1))
         first += new
     starts = torch.tensor([0, *(sum(new for _, new in rows[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
-    queries = 128 // group
+    queries = paged_prefill_wide.queries_of(group)
     blocks = [-(-new // queries) if new > 1 else 0 for _, new in rows]
     parts = torch.tensor([0, *(sum(blocks[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     slots = torch.arange(len(rows), dtype=torch.int32)
@@ -132,6 +134,7 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
             ),
             8,
         ),
+        (Case(PAST, 16, 1, 3, 128, dtype=F16, kv_dtype=F16, padding=3, lead=8), 8),
         (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16), 0),
         (Case(FRESH, 16, 1, 4, 64, dtype=F16, kv_dtype=F16), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
@@ -145,6 +148,7 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         "fresh fp8",
         "past fp8",
         "past e5m2",
+        "group of three",
         "no group",
         "small heads",
         "window",

@@ -195,8 +195,9 @@ class _Call:
         self.long = not (plan.one_token or self.stride)
         self.prefill_parts = self._prefill_parts()
         self.wide = self._is_wide()
+        self.queries = self.prefill.rows // self.group
         if self.wide:
-            self.prefill = WIDE_TILES
+            self.prefill, self.queries = WIDE_TILES, paged_prefill_wide.queries_of(self.group)
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
@@ -219,7 +220,7 @@ class _Call:
             rows.row_T, rows.positions_T, *parts,
             self.units, num_rows, counters, plan.window, plan.chunk, _borders().shared_saving,
             self.shared_splits, self.entry_tiles, self.prefill_parts,
-            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group_padded,
+            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.queries,
             BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, STRIDE=self.stride, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(*parts, self.sharing)
@@ -348,9 +349,11 @@ class _Call:
 
     def _prefill_parts(self) -> int:
         """How many parts a step's blocks may have, so that all run at once; 0 if blocks occupy the device anyway, or see new tokens alone."""
+        if not self.long or self.plan.fresh:
+            return 0
         tiles, programs = self.prefill, multiprocessors(self.q.device) * self.prefill.programs
-        few = 2 * blocks(self.tokens * self.group_padded, tiles.rows) * self.kv_heads <= programs
-        return max(programs // self.kv_heads, 1) if self.long and few and not self.plan.fresh else 0
+        few = 2 * blocks(self.tokens, tiles.rows // self.group) * self.kv_heads <= programs
+        return max(programs // self.kv_heads, 1) if few else 0
 
     def _is_wide(self) -> bool:
         """Whether the kernel in Gluon serves: long rows, so many that they occupy the device.
@@ -389,7 +392,7 @@ class _Call:
             self.run_wide(schedule)
             return
         tiles, rows, plan = self.prefill, self.rows, self.plan
-        queries = tiles.rows // self.group_padded
+        queries = self.queries
         num_rows = rows.slots_R.shape[0]
         parts, sinks = self.prefill_parts, self.out if self.sinks is None else self.sinks
         most_parts = max(blocks(self.tokens, queries) + min(num_rows, self.tokens // 2), parts)
@@ -403,7 +406,7 @@ class _Call:
             *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), self.table, self.table.stride(0),
             self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.parts, num_rows,
             values, sums, sinks, self.scale, self.softcap, plan.window, plan.chunk,
-            self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim, self.padded[0], self.dim_v,
+            self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v,
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
             self.fp8, _TL_DTYPES[dot], _TL_DTYPES[dot] if self.fp8 is None else self.dot, parts > 0,
             dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,

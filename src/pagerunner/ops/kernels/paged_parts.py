@@ -2,7 +2,7 @@
 
 A part is the highest score of its keys, their total weight, and the values' weighted sum. Parts are merged in the order of their keys,
 so a result doesn't depend on which program was first. Scores are in units of log2. Shape letters: see `kernels.paged_decode`; P parts,
-M queries of a block times GP heads.
+M queries of a block times G heads.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def merge_kernel(
 
     `part` [R + 1]: prefix sums of rows' parts. `values` [P, K, BM, D] and `sums` [P, K, BM, 2] are the parts.
     """
-    BT: tl.constexpr = BM // GP
+    BT: tl.constexpr = BM // G
     start_next_and_wait(PDL)
     token, head = tl.program_id(0) // K, tl.program_id(0) % K
     row = tl.load(row_ptr + token)
@@ -97,7 +97,7 @@ def merge_kernel(
         if parts > 1:
             g, d = tl.arange(0, GP), tl.arange(0, DP)
             query = token - begin
-            place = ((first + query // BT * parts) * K + head) * BM + query % BT * GP + g
+            place = ((first + query // BT * parts) * K + head) * BM + query % BT * G + g
             highest, total, acc = merged(values_ptr, sums_ptr, place, K * BM, parts, g < G, D, DP, AT_ONCE)
             heads = head * G + g
             acc *= over_sinks(highest, total, sinks_ptr, heads, g < G, SINKS)[:, None]

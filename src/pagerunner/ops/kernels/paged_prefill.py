@@ -164,15 +164,15 @@ def prefill_kernel(
     kp_ptr, kp_se, kp_ss, kp_sh, vp_ptr, vp_se, vp_ss, vp_sh, scales_ptr, scales_se,
     k_desc, v_desc, table_ptr, table_st, width, slots_ptr, starts_ptr, lengths_ptr, part_ptr, num_rows,
     values_ptr, sums_ptr, sinks_ptr, scale, softcap, window, chunk,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     REACH: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     TO: tl.constexpr, PAST: tl.constexpr, DIVIDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`part` [R + 1] are prefix sums of the rows' parts. A block has BM // GP queries, and one part if keys aren't DIVIDED. `values` and
+    """`part` [R + 1] are prefix sums of the rows' parts. A block has BM // G queries, and one part if keys aren't DIVIDED. `values` and
     `sums`: see `merge_kernel`. Products are of dtype TO, with pages of dtype PAST.
     """
-    BT: tl.constexpr = BM // GP
+    BT: tl.constexpr = BM // G
     head = tl.program_id(0) % K
     index = tl.load(part_ptr + num_rows) - 1 - tl.program_id(0) // K
     if index >= 0:
@@ -185,9 +185,9 @@ def prefill_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
 
         m, d = tl.arange(0, BM), tl.arange(0, DP)
-        query_M = first + m // GP
-        q_head = head * G + m % GP
-        there = (query_M < num_new) & (m % GP < G)
+        query_M = first + m // G
+        q_head = head * G + m % G
+        there = (query_M < num_new) & (m < BT * G)
         token_M = (token + query_M).to(tl.int64)
         q_at = q_ptr + (token_M * q_st + q_head * q_sh)[:, None] + d[None, :]
         q = tl.load(q_at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(TO)

@@ -47,7 +47,12 @@ def serves(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: KVPage
     even = all(
         x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == SIZE and x.stride(2) == 1 for x in heads
     )
-    return even and group <= 64 and group & (group - 1) == 0 and (not past or _reads(pages, q.dtype))
+    return even and group <= 64 and (not past or _reads(pages, q.dtype))
+
+
+def queries_of(group: int) -> int:
+    """Of a block. Each of two groups of warps has as many as fit with all of their heads."""
+    return SIZE // 2 // group * 2
 
 
 def _reads(pages: KVPages, dtype: torch.dtype) -> bool:
@@ -91,16 +96,20 @@ def run(
     *,
     past: bool,
 ) -> None:
-    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros."""
+    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of `queries_of(group)`; `taken`: two zeros."""
     q, k, v, out = heads
     gluon, group = _gluon(), q.shape[1] // k.shape[1]
-    box, layout = [64 // group, group, 64], gluon.QUERIES.value
-    queries, results = (gluon.TensorDescriptor(x, [*x.shape], [x.stride(0), SIZE, 1], box, layout) for x in (q, out))
     new = _rows(k, SIZE), _rows(v, SIZE)
+    queries = results = new[0]
+    if group & (group - 1) == 0:
+        box, layout = [64 // group, group, 64], gluon.QUERIES.value
+        queries, results = (
+            gluon.TensorDescriptor(x, [*x.shape], [x.stride(0), SIZE, 1], box, layout) for x in (q, out)
+        )
     old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
     page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
     gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
-        queries, *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
+        queries, q, q.stride(0), q.stride(1), *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
         K=k.shape[1], G=group, PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
     )  # fmt: skip
 
