@@ -419,6 +419,7 @@ def test_the_checkpoints_generation_config_gives_the_defaults(tmp_path: Path) ->
     with pytest.raises(InvalidRequestError, match="sampling_params must be a SamplingParams, got"):
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
     assert LLM(str(path), max_model_len=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
-    (path / "generation_config.json").write_text('{"top_p": 7}')
-    with pytest.raises(CheckpointError, match="top_p.*7"):
-        LLM(str(path), max_model_len=64)
+    for wrong, words in (('{"top_p": 7}', "top_p.*7"), ('{"temperature": "0.6"}', "temperature.*'0.6'")):
+        (path / "generation_config.json").write_text(wrong)
+        with pytest.raises(CheckpointError, match=words):
+            LLM(str(path), max_model_len=64)

@@ -67,6 +67,8 @@ def test_end_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
     read = read_model_config(write(tmp_path, config, generation))
     assert read.eos_token_ids == (7, 9, 11)
     assert read.sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
+    unset = read_model_config(write(tmp_path, config, {"temperature": None, "do_sample": False}))
+    assert unset.sampling_defaults == {"temperature": 0.0}
 
 
 def test_old_and_new_rope_fields_mean_the_same(tmp_path: Path) -> None:

@@ -116,6 +116,31 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         Tokenizer.from_path(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"x": {"content": "y"}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"300": {"special": True}}}, "content"),
+        ({"added_tokens_decoder": {"300": {"content": "y", "lstrip": "yes"}}}, "lstrip"),
+        ({"additional_special_tokens": 3}, "additional_special_tokens"),
+        ({"extra_special_tokens": ["<a>", 5]}, "extra_special_tokens"),
+        ({"eos_token": ["<|im_end|>"]}, "eos_token"),  # it would end nothing
+        ({"chat_template": [{"name": 5, "template": "x"}]}, "chat_template"),
+    ],
+)
+def test_tokens_in_a_form_that_cant_be_read_are_named(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    write_tokenizer(tmp_path, 300, add_bos=False)
+    names = ["tokenizer_config.json"] + ["special_tokens_map.json"] * ("special" in words or "eos" in words)
+    for name in names:
+        kept = (tmp_path / name).read_text() if (tmp_path / name).exists() else "{}"
+        (tmp_path / name).write_text(json.dumps(values))
+        with pytest.raises(CheckpointError, match=rf"{name}.*{words}"):
+            Tokenizer.from_path(tmp_path)
+        (tmp_path / name).write_text(kept)
+    Tokenizer.from_path(tmp_path)
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     ours = Tokenizer.from_path(make_checkpoint(tmp_path, "qwen3", chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template"):

@@ -47,7 +47,7 @@ class ChatTemplate:
             named = {
                 x["name"]: x["template"] for x in found if isinstance(x, dict) and {"name", "template"} <= x.keys()
             }
-            if len(named) == len(found) and all(isinstance(x, str) for x in named.values()):
+            if named and len(named) == len(found) and all(isinstance(x, str) for pair in named.items() for x in pair):
                 return cls(named, where)
         if found:
             raise CheckpointError(f"{where}: chat_template must be a text or a list of names and templates.")

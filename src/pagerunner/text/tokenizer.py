@@ -7,8 +7,9 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as TokenizersTokenizer
 
@@ -22,6 +23,16 @@ _LARGE_CHARS = 500_000  # from here on a text takes hundreds of megabytes while 
 _PIECE_CHARS = 65_536
 _COMMON_CHARS_PER_TOKEN = 8  # texts of more are looked at in pieces first
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNNAMED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = [(name, bool | None, None) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")]
+_Token: Any = msgspec.defstruct("_Token", [("content", str), *_FLAGS], omit_defaults=True)
+_TokenLists: Any = TypedDict(  # type: ignore[misc]  # names from tuples
+    "_TokenLists",
+    {"added_tokens_decoder": dict[int, _Token] | None}
+    | dict.fromkeys(_UNNAMED_TOKENS, list[str | _Token] | dict[str, str | _Token] | None)
+    | dict.fromkeys(_NAMED_TOKENS, str | _Token | None),
+    total=False,
+)
 
 
 class Tokenizer:
@@ -54,11 +65,11 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         config = _optional_json(directory / "tokenizer_config.json")
-        special = _special_tokens(config, _optional_json(directory / "special_tokens_map.json"))
-        _add_tokens(backend, config, special)
-        named = {name: special[name] for name in _NAMED_TOKENS if name in special}
+        lists, more = _token_lists(directory / "tokenizer_config.json", config), directory / "special_tokens_map.json"
+        special = _special_tokens(_token_lists(more, _optional_json(more)), lists)
+        _add_tokens(backend, lists.get("added_tokens_decoder") or {}, special)
         template = ChatTemplate.from_option(chat_template) if chat_template else ChatTemplate.find(directory, config)
-        return cls(backend, named, template)
+        return cls(backend, {name: special[name] for name in _NAMED_TOKENS if name in special}, template)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -221,35 +232,38 @@ def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name; unnamed ones under their own text."""
+def _token_lists(file: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What the file's `values` say of tokens, by the fields of `_TokenLists`. Raises CheckpointError for what can't be read."""
+    try:
+        return dict(msgspec.convert(values, _TokenLists, str_keys=True))
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{file}: {error}.") from None
+
+
+def _special_tokens(*lists: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name; unnamed ones under their own text. Of equal names the last one counts."""
     found: dict[str, str] = {}
-    for source in (special_map, config):
-        for name, value in source.items():
-            if name in ("additional_special_tokens", "extra_special_tokens"):
-                extra = value.values() if isinstance(value, dict) else value or ()
-                found.update({text: text for text in map(_text, extra) if text})
-            elif name in _NAMED_TOKENS and (text := _text(value)):
-                found[name] = text
+    for name, value in (item for some in lists for item in some.items()):
+        if name in _UNNAMED_TOKENS:
+            texts = map(_text, value.values() if isinstance(value, dict) else value or ())
+            found.update({text: text for text in texts if text})
+        elif name in _NAMED_TOKENS and (text := _text(value)):
+            found[name] = text
     return found
 
 
 def _text(value: Any) -> str | None:
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+    return value if value is None or isinstance(value, str) else value.content
 
 
-def _add_tokens(backend: TokenizersTokenizer, config: dict[str, Any], special: Mapping[str, str]) -> None:
+def _add_tokens(backend: TokenizersTokenizer, listed: Mapping[int, Any], special: Mapping[str, str]) -> None:
     """Add the tokens that only tokenizer_config.json lists, in id order, and mark the special ones."""
-    listed = config.get("added_tokens_decoder") or {}
-    for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-        options = {k: v for k, v in entry.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        if backend.token_to_id(entry["content"]) is not None:
-            continue
-        backend.add_tokens([AddedToken(entry["content"], **options)])
-        if backend.token_to_id(entry["content"]) != int(token_id):
+    missing = {token_id: token for token_id, token in listed.items() if backend.token_to_id(token.content) is None}
+    for token_id, token in sorted(missing.items()):
+        backend.add_tokens([AddedToken(**msgspec.to_builtins(token))])
+        if backend.token_to_id(token.content) != token_id:
             raise CheckpointError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, "
+                f"tokenizer_config.json gives {token.content!r} the id {token_id}, "
                 "but in tokenizer.json that id is not the next one."
             )
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}

@@ -238,8 +238,9 @@ class Tiering:
             if self.below is not None:
                 self.below.keep(pages)
             host.release(pages)
-            if host.ready_bytes < host.num_bytes:
-                self._put_off(last, wish)
+            # tried again when more host memory can be used; others go on meanwhile, as it may be that no more ever can
+            if host.ready_bytes < host.num_bytes and len(self._put_by) < bounds.MOST_WISHES:
+                self._put_by[last] = wish
             else:
                 self.counts.stores_skipped += 1
             return -1
@@ -257,13 +258,6 @@ class Tiering:
         """All of a prompt is stored. Its front is needed most, and given away last."""
         if wish.done:
             self.host.touch(self.host.held(self._pieces.keys(wish._replace(done=0), [wish.done], last=False)))
-
-    def _put_off(self, last: bytes, wish: Wish) -> None:
-        """Try again to store this when more host memory can be used. Others go on meanwhile, as it may be that no more ever can."""
-        if len(self._put_by) >= bounds.MOST_WISHES:
-            self.counts.stores_skipped += 1
-        else:
-            self._put_by[last] = wish
 
     def _brought(self, last: bytes, keys: list[list[PageKey]]) -> list[set[PageKey]]:
         """Which of these keys of a prompt stores under way bring to the host."""

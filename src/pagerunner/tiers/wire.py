@@ -292,7 +292,10 @@ class Line:
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise WireError(f"has sent what is no message here: {str(error)[:200]}") from None
         if isinstance(found, Refused):
-            raise WireError(f"refuses: {_as_line(found.reason)}")
+            reason = "".join(
+                char if char.isprintable() else " " for char in found.reason[:LONGEST_REASON]
+            )  # for the log
+            raise WireError(f"refuses: {reason}")
         return found  # type: ignore[no-any-return]
 
     def peek(self) -> bytes:
@@ -329,11 +332,6 @@ class Line:
     def close(self) -> None:
         """The thread that uses it has done so."""
         self._sock.close()
-
-
-def _as_line(text: str) -> str:
-    """What a peer has written, for a line of the log."""
-    return "".join(char if char.isprintable() else " " for char in text[:LONGEST_REASON])
 
 
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {

@@ -275,7 +275,8 @@ class Filling:
             self.unused.append(name)
         elif place_of(name) is not None:
             self.scales.append(name)
-        elif not _is_derived(name) and (self._looks or name != "lm_head.weight"):
+        # old checkpoints carry the rotary frequencies, which follow from the config
+        elif not name.endswith("rotary_emb.inv_freq") and (self._looks or name != "lm_head.weight"):
             self._extra.append((file, name, tensor if name == "lm_head.weight" else None))
         return name, sink
 
@@ -450,11 +451,6 @@ def _check_tensor(file: Path, name: str, tensor: torch.Tensor, sink: Sink, asked
     if tensor.dtype not in sink.dtypes:
         taken = ", ".join(name_of(dtype) for dtype in sink.dtypes)
         raise CheckpointError(f"{file}: {name} has dtype {name_of(tensor.dtype)}; {asked_by} asks for {taken}.")
-
-
-def _is_derived(name: str) -> bool:
-    """Old checkpoints carry the rotary frequencies, which follow from the config."""
-    return name.endswith("rotary_emb.inv_freq")
 
 
 def _check_extra(

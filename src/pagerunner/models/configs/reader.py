@@ -229,11 +229,8 @@ def read_common(
     eos = _token_ids(fields, values.get("eos_token_id"), vocab_size)
     eos += _token_ids(Fields({}, str(directory / "generation_config.json")), generation.get("eos_token_id"), vocab_size)
     bos = _token_ids(fields, values.get("bos_token_id"), None, "bos_token_id")
-    defaults = {
-        ours: generation[theirs]
-        for theirs, ours in _SAMPLING_DEFAULTS.items()
-        if isinstance(generation.get(theirs), (int, float)) and not isinstance(generation[theirs], bool)
-    }
+    recommended = {ours: generation.get(theirs) for theirs, ours in _SAMPLING_DEFAULTS.items()}
+    defaults = {name: value for name, value in recommended.items() if value is not None}
     if generation.get("do_sample") is False:
         defaults.setdefault("temperature", 0.0)
     layers = fields.integer("num_hidden_layers")

@@ -120,11 +120,12 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
     longest, max_tokens = engine.max_model_len, turn.params.max_tokens
     kept = truncation(turn.truncate_prompt_tokens, turn.truncation_side, longest, max_tokens)
     templates = engine.tokenizer.chat_template.templates.values() if engine.tokenizer.chat_template is not None else ()
-    knows_developers = any("developer" in text for text in templates)
+    # "developer" is OpenAI's newer name of the role "system", which all templates know
+    newer = () if any("developer" in text for text in templates) else ("developer",)
 
     async def render(messages: list[dict[str, Any]]) -> list[int]:
         return await engine.render_chat(
-            messages if knows_developers else [_as_system(message) for message in messages],
+            [message | {"role": "system"} if message["role"] in newer else message for message in messages],
             add_generation_prompt=turn.add_generation_prompt,
             add_special_tokens=turn.add_special_tokens,
             continue_final_message=turn.continue_final_message,
@@ -137,11 +138,6 @@ async def _render(service: Service, turn: ChatTurn, plan: ChatPlan) -> list[int]
         if turn.drop_oldest:
             return await _shortened(turn.messages, engine.max_model_len - max(turn.params.max_tokens or 1, 1), render)
         return await render(turn.messages)
-
-
-def _as_system(message: dict[str, Any]) -> dict[str, Any]:
-    """Replace the role "developer", OpenAI's newer name, by "system", which all templates know."""
-    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 async def _shortened(
