@@ -281,6 +281,7 @@ def few(group: int, dim: int, early: bool, norm: bool, parts: int = 1) -> dict[s
         "GP": columns,
         "AT_ONCE": merged_at_once(columns, 2 * half),
         "PARTS": parts,
+        "GROUPED": early and group <= 8,
         "PDL": True,
         "EARLY": early,
     }

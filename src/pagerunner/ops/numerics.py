@@ -88,8 +88,8 @@ class AttentionBorders(NamedTuple):
     """Fewer rows do not occupy the device: each is cut into parts."""
     few_units: int = 256
     """Nor do so many rows times heads of keys, or fewer."""
-    row_parts: int = 32
-    """Of a row in steps of few rows, because each adds to the time of merging."""
+    row_parts: int = 256
+    """Of a row with one head of keys in steps of few rows. With more heads it has fewer, as their parts run at once, but up to 32."""
     draft_parts: int = 16
     """The same where a part has the heads of several tokens."""
     sharing_rows: int = 16

@@ -15,7 +15,7 @@ from helpers.launches import compiled_for
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs these on the device", allow_module_level=True)
 install()
@@ -28,7 +28,7 @@ from helpers.paged_kernels import (  # noqa: E402
     check_store,
 )
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
-from pagerunner.ops.kernels import paged_sizes  # noqa: E402
+from pagerunner.ops.kernels import paged_few, paged_sizes  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
@@ -354,6 +354,24 @@ def test_few_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) ->
     monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(16, 16, 4, 3, programs))
     monkeypatch.setattr(kernels._Call, "run_decode", lambda *_, **__: 1 / 0)
     check_projected(case, "cpu", parts=0 if programs == 1 else 3)
+
+
+@pytest.mark.parametrize("case", [FEW[0], FEW[4], Case((plain(500, 1), plain(300, 1)), 16, 2, 2, 8, sinks=True)])
+def test_many_parts_of_few_rows_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Rows with parts of a tile each, of which the last program of each four merges four, and the last of all what these have left."""
+    monkeypatch.setattr(kernels, "few_tiles", lambda *_: kernels.Tiles(16, 16, 4, 3, 16))
+    for module in kernels, paged_few:
+        monkeypatch.setattr(module, "MOST_MERGED", tl.constexpr(6))
+    monkeypatch.setattr(paged_few, "MERGED", tl.constexpr(4))
+    merge, counts = paged_few._merge_some, []
+
+    def spy(part, sums, first, count, *others):
+        counts.append(int(count.handle.data[0]))
+        merge(part, sums, first, count, *others)
+
+    monkeypatch.setattr(paged_few, "_merge_some", spy)
+    check_projected(case, "cpu")
+    assert counts.count(4) >= 5 * case.kv_heads
 
 
 @pytest.mark.parametrize(("group", "unused"), [(16, "run_decode"), (17, "run_few")])

@@ -19,7 +19,7 @@ from pagerunner.ops.kernels.linear_wide import say_kernel
 from pagerunner.ops.kernels.paged_decode import decode_kernel
 from pagerunner.ops.kernels.paged_dense import Dense, heads_at_once
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
-from pagerunner.ops.kernels.paged_few import few_kernel
+from pagerunner.ops.kernels.paged_few import MOST_MERGED, few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
 from pagerunner.ops.kernels.paged_parts import merge_kernel
@@ -204,6 +204,8 @@ class _Call:
         self.few = short and prep is not None and self.fp8 is None and self.group <= MOST_FEW_HEADS
         if self.few:
             self.entry_tiles = 0
+        # of a row in `few_kernel`; two warps, which more heads have, haven't registers to merge some of them first
+        self.row_parts = max(_borders().row_parts // self.kv_heads if self.group <= 8 else 0, MOST_MERGED.value)
         self.tiles = few if self.few else self.decode
         self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
 
@@ -211,7 +213,9 @@ class _Call:
         rows, plan, device = self.rows, self.plan, self.q.device
         num_rows = rows.slots_R.shape[0]
         # one allocation; parts begin at multiples of 16 bytes
-        counters = self.tokens * self.kv_heads  # of a unit's pieces by head
+        counters = self.tokens * self.kv_heads  # of a unit's pieces by head, and of pieces that are merged together
+        if self.few and not self.stride:
+            counters += (self.few_slices() + self.tokens) * self.kv_heads
         sizes = [6, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -301,11 +305,17 @@ class _Call:
             maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
+    def few_slices(self) -> int:
+        """Parts of a step in `few_kernel`, but for the last one of each row."""
+        if self.one_tile:
+            return 0
+        programs = multiprocessors(self.q.device) * self.tiles.programs
+        return max(1, min(programs // self.kv_heads, self.row_parts * self.tokens))
+
     def run_few(self, schedule: _Schedule, *, early: bool) -> None:
         prep, tiles, device = self.prep, self.tiles, self.q.device
         launch = dependent(device)
-        slices = min(multiprocessors(device) * tiles.programs // self.kv_heads, _borders().row_parts * self.tokens)
-        slices = 0 if self.one_tile else max(1, slices)
+        slices = self.few_slices()
         parts = (slices + self.tokens) * self.heads
         part = torch.empty(parts * (self.dim + 2), dtype=torch.float32, device=device)
         group, half = self.group_padded, max(16, padded(self.dim // 2))
@@ -322,7 +332,7 @@ class _Call:
             BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
             AT_ONCE=merged_at_once(group, 2 * half), num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=tiles.registers, PARTS=count,
+            maxnreg=tiles.registers, PARTS=count, GROUPED=not self.one_tile and self.row_parts > MOST_MERGED.value,
             EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 

@@ -7,8 +7,9 @@ chain of latencies. This kernel keeps the chain short.
 - Keys are rows of the products and queries are columns, so a tile's results are small.
 - Queries, and the row's own key, are loaded as two halves. These halves are the pairs that rotate.
 
-As in `kernels.paged_decode`, a row's parts are merged by the last program that finishes, always in the same order. Scores are in
-units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per key/value head (M: as columns of
+As in `kernels.paged_decode`, a row's parts are merged by the last program that finishes, always in the same order. One program would take long for the
+parts of a long row with few heads of keys: 240 of them take as long as their keys. So more than 32 are merged 16 at a time, by the last
+program of these, and then the results. Scores are in units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per key/value head (M: as columns of
 a tile), D head size, HP half of it, padded.
 """
 
@@ -19,8 +20,13 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 from pagerunner.ops.kernels.paged_heads import turned
-from pagerunner.ops.kernels.paged_parts import merged, over_sinks
+from pagerunner.ops.kernels.paged_parts import merged, over_sinks, store_part
 from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
+
+MOST_MERGED = tl.constexpr(32)
+"""Parts of a row that one program merges."""
+MERGED = tl.constexpr(16)
+"""Of more, so many at a time."""
 
 
 @triton.jit
@@ -233,16 +239,39 @@ def _store_part(
 
 
 @triton.jit
+def _is_last(counter, count):
+    """Whether this program is the last of `count` to have stored what it has. The counter is then as before."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def _merge_some(
+    part_ptr, sums_ptr, first_part, count, head, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Leave the result of `count` parts, which have been stored, where the first of them was."""
+    g = tl.arange(0, GP)
+    first = (first_part * K + head) * G + g
+    highest, total, acc = merged(part_ptr, sums_ptr, first, K * G, count, g < G, D, DP, AT_ONCE)
+    tl.debug_barrier()  # all have read the first part
+    store_part(part_ptr, sums_ptr, first, highest, total, acc, g < G, D, DP)
+
+
+@triton.jit
 def _store_merged(
-    out_ptr, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, count, head,
+    out_ptr, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, each, count, head,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The output of a unit whose parts have all been stored."""
+    """The output of a unit whose parts have all been stored, and are merged `each` at a time."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     q_head = head * G + g
     first = (first_part * K + head) * G + g
-    highest, total, acc = merged(part_ptr, sums_ptr, first, K * G, count, g < G, D, DP, AT_ONCE)
+    highest, total, acc = merged(part_ptr, sums_ptr, first, each * K * G, tl.cdiv(count, each), g < G, D, DP, AT_ONCE)
     acc *= over_sinks(highest, total, sinks_ptr, q_head, g < G, SINKS)[:, None]
     at = out_ptr + q_head[:, None] * out_sh + d[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
@@ -268,10 +297,11 @@ def few_kernel(
     LEAST: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, TO: tl.constexpr, GP: tl.constexpr, AT_ONCE: tl.constexpr, ONE_TILE: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of one row and one head of keys. `begin` and `unit`: see `decode_kernel`. `part` [S, K, G, D] and `sums` [S, K, G, 2]
-    are what parts leave; `counter` [U, K] counts them. ONE_TILE: no unit has more than one tile, so each is one part, and there may be many.
+    are what parts leave; `counter` [U, K] counts them. GROUPED: a unit may have more than MOST_MERGED parts, and `counter` [U + S, K] also counts those that
+    are merged together. ONE_TILE: no unit has more than one tile, so each is one part, and there may be many.
     PARTS: queries, keys and values are still so many sums, see `_projected`.
 
     EARLY: an earlier layer of the step ran this kernel on the same schedule. It let no successor start before it had waited itself. So
@@ -318,14 +348,22 @@ def few_kernel(
             _store_whole(out_ptr + wide * out_st, out_sh, sinks_ptr, results, head, G, M, HALF, HP, SINKS)
         else:
             _store_part(part_ptr, sums_ptr, (piece * K + head) * G, results, G, M, D, HP)
-            tl.debug_barrier()
-            counter = counter_ptr + unit * K + head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-                tl.store(counter, 0)
-                _store_merged(
-                    out_ptr + wide * out_st, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, count, head,
-                    K, G, GP, D, 2 * HP, SINKS, AT_ONCE,
-                )  # fmt: skip
+            each, ready = 1, True
+            if GROUPED:
+                each = tl.where(count > MOST_MERGED, MERGED, 1)
+                begin = first_part + (piece - first_part) // each * each
+                some = tl.minimum(first_part + count - begin, each)
+                ready = some == 1
+                if some > 1:
+                    ready = _is_last(counter_ptr + (num_units + begin) * K + head, some)
+                    if ready:
+                        _merge_some(part_ptr, sums_ptr, begin, some, head, K, G, GP, D, 2 * HP, AT_ONCE)
+            if ready:
+                if _is_last(counter_ptr + unit * K + head, tl.cdiv(count, each)):
+                    _store_merged(
+                        out_ptr + wide * out_st, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, each, count, head,
+                        K, G, GP, D, 2 * HP, SINKS, AT_ONCE,
+                    )  # fmt: skip
         if has_own & (entry >= 0):
             _store_own(kp_ptr + entry * kp_se + inside * kp_ss, k_low, k_high, M, HALF, HP)
             _store_own(vp_ptr + entry * vp_se + inside * vp_ss, v_low, v_high, M, HALF, HP)
