@@ -146,8 +146,9 @@ def test_stored_as_the_twin_stores(kv_dtype: torch.dtype) -> None:
         check_store(Case(MIXED, 16, 8, 2, 128, dtype=dtype, kv_dtype=kv_dtype), "cuda", fused=fused)
 
 
-def test_a_long_row_in_the_library() -> None:
-    """Heads of 64, and of 128 in no groups."""
+def test_a_long_row_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 64, and of 128 in no groups, where the kernel in Gluon isn't."""
+    monkeypatch.setattr(kernels._Call, "_is_wide", lambda call: False)
     check_attention(Case((plain(0, 4096),), 16, 2, 2, 64, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
     rows = (plain(0, 4096), plain(0, 4096), plain(0, 8192))
     check_attention(Case(rows, 16, 2, 1, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
@@ -182,6 +183,21 @@ def test_long_rows_in_gluon(
         turns = 2 if rows is LONG[1] and kv_dtype in (E4M3, E5M2) and kv_heads == 8 else 1
         assert runs == [past] * (2 * turns if has_gluon(torch.device("cuda")) else 0)
         runs.clear()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim"), [(8, 4, 64), (2, 7, 64), (8, 2, 80), (3, 3, 80), (8, 4, 96), (2, 5, 112), (4, 1, 128)]
+)
+def test_long_rows_of_other_heads(monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, dim: int) -> None:
+    """Of fewer elements than 128, and in no groups: what is read beyond a head's end is the next head's."""
+    runs, run = [], kernels.paged_prefill_wide.run
+    monkeypatch.setattr(
+        kernels.paged_prefill_wide, "run", lambda *args, past: runs.append(past) or run(*args, past=past)
+    )
+    for rows in LONG:
+        case = Case(rows, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, lead=16, padding=3)
+        check_attention(case, "cuda", **CLOSE)
+    assert len(runs) == (6 if has_gluon(torch.device("cuda")) else 0)
 
 
 DRAFTS = (plain(1700, 4), plain(0, 1), plain(3, 2), plain(126, 4), plain(0, 3))

@@ -105,9 +105,7 @@ class AttentionBorders(NamedTuple):
     short_window: int = 256
     """Keys. Heads of 128 bytes with such windows take smaller tiles."""
     wide_queries: int = 256
-    """New tokens. From so many in most rows on, heads of 128 elements have a kernel in Gluon. Shorter rows weren't measured."""
-    wide_group: int = 2
-    """Query heads of a head of keys. From so many on they have that kernel: it wasn't measured beside ours with one."""
+    """New tokens. From so many in most rows on, heads of 64 to 128 elements have a kernel in Gluon. Shorter rows weren't measured."""
     library_queries: int = 4096
     """Rows of new tokens that come in multiples of this go to cuDNN, where the kernel in Gluon doesn't serve them."""
     short_latent_queries: int = 64

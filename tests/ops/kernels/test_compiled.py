@@ -160,13 +160,14 @@ def vectors_cases() -> list[tuple[Any, ...]]:
 
 
 def prefill_cases() -> list[tuple[Any, ...]]:
-    """Long rows, by query heads of a head of keys and tokens of a page: 0 for new tokens alone."""
+    """Long rows, by query heads of a head of keys, tokens of a page (0: new tokens alone), and a head's size."""
     cases = [
         ("prefill", "bf16", 4, 16),
         ("prefill", "bf16", 5, 16),
         ("prefill", "bf16", 4, 0),
         ("prefill", "fp16", 8, 64),
     ]
+    cases += [("prefill", "bf16", 4, 16, 64), ("prefill", "fp16", 7, 16, 80)]
     return turns([*cases, ("prefill", "fp16", 3, 0)], 0)
 
 

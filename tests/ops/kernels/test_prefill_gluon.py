@@ -47,36 +47,40 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, scal
 
 
 @pytest.mark.parametrize(
-    ("rows", "programs", "group", "page"),
+    ("rows", "programs", "group", "page", "dim"),
     [
-        (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16),
-        (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16),
-        (((260, 17), (0, 200)), 1, 8, 32),
-        (((0, 290), (130, 150), (1, 40)), 2, 5, 16),
-        (((128, 21), (0, 129)), 1, 7, 16),
-        (((5, 3),), 2, 1, 64),
+        (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16, 128),
+        (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16, 128),
+        (((260, 17), (0, 200)), 1, 8, 32, 128),
+        (((0, 290), (130, 150), (1, 40)), 2, 5, 16, 128),
+        (((128, 21), (0, 129)), 1, 7, 16, 128),
+        (((5, 3),), 2, 1, 64, 128),
+        (((0, 40), (100, 70), (128, 133), (1, 129)), 2, 4, 16, 64),
+        (((0, 40), (130, 190)), 1, 7, 16, 64),
+        (((0, 150), (130, 140)), 2, 1, 16, 96),
+        (((0, 40), (100, 90)), 1, 3, 16, 80),
     ],
 )
 def test_rows(
-    monkeypatch: pytest.MonkeyPatch, launched: Groups, rows: Rows, programs: int, group: int, page: int
+    monkeypatch: pytest.MonkeyPatch, launched: Groups, rows: Rows, programs: int, group: int, page: int, dim: int
 ) -> None:
     """Rows of past and new tokens. What belongs to no row is no number: other tokens of pages, and those of a row that another kernel computes."""
     monkeypatch.setattr(paged_prefill_wide, "multiprocessors", lambda device: programs)
     torch.manual_seed(len(rows))
     kv_heads, tokens, past = 2, sum(new for _, new in rows), any(old for old, _ in rows)
-    q, k, v = (torch.randn(tokens, heads, 128).bfloat16() for heads in (group * kv_heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(tokens, heads, dim).bfloat16() for heads in (group * kv_heads, kv_heads, kv_heads))
     lengths = [old + new for old, new in rows]
     most = max(-(-length // page) for length in lengths)
     count = most * len(rows) + 1
     places = torch.randperm(count - 1) + 1
     table = torch.full((len(rows), most + 2), -1, dtype=torch.int64)
-    room = torch.full((2, count, page, 3 * kv_heads, 128), float("nan")).bfloat16()
+    room = torch.full((2, count, page, 3 * kv_heads, dim), float("nan")).bfloat16()
     pages = KVPages(0, *room[:, :, :, :kv_heads])
     want, first = [], 0
     for row, (old, new) in enumerate(rows):
         own = places[row * most : row * most + -(-lengths[row] // page)]
         table[row, : len(own)] = own
-        keys, values = (torch.randn(old, kv_heads, 128).bfloat16() for _ in range(2))
+        keys, values = (torch.randn(old, kv_heads, dim).bfloat16() for _ in range(2))
         for at in range(old):
             pages.k[own[at // page], at % page], pages.v[own[at // page], at % page] = keys[at], values[at]
         new_rows = slice(first, first + new)
@@ -86,7 +90,7 @@ def test_rows(
         want.append(attention(q[new_rows], *whole, old, 0.1))
         first += new
     starts = torch.tensor([0, *(sum(new for _, new in rows[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
-    queries = paged_prefill_wide.queries_of(group)
+    queries = 128 // group
     blocks = [-(-new // queries) if new > 1 else 0 for _, new in rows]
     parts = torch.tensor([0, *(sum(blocks[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     slots = torch.arange(len(rows), dtype=torch.int32)
@@ -119,7 +123,7 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
     ("case", "programs"),
     [
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16), 8),
-        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, padding=3, lead=8), 8),
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, padding=3, lead=16), 8),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3), 8),  # new tokens are not in fp8
         (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, padding=3), 8),
         (
@@ -134,12 +138,14 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
             ),
             8,
         ),
-        (Case(PAST, 16, 1, 3, 128, dtype=F16, kv_dtype=F16, padding=3, lead=8), 8),
-        (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16), 0),
-        (Case(FRESH, 16, 1, 4, 64, dtype=F16, kv_dtype=F16), 0),
+        (Case(PAST, 16, 1, 3, 128, dtype=F16, kv_dtype=F16, padding=3, lead=16), 8),
+        (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16, lead=16), 8),
+        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=F16, lead=16), 8),
+        (Case(FRESH, 16, 1, 4, 56, dtype=F16, kv_dtype=F16), 0),
+        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, sinks=True), 0),
-        (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8), 0),  # rows too short
+        (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), 0),  # rows too short
         (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=4), 0),
     ],
     ids=[
@@ -150,7 +156,9 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         "past e5m2",
         "group of three",
         "no group",
+        "heads of 64",
         "small heads",
+        "heads of 64 in fp8",
         "window",
         "sinks",
         "short",
@@ -172,7 +180,7 @@ def test_new_rows_of_several_tokens_alone(monkeypatch: pytest.MonkeyPatch, launc
         paged_attention._Call, "run_decode", lambda *args, **kept: decodes.append(0) or run_decode(*args, **kept)
     )
     for rows, padding, count in ((FRESH[::2], 0, 0), (FRESH, 0, 2), (FRESH[::2], 1, 2), (PAST[::2], 0, 2)):
-        case = Case(rows, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8, padding=padding)
+        case = Case(rows, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16, padding=padding)
         check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
         assert len(decodes) == count
         decodes.clear()
@@ -238,5 +246,5 @@ def test_a_fixed_order_has_the_one_kernel_of_its_own(monkeypatch: pytest.MonkeyP
     """Tokens of an engine with `batch_invariant` must not depend on how long the rows of a step are."""
     monkeypatch.setattr(PagedBackend, "fixed", True)
     set_borders(monkeypatch, "attention", wide_queries=2)
-    check_attention(Case(FRESH[:1], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=8), "cpu", atol=3e-2, rtol=3e-2)
+    check_attention(Case(FRESH[:1], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), "cpu", atol=3e-2, rtol=3e-2)
     assert launched.programs == 0

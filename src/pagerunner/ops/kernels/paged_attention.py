@@ -195,9 +195,8 @@ class _Call:
         self.long = not (plan.one_token or self.stride)
         self.prefill_parts = self._prefill_parts()
         self.wide = self._is_wide()
-        self.queries = self.prefill.rows // self.group
         if self.wide:
-            self.prefill, self.queries = WIDE_TILES, paged_prefill_wide.queries_of(self.group)
+            self.prefill = WIDE_TILES
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
@@ -224,7 +223,7 @@ class _Call:
             rows.row_T, rows.positions_T, *parts,
             self.units, num_rows, counters, plan.window, plan.chunk, _borders().shared_saving,
             self.shared_splits, self.entry_tiles, self.prefill_parts,
-            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.queries,
+            PAGE=self.page, BN=self.tiles.keys, ALIGN=1 if self.few else self.tiles.keys, BT=self.prefill.rows // self.group,
             BNP=self.prefill.keys, OWN=self.own, SHARED=self.sharing, LONG=self.long, STRIDE=self.stride, BLOCK=_SCHEDULE_BLOCK, num_warps=4,
         )  # fmt: skip
         return _Schedule(*parts, self.sharing)
@@ -372,7 +371,7 @@ class _Call:
         """
         plain = self.long and not (self.reach or self.softcap or self.prefill_parts or self.sinks is not None)
         long = self.plan.usual_query_len >= _borders().wide_queries
-        if not (plain and long and self.group >= _borders().wide_group):
+        if not (plain and long):
             return False
         if self.pages.scales is not None and not self.plan.fresh:
             at_once = 0 if self.plan.past is None else heads_at_once(self.plan.past, self.kv_heads)
@@ -402,7 +401,7 @@ class _Call:
             self.run_wide(schedule)
             return
         tiles, rows, plan = self.prefill, self.rows, self.plan
-        queries = self.queries
+        queries = tiles.rows // self.group
         num_rows = rows.slots_R.shape[0]
         parts, sinks = self.prefill_parts, self.out if self.sinks is None else self.sinks
         most_parts = max(blocks(self.tokens, queries) + min(num_rows, self.tokens // 2), parts)

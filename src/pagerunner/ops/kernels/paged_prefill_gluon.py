@@ -9,11 +9,13 @@
 * Two groups of four warps have 64 rows of a block each. A group's scores of a tile are multiplied while its values of the tile before are, so that
   one group multiplies while the other one computes weights (FlashAttention-3, arXiv 2407.08608). Barriers by which the groups take turns brought
   nothing. Results go where a block's queries were, and are copied in bulk from there.
-* A group of warps has 64 // G queries of G heads. Where G is no power of two, lanes copy queries and store results, as boxes of the copy engine are powers of two.
-  Example: 12 queries of 5 heads are 60 of the 64 rows.
+* A block has 128 // G queries of G heads. Where G is no power of two, lanes copy queries and store results, as boxes of the copy engine are powers of two.
+  Example: 25 queries of 5 heads are 125 of the 128 rows, and both groups have heads of the 13th.
 
 Tiles that not all of a block's queries see come first: those of the newest tokens, then the end of the past. All others need no mask.
 Values of keys that don't exist are made zeros before they are multiplied: what lies there may be no number.
+
+Heads have D elements, 64 to 128, and lie in P panels of 64. What is in a panel beyond a head's end is the next head's: it is multiplied with zeros, or isn't stored.
 
 Shape letters: see `paged_prefill`; a tile has N keys, a block 2 times 64 rows.
 """
@@ -37,7 +39,7 @@ from pagerunner.ops.kernels.launch import start_next, wait_turn
 LOWEST = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
 N = gl.constexpr(128)
-"""Keys of a tile, rows of a block, and elements of a head."""
+"""Keys of a tile, and rows of a block."""
 STAGES = gl.constexpr(2)
 """Tiles of keys and of values at once."""
 BLOCKS = gl.constexpr(3)
@@ -50,7 +52,8 @@ PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 """Queries as they are copied: tokens, heads, 64 elements."""
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
+RESULTS = gl.constexpr((gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), SUMS.value))
+"""Of heads in one panel, and in two."""
 STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 CLEARED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ASKED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
@@ -95,7 +98,7 @@ def _newest(first, num_new, G: gl.constexpr):
     if G & (G - 1) == 0:  # a block's queries are in one tile
         tile = first // N
     else:
-        tile = (gl.minimum(first + 64 // G * 2, num_new) - 1) // N
+        tile = (gl.minimum(first + N // G, num_new) - 1) // N
     return tile
 
 
@@ -137,50 +140,46 @@ def _entries(row_table, start, past, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, token, head, row_table, page_rows, PAGE: gl.constexpr,
+def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, token, column, row_table, page_rows, PAGE: gl.constexpr,
                PAGED: gl.constexpr):  # fmt: skip
     """Begin to bring a block's i-th tile of keys or of values."""
+    P: gl.constexpr = smem.shape[0] // STAGES
     new, start = _tile(i, counts, past)
     slot = step % STAGES
     if PAGED:
         entries = _entries(row_table, start, past, PAGE)
     mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
-    mbarrier.expect(full.index(slot), N * N * 2)
+    mbarrier.expect(full.index(slot), N * P * 128)
     if not PAGED or new:
-        for half in gl.static_range(2):
-            panel = smem.index(slot * 2 + half)
-            tma.async_copy_global_to_shared(new_desc, [token + start, head * N + half * 64], full.index(slot), panel)
+        for panel in gl.static_range(P):
+            whole = smem.index(slot * P + panel)
+            tma.async_copy_global_to_shared(new_desc, [token + start, column + panel * 64], full.index(slot), whole)
     else:
         for page in gl.static_range(N // PAGE):
             entry = entries[page] * page_rows
-            for half in gl.static_range(2):
-                own = smem.index(slot * 2 + half).slice(page * PAGE, PAGE)
-                tma.async_copy_global_to_shared(page_desc, [entry, head * N + half * 64], full.index(slot), own)
+            for panel in gl.static_range(P):
+                own = smem.index(slot * P + panel).slice(page * PAGE, PAGE)
+                tma.async_copy_global_to_shared(page_desc, [entry, column + panel * 64], full.index(slot), own)
 
 
 @gluon.jit
-def _ask_queries(queries, q_smem, slot, token, num_new, head, first, G: gl.constexpr):
-    """Begin to copy queries by lanes: 64 // G of G heads for each group of warps, zeros in the rows that are left. `_give_queries` ends it."""
+def _bring_queries(queries, q_smem, q_full, turn, block, G: gl.constexpr, D: gl.constexpr):
+    """Copy a block's queries by lanes, if there is a block: 128 // G of G heads, and zeros in the rows that are left."""
+    P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
+    head, token, num_new, _, first, _ = block
     q_ptr, q_st, q_sh = queries
-    m, d = gl.arange(0, 16, gl.SliceLayout(1, ASKED)), gl.arange(0, 64, gl.SliceLayout(0, ASKED))
-    parts = q_smem._reinterpret(q_smem.dtype, [BLOCKS * 16, 16, 64], PANEL)
-    q_ptr += (token + first).to(gl.int64) * q_st + head * G * q_sh
-    for part in range(4):  # of 16 rows, so that few registers hold addresses
-        row = part * 16 + m
-        query = gl.where(row < 64 // G * G, first + row // G, num_new)
-        at = (row // G * q_st + row % G * q_sh)[:, None] + d[None, :]
-        for panel in gl.static_range(4):
-            behind = panel // 2 * (64 // G)
-            own = q_ptr + (behind * q_st + panel % 2 * 64)
-            there = (query + behind < num_new)[:, None]
-            async_copy.async_copy_global_to_shared(parts.index((slot * 4 + panel) * 4 + part), own + at, mask=there)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _give_queries(q_full, turn, num_new):
-    """Queries that lanes have asked for are there."""
     if num_new > 0:
+        m, d = gl.arange(0, 16, gl.SliceLayout(1, ASKED)), gl.arange(0, 64, gl.SliceLayout(0, ASKED))
+        parts = q_smem._reinterpret(q_smem.dtype, [BLOCKS * P * 8, 16, 64], PANEL)
+        q_ptr += (token + first).to(gl.int64) * q_st + head * G * q_sh
+        for part in range(N // 16):  # of 16 rows, so that few registers hold addresses
+            row = part * 16 + m
+            at = q_ptr + ((row // G * q_st + row % G * q_sh)[:, None] + d[None, :])
+            there = (row < gl.minimum(num_new - first, N // G) * G)[:, None]
+            for panel in gl.static_range(P):
+                own = parts.index(((turn % BLOCKS * 2 + part // 4) * P + panel) * 4 + part % 4)
+                async_copy.async_copy_global_to_shared(own, at + panel * 64, mask=there & (d < D - panel * 64)[None, :])
+        async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()  # each lane has made its own copies visible to the matrix units
@@ -188,12 +187,13 @@ def _give_queries(q_full, turn, num_new):
 
 
 @gluon.jit
-def _begin_block(parts, queries, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K,
+def _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K,
                  G: gl.constexpr):  # fmt: skip
-    """Take the next block, begin to bring its queries, and leave its facts: head of keys, the row's first token, new tokens (0: there are no more
-    blocks), past, first query. Returns these, and the row's slot. The last program leaves zeros for the next launch.
+    """Take the next block, begin to bring its queries where G is a power of two, and leave its facts: head of keys, the row's first token, new tokens
+    (0: there are no more blocks), past, first query. Returns these, and the row's slot. The last program leaves zeros for the next launch.
     """
-    BT: gl.constexpr = 64 // G * 2
+    BT: gl.constexpr = N // G
+    P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
     item = gl.atomic_add(taken_ptr, 1, sem="relaxed")
     index, head = gl.maximum(parts - 1 - item // K, 0), item % K
     row = gl.minimum(_row_of(part_ptr, index, num_rows), num_rows - 1)
@@ -211,14 +211,12 @@ def _begin_block(parts, queries, q_desc, q_smem, facts, q_full, q_empty, turn, s
     gl.thread_barrier()
     if num_new > 0:
         if G & (G - 1) == 0:
-            mbarrier.expect(q_full.index(slot), N * N * 2)
-            for part in gl.static_range(4):
-                own = q_smem.index(slot * 4 + part)
+            mbarrier.expect(q_full.index(slot), N * P * 128)
+            for part in gl.static_range(2 * P):
+                own = q_smem.index(slot * 2 * P + part)
                 tma.async_copy_global_to_shared(
-                    q_desc, [token + first + part // 2 * (BT // 2), head * G, part % 2 * 64], q_full.index(slot), own
+                    q_desc, [token + first + part // P * (BT // 2), head * G, part % P * 64], q_full.index(slot), own
                 )
-        else:
-            _ask_queries(queries, q_smem, slot, token, num_new, head, first, G)
     else:
         mbarrier.arrive(q_full.index(slot))
         if gl.atomic_add(taken_ptr + 1, 1) == gl.num_programs(0) - 1:
@@ -228,58 +226,60 @@ def _begin_block(parts, queries, q_desc, q_smem, facts, q_full, q_empty, turn, s
 
 
 @gluon.jit
-def _copy_first(smem, full, empty, step, desc, block, G: gl.constexpr):
+def _copy_first(smem, full, empty, step, desc, block, G: gl.constexpr, D: gl.constexpr):
     """Begin to bring a block's first keys, if there is a block."""
+    P: gl.constexpr = smem.shape[0] // STAGES
     head, token, num_new, _, first, _ = block
     if num_new > 0:
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
-        mbarrier.expect(full.index(slot), N * N * 2)
-        for half in gl.static_range(2):
-            corner = [token + _newest(first, num_new, G) * N, head * N + half * 64]
-            tma.async_copy_global_to_shared(desc, corner, full.index(slot), smem.index(slot * 2 + half))
+        mbarrier.expect(full.index(slot), N * P * 128)
+        for panel in gl.static_range(P):
+            corner = [token + _newest(first, num_new, G) * N, head * D + panel * 64]
+            tma.async_copy_global_to_shared(desc, corner, full.index(slot), smem.index(slot * P + panel))
 
 
 @gluon.jit
 def _copy(queries, q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
           table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G: gl.constexpr,
-          PAGE: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+          D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies: keys a tile ahead of values, as groups ask for them, and a block's first keys before the last values of the block before."""
     wait_turn(PDL)
     parts = gl.load(part_ptr + num_rows)
     step, turn = 0, 0
-    block = _begin_block(parts, queries, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
-    _copy_first(k_smem, k_full, k_empty, step, k_desc, block, G)
+    block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
+    _copy_first(k_smem, k_full, k_empty, step, k_desc, block, G, D)
     if G & (G - 1):
-        _give_queries(q_full, turn, block[2])
+        _bring_queries(queries, q_smem, q_full, turn, block, G, D)
     while block[2] > 0:
         head, token, num_new, past, first, table_row = block
         counts = _counts(first, num_new, past, G)
         total = counts[3]
-        row_table = table_ptr + table_row.to(gl.int64) * table_st
+        row_table, column = table_ptr + table_row.to(gl.int64) * table_st, head * D
         for i in range(1, total):
-            _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, head, row_table, k_rows, PAGE, PAGED)  # fmt: skip
-            _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
+            _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, column, row_table, k_rows, PAGE, PAGED)  # fmt: skip
+            _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         turn += 1
-        block = _begin_block(parts, queries, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
-        _copy_first(k_smem, k_full, k_empty, step + total, k_desc, block, G)
+        block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
+        _copy_first(k_smem, k_full, k_empty, step + total, k_desc, block, G, D)
         last = total - 1
-        _copy_tile(v_smem, v_full, v_empty, step + last, v_desc, vp_desc, last, counts, past, token, head, row_table, v_rows, PAGE, PAGED)  # fmt: skip
+        _copy_tile(v_smem, v_full, v_empty, step + last, v_desc, vp_desc, last, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         if G & (G - 1):
-            _give_queries(q_full, turn, block[2])
+            _bring_queries(queries, q_smem, q_full, turn, block, G, D)
         step += total
 
 
 @gluon.jit
 def _wait_values(v_parts, v_full, step, valid):
     """Wait for a tile's values, of which `valid` exist. The others are made zeros by both groups: by each before it multiplies them."""
+    P: gl.constexpr = v_parts.shape[0] // (STAGES * N // 16)
     slot = step % STAGES
     mbarrier.wait(v_full.index(slot), step // STAGES & 1)
     if valid < N:
         for part in range(valid // 16, N // 16):
             rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, CLEARED))
-            for half in gl.static_range(2):
-                own = v_parts.index((slot * 2 + half) * (N // 16) + part)
+            for panel in gl.static_range(P):
+                own = v_parts.index((slot * P + panel) * (N // 16) + part)
                 own.store(gl.where((rows < valid)[:, None], own.load(CLEARED), 0.0))
         fence_async_shared()
         gl.thread_barrier()
@@ -315,37 +315,42 @@ def _seen(scores, last_M):
 
 
 @gluon.jit
-def _leave_results(acc, c, room, panels, block, out, G: gl.constexpr):
+def _leave_results(acc, c, q_smem, slot, block, out, G: gl.constexpr, D: gl.constexpr):
     """Results go where the block's queries were, and from there in bulk, if all of the group's tokens are the row's and G is a power of two."""
+    P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
     head, token, num_new, first = block
     out_desc, out_ptr, out_st, out_sh = out
+    at = slot * 2 + c
+    room = q_smem._reinterpret(q_smem.dtype, [BLOCKS * 2, 64, P * 64], PANEL).index(at)
     room.store(acc.to(out_ptr.dtype.element_ty))
     own = first + c * (64 // G)
     if (own + 64 // G <= num_new) & (G & (G - 1) == 0):
         fence_async_shared()
         gl.thread_barrier()
-        for half in gl.static_range(2):
-            tma.async_copy_shared_to_global(out_desc, [token + own, head * G, half * 64], panels[half])
+        for panel in gl.static_range(P):
+            tma.async_copy_shared_to_global(out_desc, [token + own, head * G, panel * 64], q_smem.index(at * P + panel))
     else:
-        m, d = gl.arange(0, 64, gl.SliceLayout(1, STORED)), gl.arange(0, N, gl.SliceLayout(0, STORED))
-        own_query, q_head = own + m // G, head * G + m % G
-        at = out_ptr + ((token + own_query).to(gl.int64) * out_st + q_head * out_sh)[:, None]
-        there = (own_query < num_new) & (m < 64 // G * G)
-        gl.store(at + d[None, :], room.load(STORED), mask=there[:, None])
+        m, d = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORED)), gl.arange(0, P * 64, gl.SliceLayout(0, STORED))
+        out_at = out_ptr + ((token + first + m // G).to(gl.int64) * out_st + (head * G + m % G) * out_sh)[:, None]
+        there = m < gl.minimum(num_new - first, N // G) * G
+        gl.store(out_at + d[None, :], room.load(STORED), mask=there[:, None] & (d < D)[None, :])
 
 
 @gluon.jit
 def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
+             D: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's blocks."""
     dtype: gl.constexpr = v_smem.dtype
+    P: gl.constexpr = v_smem.shape[0] // STAGES
+    SUM: gl.constexpr = RESULTS[P - 1]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     factor = scale * LOG2E
     wait_turn(PDL)
-    k_tiles = k_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
-    v_tiles = v_smem._reinterpret(dtype, [STAGES, N, N], PANEL)
-    v_parts = v_smem._reinterpret(dtype, [STAGES * 2 * N // 16, 16, 64], PANEL)
-    q_tiles = q_smem._reinterpret(dtype, [BLOCKS * 2, 64, N], PANEL)
-    query_M, step, turn = c * (64 // G) + gl.arange(0, 64, gl.SliceLayout(1, SUMS)) // G, 0, 0
+    k_tiles = k_smem._reinterpret(dtype, [STAGES, N, P * 64], PANEL)
+    v_tiles = v_smem._reinterpret(dtype, [STAGES, N, P * 64], PANEL)
+    v_parts = v_smem._reinterpret(dtype, [STAGES * P * N // 16, 16, 64], PANEL)
+    q_tiles = q_smem._reinterpret(dtype, [BLOCKS * 2, 64, P * 64], PANEL)
+    query_M, step, turn = (c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))) // G, 0, 0
     head, token, num_new, past, first = _next_block(facts, q_full, turn)
     while num_new > 0:
         across, partial, diagonal, total = _counts(first, num_new, past, G)
@@ -362,7 +367,7 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((turn + BLOCKS - 1) % BLOCKS), pred=turn > 0)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
-        acc = gl.zeros([64, N], gl.float32, SUMS)
+        acc = gl.zeros([64, P * 64], gl.float32, SUM)
         mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 1)
         _wait_values(v_parts, v_full, step, there)
         for masked in range(across + partial):
@@ -382,7 +387,7 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
             mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=total > 2 + masked)
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-            acc *= shrink[:, None]
+            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUM))[:, None]
         if partial > 0:
             _wait_values(v_parts, v_full, step, past % N)
         for i in range(1 + across + partial, total):
@@ -397,18 +402,15 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
             mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=i + 1 < total)
             acc = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-            acc *= shrink[:, None]
+            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUM))[:, None]
         mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
         sums = warpgroup_mma(p, v_tiles.index(step % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(v_empty.index(step % STAGES))
         step += 1
-        acc *= (1.0 / gl.where(weight > 0, weight, 1.0))[:, None]
-        at = turn % BLOCKS * 2 + c
+        acc *= gl.convert_layout(1.0 / gl.where(weight > 0, weight, 1.0), gl.SliceLayout(1, SUM))[:, None]
         block = head, token, num_new, first
-        _leave_results(
-            acc, c, q, (q_smem.index(at * 2), q_smem.index(at * 2 + 1)), block, (out_desc, out_ptr, out_st, out_sh), G
-        )
+        _leave_results(acc, c, q_smem, turn % BLOCKS, block, (out_desc, out_ptr, out_st, out_sh), G, D)
         turn += 1
         head, token, num_new, past, first = _next_block(facts, q_full, turn)
     tma.store_wait(0)
@@ -425,29 +427,30 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_rows", "K"])
 def gluon_prefill_kernel(q_desc, q_ptr, q_st, q_sh, k_desc, v_desc, kp_desc, vp_desc, out_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
-                         part_ptr, taken_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+                         part_ptr, taken_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
                          PDL: gl.constexpr):  # fmt: skip
-    """Heads of 128 elements in halves, in groups of G (1 to 64), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
-    of the rows' blocks of 2 times 64 // G queries. `taken` [2]: zeros, before and behind. If G is no power of two, `q_desc` and `out_desc` may be anything.
+    """Heads of D elements, 64 to 128, in groups of G (1 to 64), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
+    of the rows' blocks of 128 // G queries. `taken` [2]: zeros, before and behind. If G is no power of two, `q_desc` and `out_desc` may be anything.
     K: heads of keys. `k_rows`, `v_rows`: rows of the pages' descriptors from a page to the next. PAGED: rows may have a past.
     """
     start_next(PDL)
     dtype: gl.constexpr = k_desc.dtype
+    P: gl.constexpr = (D + 63) // 64
     if G & (G - 1) == 0:
-        q_smem = gl.allocate_shared_memory(dtype, [BLOCKS * 4, 64 // G, G, 64], q_desc.layout)
+        q_smem = gl.allocate_shared_memory(dtype, [BLOCKS * 2 * P, 64 // G, G, 64], q_desc.layout)
     else:
-        q_smem = gl.allocate_shared_memory(dtype, [BLOCKS * 4, 64, 64], PANEL)
+        q_smem = gl.allocate_shared_memory(dtype, [BLOCKS * 2 * P, 64, 64], PANEL)
     facts = gl.allocate_shared_memory(gl.int32, [BLOCKS * FACTS, 1], FACT)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, N, 64], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * P, N, 64], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * P, N, 64], v_desc.layout)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     q_full, q_empty = barriers(BLOCKS, 1), barriers(BLOCKS, 2)
     fence_async_shared()
     c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
     gl.warp_specialize([
-        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, PDL)),
-        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, PDL)),
+        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, D, PDL)),
+        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, D, PDL)),
         (_copy, ((q_ptr, q_st, q_sh), q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, PAGE, PAGED, PDL)),
+                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, D, PAGE, PAGED, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

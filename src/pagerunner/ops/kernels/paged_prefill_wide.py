@@ -14,7 +14,9 @@ from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.paged_dense import Dense, room_for_tiles
 
 SIZE = 128
-"""Rows of a block, and elements of a head."""
+"""Rows of a block."""
+HEADS = range(64, SIZE + 1, 16)
+"""Elements of a head: lanes copy 16 bytes each, and Triton knows of multiples of 16 elements that they may."""
 PAGES = (16, 32, 64, 128)
 
 
@@ -25,7 +27,7 @@ def _gluon() -> Any:
 
 
 class Heads(NamedTuple):
-    """A step's queries [T, H, 128], keys and values [T, K, 128], and where results go [T, H, 128]."""
+    """A step's queries [T, H, D], keys and values [T, K, D], and where results go [T, H, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,26 +38,13 @@ class Heads(NamedTuple):
 def serves(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: KVPages, *, past: bool) -> bool:
     """Whether the kernel computes attention of such queries, keys and values, and to pages if rows have a `past`. Windows, sinks and soft caps it hasn't."""
     q, k, v = heads
-    group = q.shape[1] // k.shape[1]
-    if (
-        q.dtype not in (torch.bfloat16, torch.float16)
-        or q.shape[2] != SIZE
-        or v.shape[2] != SIZE
-        or not has_gluon(q.device)
-    ):
-        return False
-    even = all(
-        x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == SIZE and x.stride(2) == 1 for x in heads
-    )
-    return even and group <= 64 and (not past or _reads(pages, q.dtype))
+    group, dim = q.shape[1] // k.shape[1], q.shape[2]
+    fit = q.dtype in (torch.bfloat16, torch.float16) and dim in HEADS and v.shape[2] == dim and has_gluon(q.device)
+    even = all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.stride()[1:] == (dim, 1) for x in heads)
+    return fit and even and group <= 64 and (not past or _reads(pages, q.dtype, dim))
 
 
-def queries_of(group: int) -> int:
-    """Of a block. Each of two groups of warps has as many as fit with all of their heads."""
-    return SIZE // 2 // group * 2
-
-
-def _reads(pages: KVPages, dtype: torch.dtype) -> bool:
+def _reads(pages: KVPages, dtype: torch.dtype, dim: int) -> bool:
     """Whether a page's tokens are rows of one table of all pages, which the copy engine reads."""
     if pages.scales is not None:  # what is read are copies
         return pages.k.shape[3] == pages.v.shape[3] == SIZE
@@ -66,23 +55,23 @@ def _reads(pages: KVPages, dtype: torch.dtype) -> bool:
         and x.data_ptr() % 16 == 0
         and x.stride(0) % x.stride(1) == 0
         and x.stride(1) % 8 == 0
-        and x.stride()[2:] == (SIZE, 1)
+        and x.stride()[2:] == (dim, 1)
         for x in (pages.k, pages.v)
     )
 
 
-def _rows(x: torch.Tensor, box: int) -> Any:
-    """Boxes of so many tokens and 64 elements."""
+def _rows(x: torch.Tensor) -> Any:
+    """Boxes of a tile's tokens and 64 elements."""
     gluon = _gluon()
     layout = gluon.PANEL.value
-    return gluon.TensorDescriptor(x, [x.shape[0], x.shape[1] * SIZE], [x.stride(0), 1], [box, 64], layout)
+    return gluon.TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [SIZE, 64], layout)
 
 
 def _page_rows(x: torch.Tensor) -> Any:
     gluon = _gluon()
     page, row = x.shape[1], x.stride(1)
     count = (x.shape[0] - 1) * (x.stride(0) // row) + page
-    return gluon.TensorDescriptor(x, [count, x.shape[2] * SIZE], [row, 1], [page, 64], gluon.PANEL.value)
+    return gluon.TensorDescriptor(x, [count, x.shape[2] * x.shape[3]], [row, 1], [page, 64], gluon.PANEL.value)
 
 
 def run(
@@ -96,21 +85,19 @@ def run(
     *,
     past: bool,
 ) -> None:
-    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of `queries_of(group)`; `taken`: two zeros."""
+    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros."""
     q, k, v, out = heads
     gluon, group = _gluon(), q.shape[1] // k.shape[1]
-    new = _rows(k, SIZE), _rows(v, SIZE)
+    new = _rows(k), _rows(v)
     queries = results = new[0]
     if group & (group - 1) == 0:
         box, layout = [64 // group, group, 64], gluon.QUERIES.value
-        queries, results = (
-            gluon.TensorDescriptor(x, [*x.shape], [x.stride(0), SIZE, 1], box, layout) for x in (q, out)
-        )
+        queries, results = (gluon.TensorDescriptor(x, [*x.shape], [*x.stride()], box, layout) for x in (q, out))
     old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
     page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
     gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
         queries, q, q.stride(0), q.stride(1), *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
-        K=k.shape[1], G=group, PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
+        K=k.shape[1], G=group, D=q.shape[2], PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
     )  # fmt: skip
 
 
