@@ -124,6 +124,17 @@ def test_a_malformed_call_is_content_and_one_call_may_be_all(scripted: RunningSe
     assert "reasoning" not in choice.message.model_dump() and choice.message.content == "b"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_isnt_to_be_made(guided: RunningServer, stream: bool) -> None:
+    body = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": stream}
+    for stop, reason in (["}"], "stop"), (["<none>"], "tool_calls"):
+        found = guided.post("/v1/chat/completions", {**body, "stop": stop, "max_tokens": 120})
+        lines = [line.removeprefix("data: ") for line in found.text.split("\n\n") if '"choices"' in line]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        assert [one["finish_reason"] for one in choices if one["finish_reason"]] == [reason]
+        assert choices[-1]["stop_reason"] == (stop[0] if reason == "stop" else None)
+
+
 def test_a_forced_answer_is_read_as_the_forced_call(scripted: RunningServer) -> None:
     """The fake core follows no grammar; here it says what one would have made it say."""
     create = scripted.openai().chat.completions.create

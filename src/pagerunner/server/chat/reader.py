@@ -39,7 +39,7 @@ class AnswerReader:
         self._chosen = chosen
         self._shows_thoughts = shows_thoughts
         self._new_id = new_id
-        self._called = False
+        self._arguments: str | None = None  # of the last call that is shown
         self.thoughts = self.others = 0  # characters of reasoning, shown or not, and of text and calls
 
     def read(self, text: str, *, last: bool) -> list[Event]:
@@ -58,15 +58,18 @@ class AnswerReader:
             elif isinstance(event, Text | Arguments):
                 self.others += len(event.text)
         shown = [event for event in events if self._shows(event)]
-        self._called = self._called or any(isinstance(event, CallStart) for event in shown)
+        for event in shown:
+            if isinstance(event, CallStart | Arguments):
+                self._arguments = "" if isinstance(event, CallStart) else f"{self._arguments}{event.text}"
         return shown
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        """ "tool_calls" for calls that the model chose.
+    def finish_reason(self, reason: str | None, stop: int | str | None = None) -> str | None:
+        """ "tool_calls" for calls that the model chose. The last of them isn't to be made if `stop`, a stop string, has cut it.
 
         A call that the client named ends with "stop", as OpenAI's does.
         """
-        return "tool_calls" if reason == "stop" and self._called and self._chosen else reason
+        calls = self._arguments is not None and (not isinstance(stop, str) or is_json(self._arguments))
+        return "tool_calls" if reason == "stop" and calls and self._chosen else reason
 
     def _shows(self, event: Event) -> bool:
         if isinstance(event, Thought):

@@ -135,7 +135,7 @@ class _Shape:
             index=output.index,
             message=message,
             logprobs=self.logprobs(output),
-            finish_reason=reader.finish_reason(output.finish_reason),
+            finish_reason=reader.finish_reason(output.finish_reason, output.stop_reason),
             stop_reason=output.stop_reason,
             token_ids=list(output.token_ids) if self.request.return_token_ids else UNSET,
         )
@@ -239,7 +239,7 @@ class _Writer(StreamWriter):
             index=output.index,
             delta=shape.delta(reader.read(output.text, last=output.finish_reason is not None)),
             logprobs=shape.logprobs(output),
-            finish_reason=reader.finish_reason(output.finish_reason),
+            finish_reason=reader.finish_reason(output.finish_reason, output.stop_reason),
             stop_reason=output.stop_reason,
             token_ids=list(output.token_ids) if shape.request.return_token_ids else UNSET,
         )

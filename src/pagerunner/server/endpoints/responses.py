@@ -159,7 +159,8 @@ class _Response(BlockWriter):
 
     def _take(self, output: CompletionOutput) -> None:
         self._token_ids += output.token_ids
-        self._logprobs += self._logprobs_of(output)
+        if (count := self._run.params.logprobs) is not None:
+            self._logprobs += chat_logprobs(output.token_ids, output.logprobs or [], count).content
 
     def close(self) -> list[Change]:
         """Nothing more comes. An answer that says nothing at all is an empty message."""
@@ -172,10 +173,6 @@ class _Response(BlockWriter):
             if change.kind == "open":
                 prefix = _PREFIX[change.block.kind]
                 self._ids.append((f"{prefix}_{uuid.uuid4().hex}", change.block.id or f"call_{uuid.uuid4().hex}"))
-
-    def _logprobs_of(self, output: CompletionOutput) -> list[TokenLogprob]:
-        count = self._run.params.logprobs
-        return [] if count is None else chat_logprobs(output.token_ids, output.logprobs or [], count).content
 
     def body(self, status: str | None = None) -> ResponseBody:
         """The answer as it is now, or as it is before its first token (`status` in_progress)."""
