@@ -292,7 +292,7 @@ class LLM:
 
         Raises:
             ConfigError: neither of them says it.
-            InvalidRequestError: a prompt is bad; nothing has run.
+            InvalidRequestError, RequestFailedError: a prompt is bad, and nothing has run; the engine has made no vector of one.
         """
         pooler = self._frontend.pooler
         if pooler is None:
@@ -303,7 +303,7 @@ class LLM:
         with seldom_collected():
             params = [POOLING_PARAMS] * len(items)
             outputs = self._run(items, params, [0] * len(items), use_tqdm, pooling=pooler.kind)
-        return [pooler.finish(output.pooled or ()).tolist() for output in outputs]
+        return [pooler.finish(output).tolist() for output in outputs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.graphs import RecordedGraphs
 from pagerunner import LLM, SamplingParams
 from pagerunner.engine.worker import build
-from pagerunner.errors import ConfigError, InvalidRequestError
+from pagerunner.errors import ConfigError, InvalidRequestError, RequestFailedError
 
 SHARED = [7, 300, 21, 9, 110] * 8
 PROMPTS = [{"prompt_token_ids": SHARED[: 8 * (n % 4)] + [4 + n, 60 + n, 33] * (1 + 5 * n)} for n in range(7)]
@@ -108,3 +109,12 @@ def test_an_embedding_model_saved_without_its_head(model: Path, hidden: list[np.
     (tmp_path / "Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}', encoding="utf-8")
     llm = LLM(str(tmp_path), use_tqdm=False, max_model_len=256, dtype="float32")
     assert close(llm.embed(PROMPTS, use_tqdm=False), expected(hidden, "LAST"))
+
+
+def test_a_prompt_without_a_vector_is_an_error_that_says_why(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "damaged")
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"][300] = 3e38
+    save_file(weights, tmp_path / "damaged" / "model.safetensors")
+    with pytest.raises(RequestFailedError, match=r"A prompt of 3 tokens has no vector.*NaN or infinity"):
+        start(tmp_path / "damaged", "MEAN").embed({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)

@@ -11,6 +11,7 @@ import pytest
 
 from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
 from pagerunner.models.configs.pooling import Pooler, read_pooler
+from pagerunner.types import RequestOutput
 
 
 def write(
@@ -63,12 +64,16 @@ def test_unsupported_files(tmp_path: Path) -> None:
         read_pooler(path)
 
 
+def output(pooled: list[float]) -> RequestOutput:
+    return RequestOutput(request_id="a", prompt=None, prompt_token_ids=[5], outputs=[], finished=True, pooled=pooled)
+
+
 def test_cutting() -> None:
-    assert Pooler("last", True, ()).finish([3, 4, 12], 2).tolist() == pytest.approx([0.6, 0.8])
-    assert Pooler("last", False, None).finish([3, 4]).tolist() == [3, 4]
-    assert np.array_equal(Pooler("last", True, None).finish([0, 0]), [0, 0])
+    assert Pooler("last", True, ()).finish(output([3, 4, 12]), 2).tolist() == pytest.approx([0.6, 0.8])
+    assert Pooler("last", False, None).finish(output([3, 4])).tolist() == [3, 4]
+    assert np.array_equal(Pooler("last", True, None).finish(output([0, 0])), [0, 0])
     with pytest.raises(InvalidRequestError, match="have 3"):
-        Pooler("last", True, ()).finish([3, 4, 12], 4)
+        Pooler("last", True, ()).finish(output([3, 4, 12]), 4)
     for dimensions, sentence in ((None, "is_matryoshka"), ((2, 3), "one of 2, 3")):
         with pytest.raises(InvalidRequestError, match=sentence):
             Pooler("last", True, dimensions).check_dimensions(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import msgspec
 import numpy as np
 
 from pagerunner.config import read_option
-from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError
+from pagerunner.errors import CheckpointError, ConfigError, InvalidRequestError, RequestFailedError
 from pagerunner.models.configs.json_files import read_json
-from pagerunner.types import Pooling
+from pagerunner.types import Pooling, RequestOutput
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -53,13 +52,17 @@ class Pooler:
             return
         raise InvalidRequestError(f"dimensions {why}", param="dimensions")
 
-    def finish(self, pooled: Sequence[float], dimensions: int | None = None) -> Vector:
+    def finish(self, output: RequestOutput, dimensions: int | None = None) -> Vector:
         """The embedding, float32 [D], of what the engine pooled: cut to `dimensions`, then of length 1 if so asked.
 
         Raises:
             InvalidRequestError: there aren't that many dimensions.
+            RequestFailedError: the engine pooled nothing.
         """
-        vector = np.asarray(pooled, dtype="<f4")
+        if output.pooled is None:
+            why = output.error or "the request was ended before its prompt had been read."
+            raise RequestFailedError(f"A prompt of {len(output.prompt_token_ids)} tokens has no vector: {why}")
+        vector = np.asarray(output.pooled, dtype="<f4")
         if dimensions is not None:
             if dimensions > len(vector):
                 raise InvalidRequestError(

@@ -12,13 +12,12 @@ from starlette.responses import Response
 
 from pagerunner import limits
 from pagerunner.engine.frontend.input_processor import POOLING_PARAMS
-from pagerunner.errors import InvalidRequestError, RequestFailedError
+from pagerunner.errors import InvalidRequestError
 from pagerunner.server.http import read_as
 from pagerunner.server.params import truncation
 from pagerunner.server.protocol.fields import Priority, Salt
 from pagerunner.server.protocol.requests import as_prompts
 from pagerunner.server.service import Endpoint, blaming, collected, json_response
-from pagerunner.types import RequestOutput
 
 _NAMES = {"prompt": "input"}
 
@@ -69,7 +68,7 @@ class EmbeddingsEndpoint(Endpoint):
             prompts = [await service.prompt(one, request.add_special_tokens, kept) for one in inputs]
         outputs = service.run(call, prompts, POOLING_PARAMS, request, pooling=pooler.kind, names=_NAMES)
         results = await collected(outputs)
-        vectors = [pooler.finish(_pooled(result), request.dimensions) for result in results]
+        vectors = [pooler.finish(result, request.dimensions) for result in results]
         as_text = request.encoding_format == "base64"
         data = [
             {
@@ -84,9 +83,3 @@ class EmbeddingsEndpoint(Endpoint):
         usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": cached}
         answer = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
         return json_response({**answer, "data": data, "usage": usage})
-
-
-def _pooled(result: RequestOutput) -> list[float]:
-    if result.pooled is None:
-        raise RequestFailedError("The request was ended before its prompt had been read.")
-    return result.pooled
