@@ -48,7 +48,10 @@ class StandIn:
             self.closed += 1
 
     def _output(self, prompt, text, token_ids):
-        completion = CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason="stop")
+        failed = "FAIL" in prompt + text
+        completion = CompletionOutput(
+            index=0, text="" if failed else text, token_ids=token_ids, finish_reason="error" if failed else "stop"
+        )
         return RequestOutput(
             request_id="0",
             prompt=prompt,
@@ -56,6 +59,7 @@ class StandIn:
             outputs=[completion],
             finished=True,
             num_cached_tokens=32,
+            error="It has failed." if failed else None,
         )
 
 
@@ -128,6 +132,21 @@ def test_generate_json_is_one_object_per_prompt(capsys):
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["prompt"] for entry in objects] == ["a", "b"]
     assert objects[0]["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_a_failed_request_is_told_and_is_the_exit_code(stdin, capsys, monkeypatch):
+    assert main(["generate", "one", "FAIL", "--model", "dir"]) == 2
+    assert "FAIL\n  -> It has failed.\n" in capsys.readouterr().out
+    assert main(["generate", "one", "FAIL", "--model", "dir", "--json"]) == 2
+    assert [json.loads(line)["error"] for line in capsys.readouterr().out.splitlines()] == [None, "It has failed."]
+    assert main(["chat", "--model", "dir", "--quick", "fail"]) == 2
+    assert "It has failed." in capsys.readouterr().err
+    talk = chat.Conversation(StandIn("dir"), SamplingParams())
+    chat._answer(talk, "fail")
+    assert "It has failed." in capsys.readouterr().err and talk.messages == []
+    monkeypatch.setattr(StandIn, "chat", lambda self, *_, **__: [self._output("FAIL", "", [])], raising=False)
+    assert main(["eval", "--model", "dir", "--num-examples", "1", "--tasks", "addition"]) == 2
+    assert "An answer can't be scored: It has failed." in capsys.readouterr().err
 
 
 def test_generate_reads_prompts_from_stdin(stand_in, stdin):

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from pagerunner.cli.options import (
     sampling_values,
 )
 from pagerunner.cli.session import note, open_llm, resolve_model, show_progress
-from pagerunner.errors import InvalidRequestError
+from pagerunner.errors import InvalidRequestError, RequestFailedError
 from pagerunner.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ class Conversation:
         """Write the messages as JSON. Raises OSError."""
         Path(file).write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
-    def reply(self, text: str) -> Iterator[str]:
+    def reply(self, text: str) -> Generator[str, None, None]:
         """Yield the reply to `text` piece by piece; closing the iterator early aborts it and forgets the turn.
 
         Raises:
-            InvalidRequestError: the conversation is longer than the model; it stays as it was.
+            InvalidRequestError, RequestFailedError: the conversation is longer than the model, or the reply failed; it stays as it was.
         """
         user = {"role": "user", "content": text}
         pieces: list[str] = []
@@ -107,6 +107,8 @@ class Conversation:
                 prompt, cached = len(output.prompt_token_ids), max(cached, output.num_cached_tokens)
                 pieces.append(piece)
                 yield piece
+                if output.error:
+                    raise RequestFailedError(output.error)
         seconds = time.perf_counter() - first
         rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds else ""
         self._stats = (
@@ -191,9 +193,7 @@ def _answer(talk: Conversation, text: str) -> None:
         _print_reply(pieces)
     except KeyboardInterrupt:
         print(" [stopped; this turn is forgotten]")
-    except InvalidRequestError as error:
+    except (InvalidRequestError, RequestFailedError) as error:
         print(f"{error} (/clear starts over)", file=sys.stderr)
     finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+        pieces.close()

@@ -65,7 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
     note(namespace, summary(outputs, seconds, llm.memory_plan))
     if (spec := llm.stats().spec) is not None:
         note(namespace, f"Drafts: {spec.mean_acceptance_length:.2f} tokens a step with drafts. {spec.text()}.")
-    return 0
+    return 2 if any(output.error for output in outputs) else 0
 
 
 def builtin_prompts(demo: bool) -> list[str]:
@@ -92,7 +92,7 @@ def _read_prompts(words: Sequence[str]) -> list[str]:
 def _as_text(output: RequestOutput, builtin: bool) -> str:
     prompt = output.prompt or ""
     lines = [_shortened(_MARKUP.sub("", prompt) if builtin else prompt)]
-    lines += [f"  -> {completion.text.strip() or NOTHING}" for completion in output.outputs]
+    lines += [f"  -> {' '.join(filter(None, (one.text.strip(), output.error))) or NOTHING}" for one in output.outputs]
     return "\n".join(lines) + "\n"
 
 
@@ -106,6 +106,7 @@ def _as_json(output: RequestOutput) -> dict[str, object]:
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "error": output.error,
         "outputs": [
             {
                 "text": completion.text,

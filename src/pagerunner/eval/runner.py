@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pagerunner.errors import ConfigError
+from pagerunner.errors import ConfigError, RequestFailedError
 from pagerunner.eval.tasks import ASSISTANT, BOS, END, RECALL_DISTANCES, TASKS, USER, Example, make_examples
 from pagerunner.types import RequestOutput, SamplingParams
 
@@ -91,6 +91,7 @@ def evaluate(
 
     Raises:
         ConfigError: no task is named, one is unknown or the count isn't positive.
+        RequestFailedError: an example failed, which is no wrong answer.
     """
     if not tasks:
         raise ConfigError(f"no task is named; there are {', '.join(TASKS)}.")
@@ -116,6 +117,8 @@ def _answer(llm: Generator, examples: Sequence[Example], as_chat: bool, use_tqdm
         outputs = llm.chat(messages, params, use_tqdm=use_tqdm)
     else:
         outputs = llm.generate([example.prompt for example in examples], params, use_tqdm=use_tqdm)
+    if error := next((output.error for output in outputs if output.error), None):
+        raise RequestFailedError(f"An answer can't be scored: {error}")
     return [
         output.outputs[0].finish_reason == "stop" and output.outputs[0].text.strip() == example.answer
         for example, output in zip(examples, outputs, strict=True)
