@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 CASES = [
     ("int4 bf16 128", 1000, 2048), ("int4 bf16 128 zeros", 1536, 4096), ("int4 f16 128 zeros", 192, 2816), ("int4 f16 128", 48, 384),
     ("int4 bf16 256", 208, 2048), ("int4 bf16 all", 2880, 2880), ("int4 bf16 all zeros", 576, 160), ("int4 bf16 128", 128, 12_288),
+    ("int4 bf16 32", 208, 2880), ("int4 f16 64", 576, 1088), ("e2m1 e8m0 32", 1000, 2880), ("e2m1 e4m3 16 rows", 1536, 4096), ("e2m1 e4m3 16", 48, 160),
+    ("fp8 row", 1000, 2064), ("fp8 block", 1536, 4096), ("int8 row", 576, 160), ("int8 group 128", 208, 2816), ("int8 group 256", 48, 12_288),
 ]  # fmt: skip
 
 
@@ -32,11 +34,11 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("form", "outputs", "inputs"), CASES)
-@pytest.mark.parametrize("tokens", [17, 48, 96, 133, 160, 192, 250])
+@pytest.mark.parametrize("tokens", [9, 17, 48, 96, 133, 160, 192, 250])
 def test_products(form: str, outputs: int, inputs: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operation, with a bias, and added; outputs that nobody wrote would be NaN."""
     matrix = on_device(form, outputs, inputs)
-    dtype = torch.float16 if " f16" in form else torch.bfloat16
+    dtype = torch.float16 if " f16" in form or form == "int8 row" else torch.bfloat16
     assert linear_wide.reads(dtype, matrix)
     monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
     x, bias = torch.randn(tokens, inputs, device="cuda", dtype=dtype), torch.randn(outputs, device="cuda", dtype=dtype)
@@ -94,10 +96,13 @@ def test_long_rows_with_zero_points(outputs: int, inputs: int, tokens: int) -> N
     assert error(out, x.float() @ dense(matrix, torch.bfloat16).float().T) < 4e-3
 
 
-def test_weights_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form", ["int4 bf16 128", "int4 bf16 32", "e2m1 e8m0 32", "e2m1 e4m3 16", "int8 group 128", "fp8 block"]
+)
+def test_weights_are_exact(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One input feature at a time: each output is a weight, which is rounded once."""
     monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
-    matrix = on_device("int4 bf16 128", 256, 256)
+    matrix = on_device(form, 256, 256)
     eye = torch.eye(256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(linear(eye, matrix), dense(matrix, torch.bfloat16).T)
 

@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -27,15 +28,21 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from helpers import compiled_latents
 from helpers.compiling import gluon
+from helpers.stored_cases import stored
 from pagerunner.ops import numerics
 from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, moe_routing, peer_sum
 from pagerunner.ops.kernels.activation import rounded
+from pagerunner.ops.kernels.codes import form_of
 from pagerunner.ops.kernels.launch import padded
 from pagerunner.ops.kernels.linear_dense import config_of, whole_gates
 from pagerunner.ops.kernels.linear_dense_gluon import dense_kernel
+from pagerunner.ops.kernels.linear_eight import EightConfig
+from pagerunner.ops.kernels.linear_eight_gluon import eight_kernel
 from pagerunner.ops.kernels.linear_gluon import wide_kernel
 from pagerunner.ops.kernels.linear_held import held_config
 from pagerunner.ops.kernels.linear_held_gluon import held_kernel
+from pagerunner.ops.kernels.linear_parts import halves
+from pagerunner.ops.kernels.linear_wide import WideConfig, scale_bytes, stages_of
 from pagerunner.ops.kernels.moe_gluon import many_kernel
 from pagerunner.ops.kernels.moe_lanes import TILE, _wide
 from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
@@ -54,8 +61,10 @@ from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
 from pagerunner.ops.kernels.paged_fixed import fixed_kernel, fixed_tiles
 from pagerunner.ops.lora import COPIES
 from pagerunner.ops.numerics import FIXED
+from pagerunner.ops.stored import Stored8
 
 ROWS = NVMMASharedLayout(128, 16, 2)
+SHARED = 227 * 1024
 
 
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
@@ -90,33 +99,62 @@ def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
     return gluon(many_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
-def wide(name: str, tokens: int, more: int, groups: int, stages: int, zeros: bool, done: bool) -> dict[str, Any]:
-    """Wide tiles of int4 of `ops/kernels/linear_wide.py`."""
-    codes = NVMMASharedLayout(64, 8, 2)
+def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
+    """Wide tiles of stored weights of `ops/kernels/linear_wide.py`, with all their outputs if there are three groups, else with parts."""
+    matrix, (tokens, more), done = stored(form, 8, 128), halves(size), groups == 3
+    codes, eight = NVMMASharedLayout(64, 8, 2), isinstance(matrix, Stored8)
+    scales = {torch.float32: "fp32", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
+    config = WideConfig(size, groups, 1)
+    most, average = config.registers(eight)
+    zeros, factors = not eight and matrix.zeros is not None, not eight and matrix.rows is not None
     types = {
         "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
         "more_desc": f"tensordesc<{name}[{more or 8},64],{ROWS!r}>",
         "w_desc": f"tensordesc<u8[64,64],{codes!r}>",
-        "s_ptr": "*" + name,
+        "s_ptr": "*" + scales.get(matrix.scales.dtype, name),
         "z_ptr": "*u8",
+        "r_ptr": "*fp32",
         "bias_ptr": "*" + name,
         "y_ptr": "*" + name if done else "*fp32",
     }
     constants = {
-        "G": 128,
+        "G": 128 if eight else matrix.group,
+        "BO": matrix.block[0] if eight else 1,
         "BT": tokens,
         "MORE": more,
         "C": groups,
-        "STAGES": stages,
-        "ROOM": 32,
+        "STAGES": stages_of(config, 32, matrix, SHARED),
+        "ROOM": 32 if scale_bytes(matrix) else 1,
+        "FORM": form_of(matrix),
         "ZEROS": zeros,
+        "FACTORS": factors,
         "DONE": done,
         "ADD": done,
         "BIAS": done,
+        "REGS": most,
         "PDL": True,
     }
-    aligned = ["s_ptr", "z_ptr", "bias_ptr", "y_ptr", "num_features", "y_stride"]
-    return gluon(wide_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
+    aligned = ["s_ptr", "z_ptr", "r_ptr", "bias_ptr", "y_ptr", "num_features", "y_stride"]
+    return gluon(wide_kernel, types, constants, aligned, num_warps=4, maxnreg=average, launch_pdl=True)
+
+
+def eight(name: str, size: int, groups: int, grouped: bool, done: bool) -> dict[str, Any]:
+    """Products of rounded inputs of `ops/kernels/linear_eight.py`."""
+    config, codes = EightConfig(size, groups, 1, 1 if done else 2), NVMMASharedLayout(128, 8, 2)
+    count, tokens, more = config.cut
+    box = {"w_desc": 64, "x_desc": tokens, "more_desc": more or 8}
+    types = {key: f"tensordesc<{name}[{high},128],{codes!r}>" for key, high in box.items()}
+    types |= {
+        "x_scales_ptr": "*fp32",
+        "w_scales_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "y_ptr": "*bf16" if done else "*fp32",
+    }
+    (most, average), (w_stages, x_stages) = config.registers, config.stages
+    constants = {"N": count, "BT": tokens, "MORE": more, "WIDE": padded(size), "C": groups, "W_STAGES": w_stages, "X_STAGES": x_stages, "GROUPED": grouped,
+                 "HIGH": 128 if grouped else 1, "SERIAL": config.serial, "DONE": done, "ADD": done, "BIAS": done, "REGS": most, "PDL": True}  # fmt: skip
+    aligned = ["x_scales_ptr", "w_scales_ptr", "bias_ptr", "y_ptr", "y_stride", "num_features"]
+    return gluon(eight_kernel, types, constants, aligned, num_warps=4, maxnreg=average, launch_pdl=True)
 
 
 def dense(

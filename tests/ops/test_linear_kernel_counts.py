@@ -26,6 +26,7 @@ linear_dense = pytest.importorskip("pagerunner.ops.kernels.linear_dense")
 linear_held = pytest.importorskip("pagerunner.ops.kernels.linear_held")
 many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
 linear_tiles = pytest.importorskip("pagerunner.ops.kernels.linear_tiles")
+EightConfig, WideConfig = many.linear_eight.EightConfig, many.linear_wide.WideConfig
 MOST = 8192
 USUAL = {1, 3, 16, 272, 275, MOST}
 """Numbers of tokens that a warm-up without graphs runs in any case."""
@@ -115,19 +116,27 @@ def test_between_two_numbers_of_tokens_that_need_the_same_kernels_there_are_no_o
         assert len(answers) == len(set(answers)), (places, answers)
 
 
+GLUON_FORMS = ("int4 f16 128", "int4 f16 32", "int8 group 128", "fp8 row, rounded", "fp8 block, rounded")
+
+
+@pytest.mark.parametrize("form", GLUON_FORMS)
 @pytest.mark.parametrize("sizes", [(24_576, 4096), (6144, 4096), (4096, 4096), (12_288, 28_672), (4096, 896)])
-def test_that_holds_for_wide_tiles_too(monkeypatch, sizes):
+def test_that_holds_for_kernels_in_gluon_too(monkeypatch, form, sizes):
     """Steps of 97 to 128 tokens and of 193 to 256 may have the same tile, with others between them."""
-    weights = matrix("int4 f16 128", 8, 128)
-    weights = weights._replace(codes=torch.empty(sizes[0], sizes[1] // 2, dtype=torch.uint8, device="meta"))
-    monkeypatch.setattr(many.linear_wide, "reads", lambda dtype, weight: True)
-    monkeypatch.setattr(many.linear_wide, "has_gluon", lambda device: True)
+    made = stored(form.partition(",")[0], 128, 128)
+    codes = torch.empty(sizes[0], sizes[1] * made.codes.shape[1] // 128, dtype=made.codes.dtype, device="meta")
+    weights = made._replace(codes=codes, **({"activations": FORMS[form]} if "rounded" in form else {}))
+    if "row" in form:
+        weights = weights._replace(block=(1, sizes[1]))
+    for module in (many.linear_wide, many.linear_eight):
+        monkeypatch.setattr(module, "has_gluon", lambda device: True)
     for places in MULTIPROCESSORS:
-        for module in (many.linear_wide, linear_tiles):
+        for module in (many.linear_wide, many.linear_eight, many.linear_rounded, linear_tiles):
             monkeypatch.setattr(module, "multiprocessors", lambda device, places=places: places)
         answers = [linear.kernels_for(n, weights, torch.float16, torch.device("cpu")) for n in range(1, 1025)]
         runs = [answer for answer, _ in itertools.groupby(answers)]
         assert len(runs) == len(set(runs)), (places, runs)
+        assert isinstance(answers[19] if "rounded" in form else answers[19][0], EightConfig | WideConfig)
 
 
 def test_matrices_of_one_kind_are_asked_about_once():

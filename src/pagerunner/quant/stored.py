@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from pagerunner.ops import numerics
+from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_linear_
 from pagerunner.ops.stored import Stored, dense
@@ -75,7 +76,12 @@ class StoredMethod(WeightMethod):
 
     def takes_gate(self, tokens: int, weights: Mapping[str, torch.Tensor]) -> bool:
         """See WeightMethod. Rounding a product's input, or putting it in the codes' order, is one pass with the gate."""
-        return tokens >= numerics.FAST.products.rounded_tokens and self.order(weights) is None
+        if self.order(weights) is not None:
+            return False
+        stored = self.stored(weights)
+        if not stored.codes.is_cuda or not has_triton():
+            return tokens >= numerics.FAST.products.rounded_tokens
+        return bool(silu_linear_add_.kernels_for(tokens, stored, self.dtype, stored.codes.device))
 
     def apply_silu_add_(self, gate_up_T2I: torch.Tensor, weights: Weights, residual_TO: torch.Tensor) -> None:
         """See WeightMethod."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from helpers.as_python import as_python
+from helpers.barriers import Barrier, Room
 from helpers.borders import set_borders
-from helpers.patience import LONG
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_dense
@@ -101,34 +101,6 @@ def test_sums_are_added(bias, gated, add, tokens, groups, steps):
     want = out + want if add else want
     add_sums(sums_twin(x, weight, config), product, config)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=1e-4)
-
-
-class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
-
-    def __init__(self, count: int, changed: threading.Condition) -> None:
-        self.count, self.changed = count, changed
-        self.missing, self.bytes, self.phase = count, 0, 0
-
-    def came(self, arrived: int, tokens: int) -> None:
-        """`tokens` bytes more are expected, or have come if negative."""
-        with self.changed:
-            self.missing -= arrived
-            self.bytes += tokens
-            assert self.missing >= 0, "more have arrived than are counted"
-            if self.missing == 0 and self.bytes == 0:
-                self.missing, self.phase = self.count, self.phase + 1
-                self.changed.notify_all()
-
-    def wait(self, parity: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.phase & 1 != parity, timeout=LONG), "a wait without an end"
-
-
-class Room(list[Any]):
-    """What lies in shared memory, by its first index."""
-
-    index = list.__getitem__
 
 
 class Block(torch.Tensor):

@@ -420,9 +420,15 @@ def linear_kernels(tokens: int, weight_OI: torch.Tensor | Stored, dtype: torch.d
             return "held"  # products with a gate may be `linear_dense`'s, of one tile
         few = min(tokens, 2) if joins_few(tokens, dtype, weight_OI.numel()) else numerics.FAST.products.few_tokens + 1
         return linear_dense.kernels_of(tokens, dtype, weight_OI, device) or few
-    if linear_stored.serves(tokens, dtype, weight_OI):
+    if not silu_linear_add__kernels(tokens, weight_OI, dtype, device):
         return padded(tokens)  # blocks are chosen by it
     return linear_many.kernels_of(tokens, dtype, weight_OI, device)
+
+
+def silu_linear_add__kernels(tokens: int, weight_OI: Stored, dtype: torch.dtype, device: torch.device) -> bool:
+    """See `Op.kernels_for`: whether `linear_many` serves so many tokens, which has the gate in the kernel that prepares inputs."""
+    few = linear_stored.serves(tokens, dtype, weight_OI)
+    return not few or linear_many.takes_few(tokens, dtype, weight_OI, device)
 
 
 def _few_tokens(
@@ -435,7 +441,7 @@ def _few_tokens(
         if linear_dense.fits(x_TI, weight_OI):
             return linear_dense.run_dense
         return _run if _fits(x_TI, weight_OI) else None
-    many = linear_many.rounds(x_TI, weight_OI) or not linear_stored.fits(x_TI, weight_OI)
+    many = not linear_stored.fits(x_TI, weight_OI) or linear_many.takes_few(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device)  # fmt: skip
     return None if many else linear_stored.run
 
 

@@ -5,7 +5,7 @@ of 64 output features of its own. Weights are the matrix units' first operand, i
 half step before runs, and so do the other groups' products. A round of two steps ends when its products have: with products on their
 way from one round of the loop to the next, ptxas runs every product of the kernel alone (its warning C7515).
 
-Shape letters: BT + MORE tokens of a tile; a step is 128 columns, 64 bytes of codes.
+Shape letters: BT + MORE tokens of a tile; a step is 128 columns, 64 bytes of codes of 4 bits and twice 64 of 8 bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pagerunner.ops.kernels.codes import E2M1, INT4, numbers8, scaled_e2m1
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 
 CODES = gl.constexpr(
@@ -33,6 +34,18 @@ CODES = gl.constexpr(
 )
 """Bytes of codes in registers: 16 neighbouring ones of the rows that the matrix units want of a thread."""
 ROWS = gl.constexpr(gl.SliceLayout(1, CODES))
+RUNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 16],
+    )
+)
+"""The same bytes as four runs of 16."""
+OF_RUNS = gl.constexpr(gl.SliceLayout(2, RUNS))
+"""What each run has one of, in the threads that have its bytes."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 BATCH = gl.constexpr(16)
 """A group reads the scales of so many steps at a time."""
@@ -71,6 +84,45 @@ def _numbers(codes, scale, taken, HIGH: gl.constexpr, HALF: gl.constexpr, ZEROS:
 
 
 @gluon.jit
+def _of_bytes(values):
+    """Values of rows [64], or of runs of rows [64, 4], for each byte [64, 64]."""
+    if len(values.shape) == 1:
+        both = gl.expand_dims(values, 1).broadcast_to((64, 64))
+    else:
+        both = gl.reshape(gl.expand_dims(values, 2).broadcast_to((64, 4, 16)), (64, 64))
+    return gl.convert_layout(both, CODES, assert_trivial=True)
+
+
+@gluon.jit
+def _raw_scales(s_ptr, rows, step, num_runs, G: gl.constexpr):
+    """The scales of a step's runs of 64 rows [64, 4] as they lie in memory; with groups of 16 a word has those of both half runs."""
+    run = gl.minimum(step * 4 + gl.arange(0, 4, gl.SliceLayout(0, OF_RUNS)), num_runs - 1)
+    if G == 16:
+        s_ptr = s_ptr.to(gl.pointer_type(gl.uint16), bitcast=True)
+    EACH: gl.constexpr = 2 if G == 64 else 1
+    return gl.load(s_ptr + rows[:, None] * (num_runs // EACH) + (run // EACH)[None, :])
+
+
+@gluon.jit
+def _lifted(raw, HIGH: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr):
+    """Scales of the low or the high nibbles of runs, as `_numbers` and `scaled_e2m1` want them: times 2 ** 70 for int4 in bfloat16, 2 ** 64 for e2m1."""
+    if FORM == E2M1 and raw.dtype == gl.uint8:
+        scales = (gl.minimum(raw.to(gl.int16) + 64, 255) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    elif FORM == E2M1:  # e4m3's bits in place are 2 ** -120 of the number
+        byte = raw.to(gl.int32) >> 8 if HIGH else raw.to(gl.int32)
+        bits = ((byte & 0x7F) << 4) | ((byte & 0x80) << 8)
+        scales = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, m; mov.b16 m, 0x6D80; mul.rn.bf16 a, $1, m; mul.rn.bf16 $0, a, m; }", "=h,h",
+            [bits.to(gl.int16).to(gl.bfloat16, bitcast=True)], dtype=gl.bfloat16, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif dtype == gl.float16:
+        scales = raw
+    else:
+        scales = (raw.to(gl.float32) * 1180591620717411303424.0).to(dtype)  # 2 ** 70
+    return scales
+
+
+@gluon.jit
 def _operand(numbers, layout: gl.constexpr):
     """The same numbers as a first operand [64, 64]. It moves nothing; that the inputs' order fits is `linear_tiles.in_order`'s."""
     parts = gl.permute(gl.reshape(numbers, (64, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # quad, step, half, pair
@@ -105,16 +157,26 @@ def _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_fea
 
 @gluon.jit
 def _taken(scale, z_smem, place, HALF: gl.constexpr, ZEROS: gl.constexpr):
-    """What `_numbers` takes off, for 64 rows."""
+    """What `_numbers` takes off, for 64 rows or their runs."""
     if ZEROS:
         taken = z_smem.index(place).load(ROWS)
     elif HALF:
-        taken = gl.full((64,), 1032.0, gl.float16, ROWS)
+        taken = gl.full(scale.shape, 1032.0, gl.float16, scale.type.layout)
     else:
         taken = gl.inline_asm_elementwise(
             "{ .reg .b16 m; mov.b16 m, 0x8008; mul.rn.bf16 $0, $1, m; }", "=h,h", [scale], dtype=gl.bfloat16, is_pure=True, pack=1
         )  # fmt: skip
     return taken
+
+
+@gluon.jit
+def _zeros(BT: gl.constexpr, MORE: gl.constexpr, layout: gl.constexpr, more_layout: gl.constexpr):
+    """Sums [64, BT] and [64, MORE]."""
+    acc = gl.zeros((64, BT), gl.float32, layout)
+    more = acc
+    if MORE:
+        more = gl.zeros((64, MORE), gl.float32, more_layout)
+    return acc, more
 
 
 @gluon.jit
@@ -138,24 +200,49 @@ def _ended(acc, more, MORE: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _round(acc, more, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, first, c, C: gl.constexpr, MORE: gl.constexpr,
-           STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+def _scales(raw, s_smem, z_smem, place, HIGH: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """Scales and what is taken off, of a step's bytes."""
+    if G < 128:
+        scale = _lifted(raw, HIGH, FORM, dtype)
+    else:
+        scale = s_smem.index(place).load(ROWS)
+    taken = scale
+    if FORM != E2M1:
+        taken = _taken(scale, z_smem, place, HALF, ZEROS)
+    return _of_bytes(scale), _of_bytes(taken)
+
+
+@gluon.jit
+def _converted(codes, scale, taken, HIGH: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr, operand: gl.constexpr):  # fmt: skip
+    """The first operand of half a step."""
+    if FORM == E2M1:
+        numbers = scaled_e2m1(codes, scale, HIGH, gl.bfloat16, True)
+    else:
+        numbers = _numbers(codes, scale, taken, HIGH, HALF, ZEROS)
+    return _operand(numbers, operand)
+
+
+@gluon.jit
+def _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, first, c, C: gl.constexpr, MORE: gl.constexpr,
+           STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr,
+           ZEROS: gl.constexpr):  # fmt: skip
     """Two steps. Each half of a step is converted while the half before is multiplied; at the end no product is on its way."""
     LAST: gl.constexpr = 2 if MORE else 1  # products of half a step
+    dtype: gl.constexpr = x_smem.dtype
     for u in gl.static_range(2):
         i = first + u
-        slot = i % STAGES
+        slot, place = i % STAGES, i * C + c
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         codes = w_smem.index(slot * C + c).load(CODES)
-        scale = s_smem.index(i * C + c).load(ROWS)
-        taken = _taken(scale, z_smem, i * C + c, HALF, ZEROS)
-        scale, taken = gl.expand_dims(scale, 1).broadcast_to((64, 64)), gl.expand_dims(taken, 1).broadcast_to((64, 64))
-        low = _operand(_numbers(codes, scale, taken, False, HALF, ZEROS), operand)
+        scale, taken = _scales(raws[u], s_smem, z_smem, place, False, G, FORM, dtype, HALF, ZEROS)
+        low = _converted(codes, scale, taken, False, FORM, HALF, ZEROS, operand)
         acc, more = _multiply(low, acc, more, x_smem, more_smem, slot * 2, more_operand, MORE)
         if u > 0:
             acc, more = _ended(acc, more, MORE, LAST)
             mbarrier.arrive(empty.index((i - 1) % STAGES))
-        high = _operand(_numbers(codes, scale, taken, True, HALF, ZEROS), operand)
+        if G == 16:
+            scale, taken = _scales(raws[u], s_smem, z_smem, place, True, G, FORM, dtype, HALF, ZEROS)
+        high = _converted(codes, scale, taken, True, FORM, HALF, ZEROS, operand)
         acc, more = _multiply(high, acc, more, x_smem, more_smem, slot * 2 + 1, more_operand, MORE)
         acc, more = _ended(acc, more, MORE, 0 if u == 1 else LAST)
     mbarrier.arrive(empty.index((first + 1) % STAGES))
@@ -163,11 +250,36 @@ def _round(acc, more, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, fi
 
 
 @gluon.jit
-def _store(acc, bias_ptr, y_ptr, feature, token, num_tokens, num_features, y_stride, layout: gl.constexpr, HALF: gl.constexpr,
-           DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+def _sum_scales(s_ptr, feature, step, num_features, num_groups, G: gl.constexpr, BO: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """What multiplies a step's sums of 64 rows of 8 bits."""
+    rows = gl.minimum(feature + gl.arange(0, 64, gl.SliceLayout(1, layout)), num_features - 1).to(gl.int64)
+    return gl.load(s_ptr + rows // BO * num_groups + gl.minimum(step * 128 // G, num_groups - 1))
+
+
+@gluon.jit
+def _step_sums(x_smem, more_smem, w_smem, slot, c, C: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, operand: gl.constexpr,
+               more_operand: gl.constexpr, layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """The sums of a step of 8 bits: its second half is converted while the first one is multiplied."""
+    dtype: gl.constexpr = x_smem.dtype
+    acc, more = _zeros(BT, MORE, layout, more_layout)
+    for half in gl.static_range(2):
+        codes = w_smem.index((slot * C + c) * 2 + half).load(CODES)
+        numbers = _operand(numbers8(codes, dtype, FORM, dtype == gl.bfloat16), operand)
+        acc, more = _multiply(numbers, acc, more, x_smem, more_smem, slot * 2 + half, more_operand, MORE)
+    return _ended(acc, more, MORE, 0)
+
+
+@gluon.jit
+def _store(acc, r_ptr, bias_ptr, y_ptr, feature, token, num_tokens, num_features, y_stride, layout: gl.constexpr, FORM: gl.constexpr,
+           HALF: gl.constexpr, FACTORS: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """Store sums [64, tokens], or add them to what is there. DONE: these are the outputs, and not one of several sums."""
-    if not HALF:
+    if FORM == E2M1:
+        acc = acc * 4611686018427387904.0  # 2 ** 62
+    elif FORM == INT4 and not HALF:
         acc = acc * 9223372036854775808.0  # 2 ** 63
+    if FACTORS:
+        rows = feature + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        acc *= gl.load(r_ptr + gl.minimum(rows, num_features - 1))[:, None]
     features = feature + gl.arange(0, 64, gl.SliceLayout(1, layout))
     tokens = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
@@ -185,10 +297,53 @@ def _store(acc, bias_ptr, y_ptr, feature, token, num_tokens, num_features, y_str
 
 
 @gluon.jit
-def _compute(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-             num_features, num_groups, y_stride, G: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr,
-             STAGES: gl.constexpr, ZEROS: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
+def _sums4(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G: gl.constexpr,
+           BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
+           layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """The sums of a group's rows of 4 bits, over all steps; see `_store` for the power of two that they lack."""
+    raws = (c, c)
+    if G < 128:
+        num_runs = num_groups * G // 32
+        rows = gl.minimum(feature + gl.arange(0, 64, gl.SliceLayout(1, OF_RUNS)), num_features - 1).to(gl.int64)
+        raws = (_raw_scales(s_ptr, rows, first, num_runs, G), _raw_scales(s_ptr, rows, first + 1, num_runs, G))
+    else:
+        _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G, C, HALF, ZEROS)  # fmt: skip
+    acc, more = _zeros(BT, MORE, layout, more_layout)
+    for i in range(0, steps, 2):
+        after = raws
+        if G < 128:  # the next round's are on their way during this one
+            after = (_raw_scales(s_ptr, rows, first + i + 2, num_runs, G), _raw_scales(s_ptr, rows, first + i + 3, num_runs, G))  # fmt: skip
+        acc, more = _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
+                           G, FORM, HALF, ZEROS)  # fmt: skip
+        raws = after
+    return acc, more
+
+
+@gluon.jit
+def _sums8(c, x_smem, more_smem, w_smem, full, empty, s_ptr, feature, first, steps, num_features, num_groups, G: gl.constexpr, BO: gl.constexpr,
+           BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
+           layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """The sums of a group's rows of 8 bits, over all steps. Scales multiply each step's sums, in float32."""
+    acc, more = _zeros(BT, MORE, layout, more_layout)
+    scale = _sum_scales(s_ptr, feature, first, num_features, num_groups, G, BO, layout)
+    for i in range(steps):
+        after = _sum_scales(s_ptr, feature, first + i + 1, num_features, num_groups, G, BO, layout)
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        own, own_more = _step_sums(x_smem, more_smem, w_smem, slot, c, C, BT, MORE, operand, more_operand, layout, more_layout, FORM)  # fmt: skip
+        mbarrier.arrive(empty.index(slot))
+        acc += own * scale[:, None]
+        if MORE:
+            more += own_more * gl.convert_layout(scale, gl.SliceLayout(1, more_layout), assert_trivial=True)[:, None]
+        scale = after
+    return acc, more
+
+
+@gluon.jit
+def _compute(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+             num_features, num_groups, y_stride, G: gl.constexpr, BO: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr,
+             STAGES: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr, FACTORS: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr,
+             BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: the sums of its rows, and their outputs."""
     HALF: gl.constexpr = x_smem.dtype == gl.float16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -196,47 +351,45 @@ def _compute(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     more_operand: gl.constexpr = gl.DotOperandLayout(0, more_layout, 2)
     feature += c * 64
-    _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G, C, HALF, ZEROS)
-    acc = gl.zeros((64, BT), gl.float32, layout)
-    more = acc
-    if MORE:
-        more = gl.zeros((64, MORE), gl.float32, more_layout)
-    for i in range(0, steps, 2):
-        acc, more = _round(acc, more, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
-                           HALF, ZEROS)  # fmt: skip
+    if FORM < INT4:
+        acc, more = _sums8(c, x_smem, more_smem, w_smem, full, empty, s_ptr, feature, first, steps, num_features, num_groups, G, BO, BT, MORE, C, STAGES,
+                           operand, more_operand, layout, more_layout, FORM)  # fmt: skip
+    else:
+        acc, more = _sums4(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G, BT,
+                           MORE, C, STAGES, operand, more_operand, layout, more_layout, FORM, HALF, ZEROS)  # fmt: skip
     out: gl.constexpr = STORED if DONE else layout
     out_more: gl.constexpr = STORED if DONE else more_layout
     wait_turn(PDL)
-    _store(acc, bias_ptr, y_ptr, feature, row, num_tokens, num_features, y_stride, out, HALF, DONE, ADD, BIAS)
+    _store(acc, r_ptr, bias_ptr, y_ptr, feature, row, num_tokens, num_features, y_stride, out, FORM, HALF, FACTORS, DONE, ADD, BIAS)  # fmt: skip
     if MORE:
         row += BT
-        _store(more, bias_ptr, y_ptr, feature, row, num_tokens, num_features, y_stride, out_more, HALF, DONE, ADD, BIAS)
+        _store(more, r_ptr, bias_ptr, y_ptr, feature, row, num_tokens, num_features, y_stride, out_more, FORM, HALF, FACTORS, DONE, ADD, BIAS)  # fmt: skip
 
 
 @gluon.jit
-def _copy_codes(w_desc, w_smem, full, slot, feature, step, C: gl.constexpr, BYTES: gl.constexpr):
-    """Begin to bring a step's codes; `full` counts BYTES, the inputs' among them."""
+def _copy_codes(w_desc, w_smem, full, slot, feature, step, C: gl.constexpr, PIECES: gl.constexpr, BYTES: gl.constexpr):
+    """Begin to bring a step's codes, PIECES times 64 bytes of a row; `full` counts BYTES, the inputs' among them."""
     mbarrier.expect(full.index(slot), BYTES)
-    for r in gl.static_range(C):
-        tma.async_copy_global_to_shared(
-            w_desc, [feature + r * 64, step * 64], full.index(slot), w_smem.index(slot * C + r)
-        )
+    for r in gl.static_range(C * PIECES):
+        place = [feature + r // PIECES * 64, (step * PIECES + r % PIECES) * 64]
+        tma.async_copy_global_to_shared(w_desc, place, full.index(slot), w_smem.index(slot * (C * PIECES) + r))
 
 
 @gluon.jit
 def _copy(x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, feature, row, first, steps, BT: gl.constexpr,
-          MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+          MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies. The codes of the first steps are on their way before the kernel before has ended."""
-    BYTES: gl.constexpr = C * 64 * 64 + (BT + MORE) * 256
+    PIECES: gl.constexpr = 2 if FORM < INT4 else 1
+    BYTES: gl.constexpr = C * PIECES * 64 * 64 + (BT + MORE) * 256
     for i in gl.static_range(STAGES):
         if i < steps:
-            _copy_codes(w_desc, w_smem, full, i, feature, first + i, C, BYTES)
+            _copy_codes(w_desc, w_smem, full, i, feature, first + i, C, PIECES, BYTES)
     wait_turn(PDL)
     for i in range(steps):
         slot = i % STAGES
         if i >= STAGES:
             mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-            _copy_codes(w_desc, w_smem, full, slot, feature, first + i, C, BYTES)
+            _copy_codes(w_desc, w_smem, full, slot, feature, first + i, C, PIECES, BYTES)
         for half in gl.static_range(2):
             column = (first + i) * 128 + half * 64
             tma.async_copy_global_to_shared(x_desc, [row, column], full.index(slot), x_smem.index(slot * 2 + half))
@@ -247,9 +400,9 @@ def _copy(x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, fea
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_groups", "total", "steps"])
-def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, bias_ptr, y_ptr, num_tokens, num_features, num_groups, y_stride, total, steps, G: gl.constexpr,
-                BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, ROOM: gl.constexpr,
-                ZEROS: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr, num_tokens, num_features, num_groups, y_stride, total, steps, G: gl.constexpr,
+                BO: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, ROOM: gl.constexpr,
+                FORM: gl.constexpr, ZEROS: gl.constexpr, FACTORS: gl.constexpr, DONE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, REGS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """64 C output features of BT + MORE tokens, over up to `steps` of all `total` steps; the next part of the input features is the next program's.
 
     ROOM: scales of so many steps have room. `steps` is an even number. A number of steps is made even: what is beyond the last input feature is copied as zeros.
@@ -260,7 +413,7 @@ def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, bias_ptr, y_ptr, num_to
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, BT, 64], x_desc.layout)
     more_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 if MORE else 1, MORE if MORE else 8, 64], more_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * C, 64, 64], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * C * (2 if FORM < INT4 else 1), 64, 64], w_desc.layout)
     s_smem = gl.allocate_shared_memory(dtype, [ROOM * C, 64], PLAIN)
     z_smem = s_smem
     if ZEROS:
@@ -286,19 +439,19 @@ def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, bias_ptr, y_ptr, num_to
     # arguments stand in the calls, as a tuple in a variable would make tensors of constants
     if C == 2:
         gl.warp_specialize([
-            (_compute, (c0, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-                        num_features, num_groups, y_stride, G, BT, MORE, C, STAGES, ZEROS, DONE, ADD, BIAS, PDL)),
-            (_compute, (c1, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-                        num_features, num_groups, y_stride, G, BT, MORE, C, STAGES, ZEROS, DONE, ADD, BIAS, PDL)),
-            (_copy, (x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, feature, row, first, steps, BT, MORE, C, STAGES, PDL)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (_compute, (c0, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+                        num_features, num_groups, y_stride, G, BO, BT, MORE, C, STAGES, FORM, ZEROS, FACTORS, DONE, ADD, BIAS, PDL)),
+            (_compute, (c1, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+                        num_features, num_groups, y_stride, G, BO, BT, MORE, C, STAGES, FORM, ZEROS, FACTORS, DONE, ADD, BIAS, PDL)),
+            (_copy, (x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, feature, row, first, steps, BT, MORE, C, STAGES, FORM, PDL)),
+        ], [4, 1], [REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (c0, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-                        num_features, num_groups, y_stride, G, BT, MORE, C, STAGES, ZEROS, DONE, ADD, BIAS, PDL)),
-            (_compute, (c1, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-                        num_features, num_groups, y_stride, G, BT, MORE, C, STAGES, ZEROS, DONE, ADD, BIAS, PDL)),
-            (_compute, (c2, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
-                        num_features, num_groups, y_stride, G, BT, MORE, C, STAGES, ZEROS, DONE, ADD, BIAS, PDL)),
-            (_copy, (x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, feature, row, first, steps, BT, MORE, C, STAGES, PDL)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+            (_compute, (c0, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+                        num_features, num_groups, y_stride, G, BO, BT, MORE, C, STAGES, FORM, ZEROS, FACTORS, DONE, ADD, BIAS, PDL)),
+            (_compute, (c1, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+                        num_features, num_groups, y_stride, G, BO, BT, MORE, C, STAGES, FORM, ZEROS, FACTORS, DONE, ADD, BIAS, PDL)),
+            (_compute, (c2, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_smem, z_smem, bias_ptr, y_ptr, feature, row, first, steps, num_tokens,
+                        num_features, num_groups, y_stride, G, BO, BT, MORE, C, STAGES, FORM, ZEROS, FACTORS, DONE, ADD, BIAS, PDL)),
+            (_copy, (x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, feature, row, first, steps, BT, MORE, C, STAGES, FORM, PDL)),
+        ], [4, 4, 1], [REGS, REGS, 24])  # fmt: skip

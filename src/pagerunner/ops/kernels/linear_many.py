@@ -18,7 +18,7 @@ import torch
 
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_rounded, linear_wide
+from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
@@ -27,7 +27,7 @@ from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_til
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import Quantized, quantize, silu_quantize
-from pagerunner.ops.stored import Stored, Stored8
+from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
 from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
 
@@ -51,26 +51,35 @@ def _in_tiles(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> bool:
     return tokens <= tile_tokens(weight_OI) and dtype != torch.float32 and serves(weight_OI)
 
 
-def rounds(x_TI: torch.Tensor, weight_OI: Stored) -> bool:
-    """Whether the product rounds its input."""
-    return rounding_of(x_TI, weight_OI) is not None
-
-
 def rounding_of(x_TI: torch.Tensor, weight_OI: Stored) -> Rounded | None:
     """How the product rounds its input; None if it doesn't."""
-    return _rounding_of(x_TI.shape[0], x_TI.dtype, weight_OI)
+    return _rounding_of(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device)
 
 
-def _rounding_of(tokens: int, dtype: torch.dtype, weight_OI: Stored) -> Rounded | None:
+def _rounding_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> Rounded | None:
     """How the product may round its input; None if it must not."""
-    if not isinstance(weight_OI, Stored8) or tokens < numerics.FAST.products.rounded_tokens or dtype == torch.float32:
+    borders = numerics.FAST.products
+    if not isinstance(weight_OI, Stored8) or tokens < borders.early_tokens or dtype == torch.float32:
         return None
-    return rounding(weight_OI)
+    how = rounding(weight_OI)
+    if how is None or tokens >= borders.rounded_tokens:
+        return how
+    return how if linear_eight.serves(tokens, weight_OI, dtype, device, grouped=how.grouped) else None
+
+
+def takes_few(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> bool:
+    """Whether products of so few tokens are this file's, though `linear_stored.py` serves them, too."""
+    if isinstance(weight_OI, Stored8):
+        return _rounding_of(tokens, dtype, weight_OI, device) is not None
+    borders = numerics.FAST.products
+    least = borders.early_nvfp4_tokens if weight_OI.group == RUN // 2 else borders.early_tokens
+    least = borders.early_int4_tokens if weight_OI.numbers == "int4" else least
+    return tokens >= least and linear_wide.serves(tokens, dtype, weight_OI, device)
 
 
 def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> Hashable:
     """What decides which kernels the products of this file launch for so many tokens."""
-    if (how := _rounding_of(tokens, dtype, weight_OI)) is not None:
+    if (how := _rounding_of(tokens, dtype, weight_OI, device)) is not None:
         return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
     if linear_wide.serves(tokens, dtype, weight_OI, device):
         wide = linear_wide.wide_config(tokens, weight_OI, device)
@@ -134,7 +143,7 @@ def _product(given: Product) -> None:
         return
     tokens, device = x_TI.shape[0], x_TI.device
     if linear_wide.serves(tokens, x_TI.dtype, weight_OI, device) and x_TI.stride(1) == out_TO.stride(1) == 1:
-        ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=True)
+        ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=isinstance(weight_OI, Stored4))
         config = linear_wide.wide_config(tokens, weight_OI, device)
         linear_wide.run_wide(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
         return

@@ -1,7 +1,7 @@
 """Products of many tokens whose input is rounded to 8 bits, as the weights are (`ops/quantize.py`); see `ops/linear.py`.
 
-cuBLAS serves e4m3: with a scale for each token and each output feature, and with scales for 128 features of a token and for 128 x 128 weights. Our
-kernel serves the rest: int8, and blocks of other heights.
+On Hopper `linear_eight.py` has up to 160 tokens. Of more, cuBLAS serves e4m3: with a scale for each token and each output feature, and with scales for
+128 features of a token and for 128 x 128 weights. The kernel of this file serves the rest: int8, and blocks of other heights.
 
 Shape letters: T tokens, I input features, O output features.
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagerunner.ops import numerics
+from pagerunner.ops.kernels import linear_eight
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, start_next, wait_turn
 from pagerunner.ops.kernels.linear_parts import halves, store_or_add, tile_of
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
@@ -148,6 +149,13 @@ def product(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in `dtype`, [T, O]; or the residual, to which it is added. The input has scales as `rounding` says."""
     grouped = x.scales.shape[1] > 1 or weight_OI.block[0] > 1
+    tokens, device = x.codes.shape[0], x.codes.device
+    if linear_eight.serves(tokens, weight_OI, dtype, device, grouped=grouped):
+        out_TO = (
+            torch.empty(tokens, weight_OI.shape[0], dtype=dtype, device=device) if residual_TO is None else residual_TO
+        )
+        linear_eight.run_eight(x, weight_OI, bias_O, out_TO, grouped=grouped, add=residual_TO is not None)
+        return out_TO
     if _cublas_serves(x.codes.shape[0], weight_OI, dtype, grouped):
         out_TO = cublas(x, weight_OI, dtype, grouped)
         if bias_O is not None:
@@ -258,6 +266,8 @@ def kernels_of(tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torc
     number of parts may come back, and `runner/kernel_counts.py` needs answers that don't: they say on which side the number stands.
     Example: 1536 output features of 8960 inputs in blocks on 132 multiprocessors take 3 parts up to 192 tokens, 2 up to 320, 3 up to 448, and 2.
     """
+    if linear_eight.serves(tokens, weight_OI, dtype, device, grouped=grouped):
+        return linear_eight.kernels_of(tokens, weight_OI, device)
     if _cublas_serves(tokens, weight_OI, dtype, grouped):
         return None
     features, inputs = weight_OI.shape

@@ -1,13 +1,18 @@
-"""Products of 17 to 256 tokens with int4 (`ops/stored.py`) on Hopper.
+"""Products of some to 256 tokens with stored matrices (`ops/stored.py`) on Hopper, whose codes are converted in registers.
 
 `kernels/linear_tiles.py` computes the same with plain Triton, on any device and of any form. This kernel, `kernels/linear_gluon.py`, is written in Gluon,
 Triton's language with layouts that the program chooses: copies and computations have warps of their own, and conversions run beside products. A layer's
-four products were 1.1 to 1.35 times as fast (docs/performance/stored-weights.md).
+four products were 1.1 to 1.45 times as fast (docs/performance/stored-weights.md).
 
 **Conversion.** A nibble n in the lowest bits of a bfloat16 is the number n * 2 ** -133. One operation makes two weights:
 n * 2 ** -133 times s * 2 ** 70, less 8 s * 2 ** -63. That is (n - 8) s * 2 ** -63, rounded once, as 8 s is a bfloat16. Sums are multiplied by 2 ** 63.
 Scales may be as large as 2 ** 57. With scales below 2 ** -63 weights lose bits, at most 2 ** -70 each. With zero points, n - z comes first, exactly. In float16, which has no such room, n is 1024 + n at first, and n - z is
 multiplied by s.
+
+e2m1's bits in place are 2 ** -126 of the number, and scales are multiplied by 2 ** 64 before (`codes.scaled_e2m1`). Codes of 8 bits become exact numbers, and scales
+multiply each step's sums in float32.
+
+**Scales.** Those of 128 columns or more are brought to shared memory before the first step, those of fewer are read a round ahead by the threads that need them.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`VERSIONS`). With any other, `linear_tiles.py` serves.
 """
@@ -23,10 +28,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from pagerunner.ops.kernels.codes import form_of
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, shared_memory
 from pagerunner.ops.kernels.linear_parts import Product, halves
 from pagerunner.ops.kernels.linear_sums import add_parts
-from pagerunner.ops.stored import Stored, Stored4
+from pagerunner.ops.stored import Stored, Stored4, Stored8
 
 logger = logging.getLogger(__name__)
 VERSIONS = ("3.6.",)
@@ -38,8 +44,12 @@ SCALES = 32
 """The scales of a multiple of so many steps have room. So matrices of many sizes have one kernel."""
 PART_STEPS = 4
 """A part of the input features has so many steps or more."""
-LEAST_STAGES = 2
-"""So many steps must be in shared memory at a time, as a group's round takes two."""
+LEAST_STAGES, MOST_STAGES = 2, 12
+"""So many steps must be in shared memory at a time, as a group's round takes two; and at most."""
+WHOLE_ROWS = 1 << 30
+"""Columns that share a scale, where all of a row do: matrices of many sizes have one kernel."""
+MOST_OF_THREE = 96
+"""Three groups' sums of so many tokens of 8 bits have room in registers."""
 SMALL_WEIGHTS, SMALL_TOKENS = 1 << 24, range(33, 129)
 """With so few weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
 
@@ -58,6 +68,14 @@ class WideConfig(NamedTuple):
     def features(self) -> int:
         """Output features of a tile."""
         return 64 * self.groups
+
+    def registers(self, eight: bool) -> tuple[int, int]:
+        """Of a thread: those of a group that multiplies, by tokens, and those that the kernel starts with. Sums of 8 bits are of a step at first.
+
+        Others are for the kernels beside: while one that prepares inputs still runs, the next product's programs start and bring codes.
+        """
+        most = min(240 if self.groups == 2 else 160, 96 + self.tokens // 2 * (2 if eight else 1))
+        return most, blocks(most * self.groups + 24, 8 * (self.groups + 1)) * 8
 
 
 @functools.cache
@@ -101,15 +119,24 @@ def say_kernel(
 
 
 def reads(dtype: torch.dtype, weight_OI: Stored) -> bool:
-    """Whether the kernel reads this matrix for activations of this dtype: int4 with scales of that dtype, of 128 columns or a multiple."""
-    if not isinstance(weight_OI, Stored4) or weight_OI.numbers != "int4" or weight_OI.rows is not None:
+    """Whether the kernel reads this matrix for activations of this dtype.
+
+    8 bits with scales of 128 columns, a multiple, or whole rows. int4 with scales of that dtype, of as many columns or, without zero points, of 32 or 64.
+    MXFP4 and NVFP4 in bfloat16.
+    """
+    inputs, scales = weight_OI.shape[1], weight_OI.scales
+    if dtype not in (torch.bfloat16, torch.float16) or weight_OI.codes.data_ptr() % 16 or scales.data_ptr() % 2:
         return False
-    inputs = weight_OI.shape[1]
-    groups = weight_OI.group % STEP == 0 or weight_OI.group >= inputs
-    whole = (
-        weight_OI.codes.is_contiguous() and weight_OI.codes.data_ptr() % 16 == 0 and weight_OI.scales.is_contiguous()
-    )
-    return groups and whole and dtype in (torch.bfloat16, torch.float16) and weight_OI.scales.dtype == dtype
+    if not weight_OI.codes.is_contiguous() or not scales.is_contiguous():
+        return False
+    if isinstance(weight_OI, Stored8):
+        return inputs % 16 == 0 and (weight_OI.block[1] % STEP == 0 or weight_OI.block[1] >= inputs)
+    if weight_OI.numbers == "e2m1":
+        form = (scales.dtype, weight_OI.group) in ((torch.uint8, 32), (torch.float8_e4m3fn, 16))
+        return form and dtype == torch.bfloat16
+    small = weight_OI.group in (32, 64) and weight_OI.zeros is None
+    groups = weight_OI.group % STEP == 0 or weight_OI.group >= inputs or small
+    return groups and scales.dtype == dtype and weight_OI.rows is None
 
 
 def serves(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> bool:
@@ -126,14 +153,14 @@ def wide_config(tokens: int, weight_OI: Stored, device: torch.device) -> WideCon
     A part's scales lie in shared memory. There are more parts where two steps would have no room beside them: int4 with zero points of 28,672
     columns, as 192 tokens of Mistral-Large meet them.
     """
-    assert isinstance(weight_OI, Stored4)
     features, inputs = weight_OI.shape
-    size = next((size for size in (32, 64, 96, 128, 160, 192) if tokens <= size), 128)
-    config = WideConfig(size, 3 if features >= 16384 else 2, 1)
+    size = next((size for size in (16, 32, 64, 96, 128, 160, 192) if tokens <= size), 128)
+    wide = features >= 16384 and (isinstance(weight_OI, Stored4) or size <= MOST_OF_THREE)
+    config = WideConfig(size, 3 if wide else 2, 1)
     tiles = blocks(tokens, size) * blocks(features, config.features)
     parts = max(1, min(multiprocessors(device) // tiles, blocks(inputs, STEP) // PART_STEPS))
-    zeros, room = weight_OI.zeros is not None, shared_memory(device)
-    while stages_of(config, steps_of(inputs, parts), zeros, room) < LEAST_STAGES:  # scales take the room
+    room = shared_memory(device)
+    while stages_of(config, steps_of(inputs, parts), weight_OI, room) < LEAST_STAGES:  # scales take the room
         parts += 1
     return config._replace(parts=parts)
 
@@ -162,32 +189,45 @@ def room_of(steps: int) -> int:
     return SCALES * blocks(steps, SCALES)
 
 
-def stages_of(config: WideConfig, steps: int, zeros: bool, room: int) -> int:
+def scale_bytes(weight_OI: Stored) -> int:
+    """Bytes of shared memory that a step's scales and zero points of a row take. Those of less than a step, or of sums, are read where they are multiplied."""
+    if isinstance(weight_OI, Stored8) or weight_OI.numbers == "e2m1" or weight_OI.group < min(STEP, weight_OI.shape[1]):
+        return 0
+    return 2 if weight_OI.zeros is None else 4
+
+
+def stages_of(config: WideConfig, steps: int, weight_OI: Stored, room: int) -> int:
     """How many steps are in shared memory at a time, of so many in a part, where a program has so many bytes; perhaps fewer than are needed."""
-    per_step = 256 * config.tokens + 64 * config.features
-    scales = room_of(steps) * config.features * (4 if zeros else 2)
-    return min((room - scales - 16 * 1024) // per_step, 8)
+    per_step = 256 * config.tokens + (STEP if isinstance(weight_OI, Stored8) else STEP // 2) * config.features
+    return min((room - room_of(steps) * config.features * scale_bytes(weight_OI) - 16 * 1024) // per_step, MOST_STAGES)
 
 
 def run_wide(product: Product, config: WideConfig) -> None:
-    """Write `linear(x)` into `out`, or add it. `x` is in the order that `linear_tiles.in_order` makes for pairs."""
+    """Write `linear(x)` into `out`, or add it. `x` is in the order that `linear_tiles.in_order` makes, of 4 bits for pairs."""
     x_TI, weight_OI, bias_O, out_TO, _, _, add = product
-    assert isinstance(weight_OI, Stored4)
-    tokens = x_TI.shape[0]
-    features, inputs = weight_OI.shape
-    steps = steps_of(inputs, config.parts)
+    assert not isinstance(weight_OI, torch.Tensor)
+    tokens, (features, inputs) = x_TI.shape[0], weight_OI.shape
+    steps, held = steps_of(inputs, config.parts), scale_bytes(weight_OI)
     parts = blocks(blocks(inputs, STEP), steps)
-    done, zeros = parts == 1, weight_OI.zeros
+    done = parts == 1
     sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
+    codes, scales = weight_OI.codes.view(torch.uint8), weight_OI.scales
+    if isinstance(weight_OI, Stored8):
+        (high, across), zeros, factors = weight_OI.block, None, None
+        across = WHOLE_ROWS if across >= inputs else across
+    else:
+        high, across, zeros, factors = 1, weight_OI.group, weight_OI.zeros, weight_OI.rows
+        across = max(across, STEP) if held else across
     of_inputs, of_codes, descriptor = _layouts()
-    high, more = halves(config.tokens)
+    first, more = halves(config.tokens)
+    registers, average = config.registers(isinstance(weight_OI, Stored8))
     _kernel().wide_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
-        descriptor.from_tensor(x_TI, [high, 64], of_inputs), descriptor.from_tensor(x_TI, [more or 8, 64], of_inputs),
-        descriptor.from_tensor(weight_OI.codes, [64, 64], of_codes), weight_OI.scales, weight_OI.scales if zeros is None else zeros,
-        out_TO if bias_O is None else bias_O, sums_PTO, tokens, features, weight_OI.scales.shape[1], sums_PTO.stride(-2),
-        blocks(inputs, STEP), steps, G=weight_OI.group, BT=high, MORE=more, C=config.groups,
-        STAGES=stages_of(config, steps, zeros is not None, shared_memory(x_TI.device)), ROOM=room_of(steps), ZEROS=zeros is not None, DONE=done, ADD=add and done, BIAS=done and bias_O is not None, num_warps=4,
-        **dependent(x_TI.device),
+        descriptor.from_tensor(x_TI, [first, 64], of_inputs), descriptor.from_tensor(x_TI, [more or 8, 64], of_inputs),
+        descriptor.from_tensor(codes, [64, 64], of_codes), scales, scales if zeros is None else zeros, scales if factors is None else factors,
+        out_TO if bias_O is None else bias_O, sums_PTO, tokens, features, scales.shape[1], sums_PTO.stride(-2), blocks(inputs, STEP), steps,
+        G=across, BO=high, BT=first, MORE=more, C=config.groups,
+        STAGES=stages_of(config, steps, weight_OI, shared_memory(x_TI.device)), ROOM=room_of(steps) if held else 1, FORM=form_of(weight_OI), ZEROS=zeros is not None,
+        FACTORS=factors is not None, DONE=done, ADD=add and done, BIAS=done and bias_O is not None, REGS=registers, num_warps=4, maxnreg=average, **dependent(x_TI.device),
     )  # fmt: skip
     if not done:
         add_parts(sums_PTO, bias_O, out_TO, add=add)

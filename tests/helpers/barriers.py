@@ -1,0 +1,36 @@
+"""What warps of a kernel in Gluon wait for, where its warps are threads of Python."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from helpers.patience import LONG
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self, count: int, changed: threading.Condition) -> None:
+        self.count, self.changed = count, changed
+        self.missing, self.bytes, self.phase = count, 0, 0
+
+    def came(self, arrived: int, tokens: int) -> None:
+        """`tokens` bytes more are expected, or have come if negative."""
+        with self.changed:
+            self.missing -= arrived
+            self.bytes += tokens
+            assert self.missing >= 0, "more have arrived than are counted"
+            if self.missing == 0 and self.bytes == 0:
+                self.missing, self.phase = self.count, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase & 1 != parity, timeout=LONG), "a wait without an end"
+
+
+class Room(list[Any]):
+    """What lies in shared memory, by its first index."""
+
+    index = list.__getitem__
