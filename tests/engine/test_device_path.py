@@ -117,3 +117,26 @@ def test_tokens_are_those_of_the_reference(
             assert entry.logprob == pytest.approx(want[token].logprob, abs=1e-3)
     replays = sum(graph.replays for graph in engine.graphs)
     assert replays >= 12 if graphs else not engine.graphs  # a request has 9 tokens, and two more follow with 4 each
+
+
+@pytest.mark.parametrize("family", ["sinks", "windows and slots"])
+def test_a_prompt_longer_than_a_window_runs_in_a_graph(
+    checkpoint: Callable[[str], str], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first tokens are in no page of the window: no later step reads them."""
+    engine = RecordedGraphs()
+    monkeypatch.setattr(build, "graph_engine", lambda device: engine)
+    prompt, one = {"prompt_token_ids": list(range(5, 65))}, SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    found = []
+    for eager in (False, True):
+        llm = LLM(
+            checkpoint(family),
+            attention_backend="triton",
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            enforce_eager=eager,
+        )
+        found.append(llm.generate([prompt], one, use_tqdm=False)[0].outputs[0])
+    assert sum(graph.replays for graph in engine.graphs) == 1
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].cumulative_logprob == pytest.approx(found[1].cumulative_logprob, abs=1e-4)

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -32,7 +33,15 @@ from pagerunner.runner import runner as runner_module
 from pagerunner.runner import scoring
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
-from pagerunner.runner.graphs import GraphKey, decode_keys, decode_sizes, is_telling, mixed_sizes
+from pagerunner.runner.graphs import (
+    GraphKey,
+    GraphSettings,
+    StepGraphs,
+    decode_keys,
+    decode_sizes,
+    is_telling,
+    mixed_sizes,
+)
 from pagerunner.runner.pages import Pages
 from pagerunner.runner.sampling import sampler
 
@@ -157,18 +166,21 @@ def test_sizes_reach_the_limit_and_no_further() -> None:
 
 def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() -> None:
     of_4b, of_8b, of_70b = 101_000_000, 193_000_000, 856_000_000
-    assert mixed_sizes(8192)[-1] == mixed_sizes(8192, None, of_70b)[-1] == 256
-    assert mixed_sizes(8192, None, of_8b)[-3:] == (768, 896, 1024)
-    assert mixed_sizes(8192, None, of_4b)[-1] == 1536
+    assert mixed_sizes(8192)[-1] == 256 and mixed_sizes(8192, None, of_70b)[-1] == 448
+    assert mixed_sizes(8192, None, of_8b)[-3:] == (1792, 1920, 2048)
+    assert mixed_sizes(8192, None, of_4b)[-1] == 3840
     assert mixed_sizes(8192, None, 1)[-1] == 4096
-    assert mixed_sizes(2000, None, of_4b)[-1] == 1536
+    assert mixed_sizes(2000, None, of_4b)[-1] == 1920
+    sizes = mixed_sizes(8192, None, 1)
+    assert all(more <= 1.25 * size for size, more in zip(sizes, sizes[1:], strict=False) if size >= 256)
+    assert all(more <= 1.125 * size for size, more in zip(sizes, sizes[1:], strict=False) if size >= 1024)
     assert mixed_sizes(600, None, of_8b)[-1] == 512
     assert mixed_sizes(8192, (1, 400), of_8b)[-1] == 384
 
 
 def test_mixtures_have_graphs_of_as_many_tokens_as_there_is_memory_for() -> None:
     of_30b = 57_000_000
-    assert mixed_sizes(8192, None, of_30b, most_with_experts=2**20)[-3:] == (1024, 2048, 4096)
+    assert mixed_sizes(8192, None, of_30b, most_with_experts=2**20)[-3:] == (2048, 3072, 4096)
     assert mixed_sizes(8192, None, of_30b // 2, most_with_experts=2**20)[-1] == 8192
     assert mixed_sizes(8192, None, of_30b // 2, most_with_experts=3000)[-1] == 2048
     assert mixed_sizes(700, None, of_30b, most_with_experts=2**20)[-1] == 512
@@ -192,6 +204,47 @@ def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path, monkeypat
         few = msgspec.structs.replace(config, **other)
         assert build._most_with_experts(few, model, resolved.plan, device) == 512
     assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "weights", "most"),
+    [
+        ("Qwen--Qwen3-8B", 2, 192_937_984, 2048),
+        ("Qwen--Qwen3-8B-FP8", 2, 128_625_323, 3072),  # rounded inputs: two thirds
+        ("openai--gpt-oss-20b", 2, 126_074_880, 2048),  # windows
+        ("Qwen--Qwen3-Next-80B-A3B-Instruct", 4, 0, 4096),  # states
+        ("deepseek-ai--DeepSeek-V2-Lite-Chat", 2, 0, 1280),  # latents
+    ],
+)
+def test_graphs_go_as_far_as_the_host_takes_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: int, weights: int, most: int
+) -> None:
+    published = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config = published.get("config", published) | {"num_hidden_layers": layers}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", max_model_len=512)
+    resolved = resolve(args, memory_bytes=2**38, plan_only=True)
+    model = build.build_model(resolved.model, "bfloat16", "cpu", keep_forms=True, of_files=False)
+    assert not weights or build._layer_weights(model, resolved.plan) == weights
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 2**37))
+    config, device = msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192), torch.device("cuda")
+    assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == most
+    assert build._most_pairs(model, resolved.plan) == (30_000_000_000 // (16 * (2 * 512 + 64)) if most == 1280 else 0)
+
+
+def test_large_steps_run_in_a_graph_while_their_attention_takes_no_longer_there() -> None:
+    def is_quick(new: list[int], past: list[int], most_pairs: int) -> bool:
+        graphs = object.__new__(StepGraphs)
+        graphs._settings = GraphSettings(None, most_pairs=most_pairs)
+        lens: Any = {"query_lens": new, "seq_lens": [a + b for a, b in zip(new, past, strict=True)]}
+        return graphs._is_quick(cast(Any, SimpleNamespace(where=SimpleNamespace(tokens=sum(new)), **lens)))
+
+    assert is_quick([600, 100], [0, 0], 370_000) and not is_quick([600, 100], [0, 0], 369_999)
+    assert not is_quick([600], [1], 360_000)
+    assert is_quick([512], [100_000], 360_000), "few tokens always do"
+    assert is_quick([600], [100_000], 0), "no attention is slower there"
 
 
 def runner_of(llm: LLM) -> Any:

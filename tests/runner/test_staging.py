@@ -34,7 +34,6 @@ def test_rows_entries_and_ranges_are_all_in_one_buffer() -> None:
         ([[16, 64, 32]], 32),
     ]
     assert step.fills is not None and (step.fills[0].tolist(), step.fills[1]) == ([[96, 16, 255], [128, 32, 0]], 32)
-    assert not step.stores_all
 
 
 def test_settings_come_with_the_step() -> None:
@@ -48,7 +47,7 @@ def test_settings_come_with_the_step() -> None:
 def test_a_decode_step_sends_no_token_rows() -> None:
     rows = [StepRow(slot, slot + 3, 1, [], True) for slot in (4, 1)]
     step = Staging("cpu", 2).stage(rows, {}, [], [])
-    assert step.where.one_token and step.stores_all
+    assert step.where.one_token
     assert step.packed[step.where.token_ids : step.where.token_ids + 2].tolist() == [-1, -1]
     assert (step.logits_index_S.tolist(), step.sampled_slots_S.tolist()) == ([0, 1], [4, 1])
     assert step.copies == () and step.fills is None

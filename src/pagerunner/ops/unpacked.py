@@ -52,7 +52,7 @@ def tile_tokens(weight_OI: Stored) -> int:
 
 def product_bytes(weight_OI: Stored, dtype: torch.dtype, tokens: int) -> int:
     """The most that a product with up to so many tokens in `dtype` unpacks at a time."""
-    if tokens <= tile_tokens(weight_OI) or _rounds(weight_OI, dtype):
+    if tokens <= tile_tokens(weight_OI) or rounds(weight_OI, dtype):
         return 0
     return outputs_at_once(weight_OI, dtype.itemsize, FEW_UNPACKED_BYTES) * weight_OI.shape[1] * dtype.itemsize
 
@@ -73,10 +73,10 @@ def _unpacks(weights_EOI: Stored, dtype: torch.dtype, pairs: int) -> bool:
     experts, _, inputs = weights_EOI.shape
     single = {name: part[0] for name, part in weights_EOI._asdict().items() if isinstance(part, torch.Tensor)}
     eight_bit_floats = isinstance(weights_EOI, Stored8) and weights_EOI.codes.dtype == torch.float8_e4m3fn
-    rounded = eight_bit_floats and inputs % 128 == 0 and _rounds(weights_EOI._replace(**single), dtype)
+    rounded = eight_bit_floats and inputs % 128 == 0 and rounds(weights_EOI._replace(**single), dtype)
     return not rounded and pairs > numerics.FAST.experts.unpacked * experts
 
 
-def _rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:
+def rounds(weight_OI: Stored, dtype: torch.dtype) -> bool:
     """Whether products of many tokens round their input, and so unpack nothing."""
     return isinstance(weight_OI, Stored8) and dtype != torch.float32 and rounding(weight_OI) is not None

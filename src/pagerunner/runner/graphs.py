@@ -17,6 +17,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -32,14 +33,14 @@ from pagerunner.types import StateSave
 
 SHARING_STEP = 32  # rows between graphs of decode steps whose rows may share their first pages
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
-_LARGE_MIXED_SIZES = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
-_LAUNCHED = (
-    2e11  # weights times tokens that a GPU multiplies (500 T/s) while the host launches a layer's kernels (0.8 ms)
-)
-_WITH_EXPERTS = 2  # times as many: a mixture's layer has more kernels, which the host describes longer (2 to 3 ms), and multiplies more slowly
-_EXPERTS_SIZES = (320, 384, 448, 512, 1024, 2048, 4096, 8192)
+_LARGE_MIXED_SIZES = (320, 384, 448, 512, 640, 768, 896, *range(1024, 2048, 128), *range(2048, 4097, 256))
+_LAUNCHED = 4e11
+"""Weights times tokens up to which steps run in graphs: what an H200 multiplies in 1.05 ms, 2,050 tokens of a layer of 8B, whose kernels the host launches for 0.6 to 1.1 ms."""
+_WITH_EXPERTS = 0.75
+"""Of that for mixtures: gpt-oss's 2,050 tokens take 1.1 ms a layer, and the host 1.1 to 2 ms."""
+_EXPERTS_SIZES = (320, 384, 448, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
 MOST_MIXED_OF_EXPERTS = 512
-"""Tokens of a mixture's mixed steps whose graphs are no matter of memory: 32 prompts that were found but for their last 16 tokens."""
+"""Tokens of mixed steps whose graphs are no matter of memory or attention: 32 prompts that were found but for their last 16 tokens."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -159,8 +160,8 @@ def mixed_sizes(
     """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`.
 
     Larger ones than 256 are captured where the host would take longer to launch a layer than a GPU to compute it. That goes by
-    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 1,536 tokens, 193 million (8B) up to 1,024. A mixture has fewer
-    sizes, which go further, if there is memory for so many tokens. Example: 57 million (30B-A3B) up to 4,096 tokens, and on each of two ranks up to 8,192.
+    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 3,840 tokens, 193 million (8B) up to 2,048. A mixture has fewer
+    sizes, as padding goes to no expert, and larger ones if there is memory for so many tokens. Example: 57 million (30B-A3B) up to 4,096 tokens, and on each of two ranks up to 8,192; 126 million (gpt-oss) up to 2,048.
     """
     most = min(max_tokens, max(wanted, default=0) if wanted is not None else max_tokens)
     launched, sizes = _LAUNCHED / layer_weights if layer_weights else 0, _LARGE_MIXED_SIZES
@@ -175,6 +176,7 @@ class GraphSettings:
     """What to capture, and with what. Without an engine, or with backends that can't be captured, steps run eagerly.
 
     `teams`: there are several teams of ranks, whose steps take the same graphs. `drafts`: numbers of drafts of a row to capture decode steps for.
+    `most_pairs`: of a query and a key that it sees, in large mixed steps, where a graph takes longer for them than an eager step (0: it doesn't).
     """
 
     engine: GraphEngine | None
@@ -183,6 +185,7 @@ class GraphSettings:
     max_model_len: int = 0
     teams: bool = False
     drafts: tuple[int, ...] = ()
+    most_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +312,17 @@ class StepGraphs:
         if where.stride:
             return own.drafted[where.stride].find(where.rows * where.stride)
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
-            return own.mixed.find(where.tokens)
+            return own.mixed.find(where.tokens) if self._is_quick(step) else None
         if own.no_shared_prefix.graphs and (own is not self._plain or not self._builder.may_share(step.slots)):
             return own.no_shared_prefix.find(where.rows)
         return own.decode.find(where.rows)
+
+    def _is_quick(self, step: StagedStep) -> bool:
+        """Whether a mixed step's attention takes not much longer in a graph."""
+        most = self._settings.most_pairs
+        if not most or step.where.tokens <= MOST_MIXED_OF_EXPERTS:
+            return True
+        return sum(map(mul, step.query_lens, step.seq_lens)) <= most
 
     def with_known_places(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with as many sampled tokens as the next larger graph has: the step's first token fills up. Where none is sampled there stays none.

@@ -167,10 +167,9 @@ class ModelRunner:
             return self._run_for_others(plan)
         scored, pooled = self._scorer.rows(step), self._pooler.rows(step.slots)
         needs_hidden = bool(scored or pooled)
-        captured: Captured | None = None
         if plan.most_tokens:
             captured = self._graphs.find_for_teams(plan.most_tokens, plan.graphs)
-        elif step.stores_all:
+        else:
             captured = self._graphs.find(step, needs_hidden=needs_hidden)
         if not self._samples:
             if captured is not None:

@@ -46,8 +46,7 @@ class StagedStep:
 
     `seq_lens` are exact for rows that compute prompts. For rows that generate they are upper bounds.
 
-    With drafts a sampled row has `counts` of `width` places, which are `num_places` in all, and what is said of sampled rows on the device is by place. `num_writes` table entries and `num_settings` integers of slots' settings come with it. `stores_all`: every token has
-    a page.
+    With drafts a sampled row has `counts` of `width` places, which are `num_places` in all, and what is said of sampled rows on the device is by place. `num_writes` table entries and `num_settings` integers of slots' settings come with it.
     """
 
     rows: Sequence[StepRow]
@@ -64,7 +63,6 @@ class StagedStep:
     num_writes: int
     num_settings: int
     moved: tuple[Sequence[Sequence[Triple]], Sequence[Triple]]
-    stores_all: bool
 
     @property
     def logits_index_S(self) -> torch.Tensor:
@@ -244,7 +242,6 @@ class Staging:
             num_writes=len(table_entries),
             num_settings=len(settings),
             moved=(copies, fills),
-            stores_all=-1 not in table_entries.values(),
         )
 
 

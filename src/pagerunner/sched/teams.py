@@ -17,7 +17,6 @@ import msgspec
 
 from pagerunner.errors import InvalidRequestError
 from pagerunner.memory.affinity import MOST_UNITS, UNITS_OF_A_REQUEST
-from pagerunner.memory.grant import NO_PAGE
 from pagerunner.memory.prefix import UNIT_TOKENS
 from pagerunner.sched.scheduler import Scheduler
 from pagerunner.sched.stats import SchedulerStats
@@ -177,10 +176,8 @@ class TeamsScheduler:
         return msgspec.structs.replace(together, steps_total=self._steps, teams=of_teams)
 
 
-def _graphs(plans: Sequence[StepPlan]) -> Literal["none", "mixed", "decode"]:
-    """Which graphs suit the rows of all plans. Tokens without a page have none, and a prompt's last token alone is none of a decode graph's."""
-    if any(NO_PAGE in write.entries for plan in plans for write in plan.table_writes):
-        return "none"
+def _graphs(plans: Sequence[StepPlan]) -> Literal["mixed", "decode"]:
+    """Which graphs suit the rows of all plans. A prompt's last token alone is none of a decode graph's."""
     rows = (row for plan in plans for row in plan.rows)
     return "decode" if all(row.num_tokens == 1 and row.samples and not row.tokens for row in rows) else "mixed"
 

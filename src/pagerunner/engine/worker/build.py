@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pagerunner.attention.base import AttentionBackend
+from pagerunner.attention.capability import memory_form
 from pagerunner.attention.select import Backend, select_backends
 from pagerunner.config import EngineConfig
 from pagerunner.dist.base import Comm, Stage, union
@@ -26,6 +27,7 @@ from pagerunner.lora.adapter import Targets
 from pagerunner.lora.blocks import AdapterTable, Products, RowAdapters, Whole
 from pagerunner.lora.loader import AdapterLoader
 from pagerunner.memory.memory_plan import MemoryPlan
+from pagerunner.memory.specs import LatentKV, Spec
 from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
@@ -45,6 +47,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.unpacked import rounds
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import (
@@ -73,6 +76,8 @@ from pagerunner.runner.transfers import HostPages, Transfers
 from pagerunner.tiers.host import cut_host
 
 logger = logging.getLogger(__name__)
+_LATENT_NUMBERS, _MOST_MIXED_OF_LATENTS = 3e10, 1280
+"""Pairs of queries and keys times their numbers that an H200 multiplies in the latent space while the host launches a layer, and a prompt's tokens with so many: of 16 heads 1,300."""
 Progress = Callable[[int, int], None]
 
 
@@ -192,6 +197,7 @@ def make_runner(
             engine=graph_engine(device) if not config.enforce_eager and (stage is None or stage.in_graphs) else None,
             decode_sizes=decode_sizes(config.max_num_seqs, config.cudagraph_capture_sizes),
             mixed_sizes=_mixed_sizes(config, model, plan, teams or comm, device),
+            most_pairs=min(union(everybody, [_most_pairs(model, plan)])) if device.type == "cuda" else 0,
             max_model_len=plan.max_model_len,
             teams=teams is not None,
             drafts=drafts.lengths if drafts is not None else (),
@@ -264,36 +270,56 @@ def _can_record(config: EngineConfig, backends: Sequence[AttentionBackend[Any]])
 def _mixed_sizes(
     config: EngineConfig, model: Model, plan: MemoryPlan, comm: Comm, device: torch.device
 ) -> tuple[int, ...]:
-    """Numbers of tokens to capture mixed steps for. Ranks whose experts have other sizes capture the same. `comm` joins all that divide experts."""
+    """Numbers of tokens to capture mixed steps for. Ranks whose weights have other sizes capture the same. `comm` joins all that divide experts."""
     given, experts = (config.max_num_batched_tokens, config.cudagraph_capture_sizes), _experts_of(model)[1]
     if device.type != "cuda":
         return mixed_sizes(*given)
     most = _most_with_experts(config, model, plan, device) if experts else None
-    sizes = mixed_sizes(*given, _layer_weights(model, plan), most_with_experts=most)
-    return tuple(union(comm, sizes)) if experts else sizes
+    return tuple(union(comm, mixed_sizes(*given, _layer_weights(model, plan), most_with_experts=most)))
 
 
 def _most_with_experts(config: EngineConfig, model: Model, plan: MemoryPlan, device: torch.device) -> int:
-    """Tokens of the largest graphs of a mixture, which hold the outputs of each token's experts: 1/128 of the device's memory.
+    """Tokens of the largest graphs of a mixture, which hold the outputs of each token's experts, and matrices that they unpack: 1/128 of the device's memory.
 
-    Few where graphs hold more: matrices that they unpack, other ranks' tokens; where there are several kinds of them, with adapters and without;
-    and where attention to many tokens is slower in a graph, which doesn't know their lengths: to latents, states, windows and fp8 pages.
+    Few where graphs hold more, other ranks' tokens; where there are several kinds of them, with adapters and without;
+    and where attention to many tokens is slower in a graph, which doesn't know their lengths: to chosen and compressed latents and fp8 pages.
     """
     active, experts = _experts_of(model)
     pairs = active * config.max_num_batched_tokens
-    more = any(one.method.teams > 1 or one.unpacked_bytes(pairs) for one in experts)
-    slower = config.kv_cache_dtype.startswith("fp8") or any(group.kind != "full" for group in plan.groups)
+    more = any(one.method.teams > 1 for one in experts)
+    slower = config.kv_cache_dtype.startswith("fp8") or any(
+        isinstance(spec, LatentKV) and memory_form(spec) != "latent" for spec in _specs(plan)
+    )
     if config.enable_lora or more or slower:
         return MOST_MIXED_OF_EXPERTS
     token_bytes: int = max(active * sum(one.sizes[1:]) * one.dtype.itemsize for one in experts)
-    room: int = torch.cuda.mem_get_info(device)[1] // 128
-    return max(room // token_bytes, MOST_MIXED_OF_EXPERTS)
+    most = _MOST_MIXED_OF_LATENTS if _most_pairs(model, plan) else config.max_num_batched_tokens
+    room: int = torch.cuda.mem_get_info(device)[1] // 128 - max(one.unpacked_bytes(pairs) for one in experts)
+    return max(min(room // token_bytes, most), MOST_MIXED_OF_EXPERTS)
+
+
+def _most_pairs(model: Model, plan: MemoryPlan) -> int:
+    """See GraphSettings: of queries in the latent space, which eager steps have in short rows alone, and graphs everywhere."""
+    numbers = max(
+        (2 * spec.latent_dim + spec.rope_dim for spec in _specs(plan) if isinstance(spec, LatentKV)), default=0
+    )
+    heads = max((getattr(module, "num_heads", 0) for module in model.modules()), default=0)
+    return int(_LATENT_NUMBERS) // (numbers * heads) if numbers * heads else 0
+
+
+def _specs(plan: MemoryPlan) -> list[Spec]:
+    return [layer.spec for group in plan.groups for layer in group.layers]
 
 
 def _layer_weights(model: Model, plan: MemoryPlan) -> int:
-    """Weights that a token is multiplied with in a layer, those of its experts among them: of several ranks with whole experts a part of these."""
+    """Weights that a token is multiplied with in a layer, those of its experts among them: of several ranks with whole experts a part of these.
+
+    Of products that round their input only two thirds count, as they take less time.
+    """
     active, experts = _experts_of(model)
-    weights = sum(one.most_weights for one in model.modules() if isinstance(one, linear.Linear) and not one.plain)
+    linears = [one for one in model.modules() if isinstance(one, linear.Linear) and not one.plain]
+    rounded = sum(one.most_weights for one in linears if any(rounds(stored, one.dtype) for stored in one.stored))
+    weights = sum(one.most_weights for one in linears) - rounded // 3
     weights += sum(3 * active * one.sizes.features * one.sizes.inner // one.ranks for one in experts)
     return weights // max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
 
