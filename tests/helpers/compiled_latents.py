@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 from helpers.compiling import gluon
 from pagerunner.batch import StepRows
 from pagerunner.ops.kernels import indexer, indexer_gluon, sparse_latents, vectors_fp8_gluon, vectors_gluon
+from pagerunner.ops.kernels.latent_codes_gluon import ADDERS, codes_kernel
 from pagerunner.ops.kernels.latent_gluon import slices_kernel
 from pagerunner.ops.kernels.latent_pairs_gluon import pairs_kernel
 from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
@@ -56,6 +57,17 @@ def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
     constants |= {"BH": tiles.heads, "BN": tiles.slots}
     odd = ("chosen_stride", *(("rope_slot", "scale_slot") if fp8 else ()))
     return _sparse(sparse_latents._chosen_kernel, narrow, fp8, constants, tiles, "codes", odd)
+
+
+def codes() -> dict[str, Any]:
+    """Slots in e4m3 and up to 16 queries, `ops/kernels/latent_codes_gluon.py`."""
+    types = dict.fromkeys(("q_latent", "q_rope", "rope", "whole"), "*bf16")
+    types |= {"pages": "*u8", "table": "*i64", "scale": "fp32"} | dict.fromkeys(("parts", "found", "scales"), "*fp32")
+    types |= dict.fromkeys(("chosen", "unit_ptr", "slice_ptr"), "*i32")
+    aligned = [name for name, type in types.items() if type[0] == "*"]
+    aligned += [name for name in codes_kernel.arg_names if name[:2] in ("qc", "qp", "wh") and "_" in name]
+    constants = {"PAGE": 64, "C": 512, "PDL": True}
+    return gluon(codes_kernel, types, constants, aligned, num_warps=ADDERS.value, launch_pdl=True)
 
 
 def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> dict[str, Any]:

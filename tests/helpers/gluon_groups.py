@@ -103,7 +103,9 @@ class Codes(torch.Tensor):
 class Room(Shared):
     """A buffer in shared memory whose panels may be taken together."""
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Panels:
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Panels | Room:
+        if len(shape) == self.dim() == 2:  # a tile by words of several elements
+            return self.as_subclass(torch.Tensor).view(dtype).as_subclass(Room)
         return Panels(self.reshape(-1, shape[-2], 64), shape)
 
 

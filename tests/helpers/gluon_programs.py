@@ -185,7 +185,7 @@ class Cluster:
 def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) -> SimpleNamespace:
     number, nothing = torch.as_tensor, lambda *_: None
     return SimpleNamespace(
-        num_ctas=lambda: cluster, num_programs=lambda axis: torch.tensor(grid[axis]), zeros_like=torch.zeros_like, DotOperandLayout=nothing, split=lambda x: (x[..., 0], x[..., 1]),
+        num_warps=lambda: 8, num_ctas=lambda: cluster, num_programs=lambda axis: torch.tensor(grid[axis]), zeros_like=torch.zeros_like, DotOperandLayout=nothing, split=lambda x: (x[..., 0], x[..., 1]),
         program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end), static_range=range,
         load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
         maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),

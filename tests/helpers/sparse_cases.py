@@ -67,7 +67,10 @@ def made(case: Case, device: str = "cpu") -> tuple[Any, ...]:
         scales = fitting_scale(blocks.abs().amax(-1), case.fp8)
         codes = to_fp8(blocks, scales.unsqueeze(-1), case.fp8).flatten(-2).view(torch.uint8)
         codes[~seen], scales[~seen] = 0x7F, float("nan")
-        held = Latents(codes.to(device).view(case.fp8), rope.to(device), scales.to(device))
+        # a slot's parts are one after another, as pages have them
+        slots_ESB = torch.cat((codes, scales.view(torch.uint8), rope.view(torch.uint8)), -1).to(device)
+        codes, scales, rope = slots_ESB.split((latent, 4 * case.groups, case.rope * rope.itemsize), -1)
+        held = Latents(codes.view(case.fp8), rope.view(case.dtype), scales.view(torch.float32))
     else:
         vectors = vectors.to(case.dtype)
         vectors[~seen] = float("nan")

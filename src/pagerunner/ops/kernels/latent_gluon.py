@@ -46,17 +46,29 @@ OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @constexpr_function
-def _scores_layout(H: int) -> gl.NVMMADistributedLayout:
+def _scores_layout(H: int, warps: int = 8) -> gl.NVMMADistributedLayout:
     """Of keys by 16 queries, or of 64 queries by keys; two groups of warps divide the columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 8 if H < 64 else 32, 16])
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, (H if H < 64 else N.value) // groups, 16])
 
 
 @constexpr_function
-def _sums_layout(H: int) -> gl.NVMMADistributedLayout:
+def _sums_layout(H: int, warps: int = 8) -> gl.NVMMADistributedLayout:
     """Of weighted latents by 16 queries, or of 64 queries by them."""
     if H < 64:
-        return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, 16, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 256, 16])
+
+
+@constexpr_function
+def _told_layout(warps: int) -> gl.DistributedLinearLayout:
+    """A number of each of four warps for 16 queries, as a product has their columns; two groups have eight queries each."""
+    last = [0, 8]
+    registers, groups = [[1, 0], [2, 0], [0, 1]], [[0, 0], [0, 0]]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    if warps == 4:
+        return gl.DistributedLinearLayout([*registers, last], lanes, groups, [], [4, 16])
+    return gl.DistributedLinearLayout(registers, lanes, [*groups, last], [], [4, 16])
 
 
 @gluon.jit
@@ -125,11 +137,11 @@ def numbers_of_codes(codes):
 
 
 @gluon.jit
-def _convert(codes, scales, target, H: gl.constexpr):
-    """Make numbers of a tile's e4m3 codes, as many at once as there are registers for: the compiler has a barrier before each store to `target`."""
+def _convert(codes, scales, target):
+    """Make numbers of a tile's e4m3 codes, as many at once as there are registers for beside 64 queries' sums: the compiler has a barrier before each store to `target`."""
     C: gl.constexpr = codes.shape[1]
     G: gl.constexpr = scales.shape[1]
-    ROWS: gl.constexpr = N if H < 64 else N // 2
+    ROWS: gl.constexpr = N // 2
     for part in gl.static_range(N // ROWS):
         numbers = numbers_of_codes(codes.slice(part * ROWS, ROWS).load(WIDE))
         numbers = gl.convert_layout(gl.reshape(numbers, [ROWS, G, C // G]), BLOCKS, assert_trivial=True)
@@ -167,7 +179,7 @@ def _read_queries(
 @gluon.jit
 def _scores(q_low, q_turned, latents, rope, H: gl.constexpr):
     """Begin to multiply a tile's vectors by the queries."""
-    SCORES: gl.constexpr = _scores_layout(H)
+    SCORES: gl.constexpr = _scores_layout(H, gl.num_warps())
     if H < 64:
         scores = gl.zeros([N, H], gl.float32, SCORES)
         scores = warpgroup_mma(latents, q_low.permute((1, 0)), scores, use_acc=False, is_async=True)
@@ -181,14 +193,42 @@ def _scores(q_low, q_turned, latents, rope, H: gl.constexpr):
 
 @gluon.jit
 def _largest(scores, H: gl.constexpr):
-    """The largest score of each query. Of 64 queries, the two groups of warps tell each other theirs and wait once."""
+    """The largest score of each query. Warps, or of 64 queries the two groups of them, tell each other theirs and wait once."""
+    SCORES: gl.constexpr = _scores_layout(H, gl.num_warps())
     if H < 64:
-        largest = gl.max(scores, 0)
+        largest = gl.max(gl.reshape(scores, [4, N // 4, H]), 1)
+        largest = gl.max(gl.convert_layout(largest, _told_layout(gl.num_warps())), 0)
+        largest = gl.convert_layout(largest, gl.SliceLayout(0, SCORES), assert_trivial=True)
     else:
         largest = gl.max(gl.reshape(scores, [H, 2, N // 2]), 2)
         largest = gl.max(gl.convert_layout(largest, BOTH), 1)
-        largest = gl.convert_layout(largest, gl.SliceLayout(1, _scores_layout(H)), assert_trivial=True)
+        largest = gl.convert_layout(largest, gl.SliceLayout(1, SCORES), assert_trivial=True)
     return largest
+
+
+@gluon.jit
+def _none_yet(scale, C: gl.constexpr, H: gl.constexpr):
+    """What weights are relative to, weights by keys of a tile, and sums, before any key. No query's highest score is above the scaled scores of keys that it doesn't see."""
+    SCORES: gl.constexpr = _scores_layout(H, gl.num_warps())
+    most = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(0 if H < 64 else 1, SCORES)) * gl.maximum(scale, 1.0)
+    total = gl.zeros([N, H] if H < 64 else [H, N], gl.float32, SCORES)
+    return most, total, gl.zeros([C, H] if H < 64 else [H, C], gl.float32, _sums_layout(H, gl.num_warps()))
+
+
+@gluon.jit
+def _soften(scores, most, total, sums, start, sees, certain, scale, never, H: gl.constexpr):
+    """A tile's weights, and what there is so far relative to its largest scores, too. Keys from `certain` on may not be there, or not be seen by some queries: their scores are `never`."""
+    KEYS: gl.constexpr = 0 if H < 64 else 1
+    if start + N > certain:
+        key = gl.arange(0, N, gl.SliceLayout(1 - KEYS, _scores_layout(H, gl.num_warps())))
+        seen = gl.expand_dims(start + key, 1 - KEYS) < gl.expand_dims(sees, KEYS)
+        scores = gl.where(seen, scores, never)
+    larger = gl.maximum(most, _largest(scores, H) * scale)
+    shrink = gl.exp2(most - larger)
+    weights = gl.exp2(scores * scale - gl.expand_dims(larger, KEYS))
+    total = total * gl.expand_dims(shrink, KEYS) + weights
+    own = gl.convert_layout(shrink, gl.SliceLayout(KEYS, _sums_layout(H, gl.num_warps())))
+    return weights, larger, total, sums * gl.expand_dims(own, KEYS)
 
 
 @gluon.jit
@@ -212,9 +252,6 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
            page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE: gl.constexpr, C: gl.constexpr, G: gl.constexpr,
            CHOSEN: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr):  # fmt: skip
     """Keys [at, last) of a unit, the first tile of which is on its way: weighted latents, the sum of the weights, and what they are relative to."""
-    KEYS: gl.constexpr = 0 if H < 64 else 1
-    SCORES: gl.constexpr = _scores_layout(H)
-    SUMS: gl.constexpr = _sums_layout(H)
     # a tile is asked for before the scores, which 64 queries take long to compute
     AT_ONCE: gl.constexpr = H < 64 or G > 0
     wide_n = gl.arange(0, N, gl.SliceLayout(1, BYTES))
@@ -227,11 +264,8 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
         wide_later = _slots(own, at + 2 * N + wide_n, length, CHOSEN)
         few_entry, few_slot = _places(row_table, own, at + N, few_n, length, PAGE, CHOSEN)
         few_later = _slots(own, at + 2 * N + few_n, length, CHOSEN)
-    # no query's highest score is above the scaled scores of keys that it doesn't see
-    most = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(KEYS, SCORES)) * gl.maximum(scale, 1.0)
-    total = gl.zeros([N, H] if H < 64 else [H, N], gl.float32, SCORES)
-    acc = warpgroup_mma_init(gl.zeros([C, H] if H < 64 else [H, C], gl.float32, SUMS))
-    key = gl.arange(0, N, gl.SliceLayout(1 - KEYS, SCORES))
+    most, total, acc = _none_yet(scale, C, H)
+    acc = warpgroup_mma_init(acc)
     stage = 0
     for start in range(at, last, N):
         async_copy.wait_group(0)  # the compiler has all warps wait for each other behind it
@@ -244,7 +278,7 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
                 _copy_tile(held.index(later_stage), k_rope.index(later_stage), factors.index(later_stage), pages, rope, scales, wide_entry, wide_slot,
                            entry, slot, few_entry, few_slot, page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, G, PAGE)  # fmt: skip
         if G > 0:
-            _convert(held.index(stage), factors.index(stage), k_latent.index(0), H)
+            _convert(held.index(stage), factors.index(stage), k_latent.index(0))
             fence_async_shared()
             gl.thread_barrier()
         latents = k_latent.index(0 if G > 0 else stage)
@@ -263,20 +297,34 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
             few_entry, few_slot = _entries(row_table, few_later, PAGE), few_later
             few_later = _slots(own, start + 3 * N + few_n, length, CHOSEN)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        if start + N > length - (STRIDE - 1):  # some keys may not be there, or not be seen by some queries
-            seen = gl.expand_dims(start + key, 1 - KEYS) < gl.expand_dims(sees, KEYS)
-            scores = gl.where(seen, scores, LOWEST)
-        larger = gl.maximum(most, _largest(scores, H) * scale)
-        shrink = gl.exp2(most - larger)
-        weights = gl.exp2(scores * scale - gl.expand_dims(larger, KEYS))
-        total = total * gl.expand_dims(shrink, KEYS) + weights
-        most = larger
-        sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(KEYS, SUMS)), KEYS)
+        weights, most, total, sums = _soften(
+            scores, most, total, sums, start, sees, length - (STRIDE - 1), scale, LOWEST, H
+        )
         acc = _weigh(weights.to(q_low.dtype), latents, p_shared, sums, H)
         stage = later_stage
-    sums = warpgroup_mma_wait(0, deps=(acc,))
-    count = gl.sum(total, KEYS)
-    return sums * gl.expand_dims(gl.convert_layout(1.0 / count, gl.SliceLayout(KEYS, SUMS)), KEYS), count, most
+    return warpgroup_mma_wait(0, deps=(acc,)), total, most
+
+
+@gluon.jit
+def _leave(sums, total, most, unit, begins, ends, first_query, num_heads, results, up, C: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr):  # fmt: skip
+    """A unit's results, or a part of them with what it is relative to. Sums are `up` times too small."""
+    whole, whole_token, whole_head, parts, found = results
+    KEYS: gl.constexpr = 0 if H < 64 else 1
+    SUMS: gl.constexpr = _sums_layout(H, gl.num_warps())
+    count, queries = gl.sum(total, KEYS), num_heads * STRIDE
+    sums = sums * gl.expand_dims(gl.convert_layout(up / count, gl.SliceLayout(KEYS, SUMS)), KEYS)
+    rows = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, SUMS))
+    columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1 - KEYS, SUMS)), 1 - KEYS)
+    there = gl.expand_dims(rows < queries, KEYS)
+    if begins & ends:
+        token, head = _query(unit, rows, num_heads, STRIDE)
+        target = whole + gl.expand_dims(token * whole_token + head * whole_head, KEYS) + columns
+        gl.store(target, sums.to(whole.dtype.element_ty), mask=there)
+    else:
+        place = (gl.program_id(0) * 2 + begins.to(gl.int32)).to(gl.int64) * queries
+        gl.store(parts + gl.expand_dims(place + rows, KEYS) * C + columns, sums, mask=there)
+        query = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, _scores_layout(H, gl.num_warps())))
+        gl.store(found + place + query, most + gl.log2(count), mask=query < queries)
 
 
 @gluon.jit(do_not_specialize=["num_heads", "chosen_stride"])
@@ -286,13 +334,12 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
                   CHOSEN: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One slice of H of a unit's queries; see `latent_decode._slices_kernel`. C elements of a latent, and P of a rotary part.
 
-    G isn't 0: latents are e4m3 codes of G blocks that have a scale each. A tile's numbers have one room then, its codes two.
+    G isn't 0: latents are e4m3 codes of G blocks that have a scale each, and H is 64. A tile's numbers have one room then, its codes two.
     """
     wait_turn(PDL)
     start_next(PDL)
     dtype: gl.constexpr = q_latent.dtype.element_ty
     KEYS: gl.constexpr = 0 if H < 64 else 1
-    SUMS: gl.constexpr = _sums_layout(H)
     q_low = gl.allocate_shared_memory(dtype, [H, C], OPERAND)
     q_turned = gl.allocate_shared_memory(dtype, [H, P], OPERAND)
     k_latent = gl.allocate_shared_memory(dtype, [1 if G > 0 else 2, N, C], OPERAND)
@@ -303,6 +350,7 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
         held = gl.allocate_shared_memory(gl.uint8, [2, N, C], gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
         factors = gl.allocate_shared_memory(gl.float32, [2, N, G], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
     piece, first_query, queries = gl.program_id(0), gl.program_id(1) * H, num_heads * STRIDE
+    results = whole, whole_token, whole_head, parts, found
     tile = gl.load(slice_ptr + piece * 2)
     unit = gl.load(slice_ptr + piece * 2 + 1)
     stop = gl.load(slice_ptr + piece * 2 + 2)
@@ -330,20 +378,10 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
             query = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, _scores_layout(H)))
             score_token, score_head = _query(unit, query, num_heads, STRIDE)
             sees = _sees(row_ptr, position_ptr, score_token, query < queries, length, STRIDE)
-            sums, count, most = _tiles(
+            sums, total, most = _tiles(
                 q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, rope, scales, own, row_table, at, last, length, sees, scale,
                 page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE, C, G, CHOSEN, STRIDE, H,
             )  # fmt: skip
-            rows = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, SUMS))
-            columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1 - KEYS, SUMS)), 1 - KEYS)
-            there = gl.expand_dims(rows < queries, KEYS)
-            if (tile == first_tile) & (upto == end):
-                row_token, row_head = _query(unit, rows, num_heads, STRIDE)
-                target = whole + gl.expand_dims(row_token * whole_token + row_head * whole_head, KEYS) + columns
-                gl.store(target, sums.to(whole.dtype.element_ty), mask=there)
-            else:
-                place = (piece * 2 + (tile == first_tile).to(gl.int32)).to(gl.int64) * queries
-                gl.store(parts + gl.expand_dims(place + rows, KEYS) * C + columns, sums, mask=there)
-                gl.store(found + place + query, most + gl.log2(count), mask=query < queries)
+            _leave(sums, total, most, unit, tile == first_tile, upto == end, first_query, num_heads, results, 1.0, C, STRIDE, H)  # fmt: skip
             tile = upto
         unit += 1

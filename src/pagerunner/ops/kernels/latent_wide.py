@@ -31,6 +31,11 @@ def _gluon() -> Any:
 
 
 @functools.cache
+def _codes() -> Any:
+    return importlib.import_module("pagerunner.ops.kernels.latent_codes_gluon")
+
+
+@functools.cache
 def _pairs() -> Any:
     return importlib.import_module("pagerunner.ops.kernels.latent_pairs_gluon")
 
@@ -56,12 +61,20 @@ def serves(q_THC: torch.Tensor, q_THP: torch.Tensor, pages: Latents) -> bool:
         held, few = codes.dtype == dtype, ()
     else:
         e4m3 = codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
-        held, few = e4m3 and scales.shape[-1] == GROUPS, (scales,)
+        held, few = (
+            e4m3 and scales.shape[-1] == GROUPS and _strides(codes) == _strides(rope) == _strides(scales),
+            (scales,),
+        )
     return held and all(map(_aligned, (codes, rope, *few))) and has_gluon(q_THC.device)
 
 
 def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:2])
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """From a page and from a slot to the next one, in units of 16 bytes."""
+    return [step * x.element_size() // 16 for step in x.stride()[:2]]
 
 
 def _slots(x: torch.Tensor) -> Any:
@@ -105,8 +118,6 @@ def run_wide(
     parts = torch.empty(slices, 2, queries, latent, dtype=torch.float32, device=device)
     found = torch.empty(slices, 2, queries, dtype=torch.float32, device=device)
     codes, turned, scales = pages
-    fp8 = scales is not None
-    held, factors = (codes.view(torch.uint8), scales) if scales is not None else (codes, codes)
     if chosen_TK is None and _takes_pairs(q_THC, q_THP, pages, queries):
         _pairs().pairs_kernel[(slices, blocks(queries, 64))](
             _queries(q_THC), _queries(q_THP), _slots(codes), _slots(turned), whole_THC, parts, found, schedule.unit, schedule.slice, rows.row_T,
@@ -114,13 +125,25 @@ def run_wide(
             *whole_THC.stride()[:2], PAGE=codes.shape[1], STRIDE=stride, num_warps=4, **dependent(device),
         )  # fmt: skip
         return Partial(whole_THC, parts, found)
-    steps = [step // (16 // x.element_size()) for x in (held, turned, factors) for step in x.stride()[:2]]
-    tiles = wide_tiles(queries)
-    _gluon().slices_kernel[(slices, blocks(queries, tiles.heads))](
-        q_THC, q_THP, held, turned, factors, schedule.unit if chosen_TK is None else chosen_TK, whole_THC, parts, found,
-        schedule.unit, schedule.slice, rows.row_T, rows.positions_T, table_SW, heads, scale / math.log(2),
-        *q_THC.stride()[:2], *q_THP.stride()[:2], *steps, table_SW.stride(0), 0 if chosen_TK is None else chosen_TK.stride(0),
-        *whole_THC.stride()[:2], PAGE=codes.shape[1], C=latent, P=rope, G=GROUPS if fp8 else 0, CHOSEN=chosen_TK is not None,
-        STRIDE=stride, H=tiles.heads, num_warps=tiles.warps, **dependent(device),
+    tiles, base = wide_tiles(queries), scale / math.log(2)
+    grid, strides, out = (
+        (slices, blocks(queries, tiles.heads)),
+        (*q_THC.stride()[:2], *q_THP.stride()[:2]),
+        whole_THC.stride()[:2],
+    )
+    if scales is not None and queries <= 16:
+        assert chosen_TK is not None and stride == 1
+        _codes().codes_kernel[grid](
+            q_THC, q_THP, codes.view(torch.uint8), turned, scales, chosen_TK, whole_THC, parts, found, schedule.unit, schedule.slice, table_SW, heads, base,
+            *strides, *_strides(codes), table_SW.stride(0), chosen_TK.stride(0), *out, PAGE=codes.shape[1], C=latent, num_warps=_codes().ADDERS.value,
+            **dependent(device),
+        )  # fmt: skip
+        return Partial(whole_THC, parts, found)
+    held, factors = (codes, codes) if scales is None else (codes.view(torch.uint8), scales)
+    _gluon().slices_kernel[grid](
+        q_THC, q_THP, held, turned, factors, schedule.unit if chosen_TK is None else chosen_TK, whole_THC, parts, found, schedule.unit, schedule.slice,
+        rows.row_T, rows.positions_T, table_SW, heads, base, *strides, *_strides(held), *_strides(turned), *_strides(factors), table_SW.stride(0),
+        0 if chosen_TK is None else chosen_TK.stride(0), *out, PAGE=codes.shape[1], C=latent, P=rope, G=0 if scales is None else GROUPS,
+        CHOSEN=chosen_TK is not None, STRIDE=stride, H=tiles.heads, num_warps=tiles.warps, **dependent(device),
     )  # fmt: skip
     return Partial(whole_THC, parts, found)

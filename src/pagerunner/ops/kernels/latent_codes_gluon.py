@@ -1,0 +1,231 @@
+"""Attention to slots in e4m3 that an indexer has chosen, on Hopper, in Gluon: some warps make numbers of codes while others multiply them.
+
+`kernels/latent_decode.py` says what a slice is. A unit is a token with up to 16 heads, and its keys are the slots chosen for it. More heads leave no registers for warps that only make numbers
+(`kernels/latent_gluon.py`). Here
+
+* One group of warps reads codes, scales and rotary parts of slots, and leaves numbers in one of two tiles of 64 slots. What it reads next is on its way to registers meanwhile, so
+  there is no room for codes in shared memory.
+* The other one multiplies a tile's numbers by the queries, and adds them with their weights, from where they lie. It waits for memory only if memory is slower.
+
+The compiler's fence waits for all that a thread has asked for. So who reads numbers has a fence, and not who writes them.
+
+Numbers are 2^60 times too small in tiles: a code's bits are a number of bfloat16 that is 2^120 times too small, and one product with 2^60 times the scale makes up for half of it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+from triton.runtime.jit import constexpr_function
+
+from pagerunner.ops.kernels.latent_gluon import (
+    LOWEST,
+    OPERAND,
+    _entries,
+    _leave,
+    _none_yet,
+    _read_queries,
+    _scores,
+    _scores_layout,
+    _slots,
+    _soften,
+    _weigh,
+)
+from pagerunner.ops.kernels.latent_pairs_gluon import _piece, _unit
+from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.paged_prefill_gluon import barriers
+
+UP = gl.constexpr(2.0**60)
+"""By how much numbers in tiles are too small."""
+N = gl.constexpr(64)
+"""Keys of a tile."""
+H = gl.constexpr(16)
+"""Queries of a program."""
+MAKERS, ADDERS = gl.constexpr(8), gl.constexpr(4)
+"""Warps that make numbers, and that multiply."""
+ROWS = gl.constexpr(32)
+"""Slots that become numbers at once."""
+G = gl.constexpr(4)
+"""Blocks of a latent that have a scale each."""
+PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+"""A tile by words of two numbers."""
+
+
+@constexpr_function
+def _in_turn(words: int, warps: int) -> gl.BlockedLayout:
+    """Words of vectors, so many for each thread. All layouts of makers have the same vectors in a thread."""
+    return gl.BlockedLayout([1, words], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def pairs_of_codes(words, factors):
+    """Numbers of four e4m3 codes in a word, times two equal factors in a word. The words of PTX are those of `latent_decode._numbers`."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 p, q, a, b;
+        prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
+        and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, $3;
+        and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, $3; }""",
+        "=r,=r,r,r", [words, factors], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _twice(factors):
+    """Scales as words of two equal numbers, half of what codes are too small."""
+    bits = (factors * UP).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def _read(pages, place, there):
+    """Ask for slots: words of codes, block after block, their scales, and rotary parts."""
+    codes, rope, scales = pages
+    word = gl.arange(0, 32, gl.SliceLayout(0, _in_turn(2, MAKERS)))[None, :]
+    words = ()
+    for g in gl.static_range(G):
+        words = words + (gl.load(codes + (place * 4)[:, None] + (g * 32 + word), mask=there, other=0),)
+    x = gl.arange(0, 64, gl.SliceLayout(0, _in_turn(8, MAKERS)))[None, :]
+    at = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(8, MAKERS)), assert_trivial=True)
+    turned = gl.load(rope + (at * 8)[:, None] + x, mask=there, other=0.0)
+    g = gl.arange(0, G, gl.SliceLayout(0, _in_turn(4, MAKERS)))[None, :]
+    at = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(4, MAKERS)), assert_trivial=True)
+    return words, turned, gl.load(scales + (at * 4)[:, None] + g, mask=there, other=0.0)
+
+
+@gluon.jit
+def _convert(read, latents, rope, first: gl.constexpr):
+    """Make numbers of what has been read, for slots from `first` on of a tile."""
+    words, turned, scales = read
+    rope.slice(first, ROWS).store(turned)
+    even, odd = gl.split(gl.reshape(_twice(scales), [ROWS, 2, 2]))
+    even, odd = gl.split(even), gl.split(odd)
+    made = ()
+    for g in gl.static_range(G):
+        factor = odd[g // 2] if g % 2 else even[g // 2]
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, _in_turn(2, MAKERS)), assert_trivial=True)
+        pairs = gl.join(*pairs_of_codes(words[g], factor[:, None]))
+        made = made + (gl.reshape(pairs, [ROWS, 64]),)
+    made = gl.join(gl.join(made[0], made[2]), gl.join(made[1], made[3]))
+    # all at once: the compiler has a barrier before each store to a buffer
+    latents._reinterpret(gl.int32, [N, 4 * N], PAIRS).slice(first, ROWS).store(
+        gl.reshape(gl.permute(made, (0, 2, 3, 1)), [ROWS, 4 * N])
+    )
+
+
+@gluon.jit
+def _make(rooms, met, pages, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE: gl.constexpr):  # fmt: skip
+    """The warps that make numbers. Of four pieces of ROWS slots one becomes numbers while three are on their way; pages of two more are, and slots of another one.
+
+    Nothing that is on its way may be moved to another register, which would wait for it. So a round of the loop has four pieces, and names what it knows of them anew.
+    """
+    k_latent, k_rope = rooms
+    full, empty = met
+    page_stride, slot_stride = strides
+    n = gl.arange(0, ROWS, gl.SliceLayout(1, _in_turn(2, MAKERS)))
+    tile, stop, unit = _piece(slice_ptr)
+    turn = 0
+    while tile < stop:
+        first, length, row, end, upto = _unit(unit_ptr, unit, stop)
+        if upto > tile:
+            own, row_table = chosen + unit.to(gl.int64) * chosen_stride, table + row.to(gl.int64) * table_stride
+            at, last = (tile - first) * N, (upto - first) * N
+            slots, entries, reads = (), (), ()
+            for i in gl.static_range(6):
+                slots = slots + (_slots(own, at + i * ROWS + n, length, True),)
+            for i in gl.static_range(5):
+                entries = entries + (_entries(row_table, slots[i], PAGE),)
+            for i in gl.static_range(3):
+                place = entries[i].to(gl.int64) * page_stride + slots[i] % PAGE * slot_stride
+                reads = reads + (_read(pages, place, at + i * ROWS < last),)
+            slots, entries = (slots[3], slots[4], slots[5]), (entries[3], entries[4])
+            for start in range(at, last, 4 * ROWS):
+                for part in gl.static_range(4):
+                    key = start + part * ROWS
+                    place = entries[0].to(gl.int64) * page_stride + slots[0] % PAGE * slot_stride
+                    following = _read(pages, place, key + 3 * ROWS < last)
+                    entries = entries[1], _entries(row_table, slots[2], PAGE)
+                    slots = slots[1], slots[2], _slots(own, key + 6 * ROWS + n, length, True)
+                    if key < last:
+                        stage, inside = turn & 1, part * ROWS % N
+                        if inside == 0:
+                            mbarrier.wait(empty.index(stage), turn >> 1 & 1 ^ 1)
+                        _convert(reads[0], k_latent.index(stage), k_rope.index(stage), part * ROWS % N)
+                        if inside + ROWS == N:
+                            gl.thread_barrier()
+                            mbarrier.arrive(full.index(stage))
+                            turn += 1
+                    reads = reads[1], reads[2], following
+            tile = upto
+        unit += 1
+
+
+@gluon.jit
+def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num_heads, scale, whole_token, whole_head):  # fmt: skip
+    """The warps that multiply."""
+    k_latent, k_rope = rooms
+    full, empty = met
+    q_latent, q_rope, qc_token, qc_head, qp_token, qp_head = queries
+    C: gl.constexpr = k_latent.shape[2]
+    dtype: gl.constexpr = k_rope.dtype
+    q_low, q_turned = gl.allocate_shared_memory(dtype, [H, C], OPERAND), gl.allocate_shared_memory(dtype, [H, N], OPERAND)  # fmt: skip
+    p_shared = gl.allocate_shared_memory(dtype, [H, N], OPERAND)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ADDERS, 1], [1, 0])
+    NARROW: gl.constexpr = _in_turn(8, ADDERS)
+    first_query, results = gl.program_id(1) * H, (whole, whole_token, whole_head, parts, found)
+    tile, stop, unit = _piece(slice_ptr)
+    turn = 0
+    while tile < stop:
+        first, length, _, end, upto = _unit(unit_ptr, unit, stop)
+        if upto > tile:
+            gl.thread_barrier()  # all have read the unit before
+            _read_queries(q_low, q_latent, unit, first_query, num_heads, qc_token, qc_head, 1, WIDE)
+            _read_queries(q_turned, q_rope, unit, first_query, num_heads, qp_token, qp_head, 1, NARROW)
+            q_turned.store(
+                (q_turned.load(NARROW).to(gl.float32) * (1.0 / UP)).to(dtype)
+            )  # as much as the scores of latents are too small
+            fence_async_shared()
+            gl.thread_barrier()
+            most, total, sums = _none_yet(scale, C, H)
+            sees = gl.full([H], length, gl.int32, gl.SliceLayout(0, _scores_layout(H, ADDERS)))
+            for start in range((tile - first) * N, (upto - first) * N, N):
+                stage = turn & 1
+                latents = k_latent.index(stage)
+                mbarrier.wait(full.index(stage), turn >> 1 & 1)
+                fence_async_shared()
+                scores = _scores(q_low, q_turned, latents, k_rope.index(stage), H)
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                weights, most, total, sums = _soften(scores, most, total, sums, start, sees, length, scale * UP, LOWEST / UP, H)  # fmt: skip
+                acc = _weigh(weights.to(dtype), latents, p_shared, sums, H)
+                sums = warpgroup_mma_wait(0, deps=(acc,))
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(stage))
+                turn += 1
+            _leave(sums, total, most, unit, tile == first, upto == end, first_query, num_heads, results, UP, C, 1, H)
+            tile = upto
+        unit += 1
+
+
+@gluon.jit(do_not_specialize=["num_heads", "chosen_stride"])
+def codes_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, found, unit_ptr, slice_ptr, table, num_heads, scale, qc_token, qc_head, qp_token,
+                 qp_head, page_stride, slot_stride, table_stride, chosen_stride, whole_token, whole_head,
+                 PAGE: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """One slice of a token's queries; see `latent_decode._slices_kernel`. C elements of a latent. Strides of pages and slots are counted in 16 bytes, and those of codes, scales and rotary parts are the same."""
+    wait_turn(PDL)
+    start_next(PDL)
+    dtype: gl.constexpr = q_latent.dtype.element_ty
+    k_latent = gl.allocate_shared_memory(dtype, [2, N, C], OPERAND)
+    k_rope = gl.allocate_shared_memory(dtype, [2, N, N], OPERAND)
+    rooms, met = (k_latent, k_rope), (barriers(2, 1), barriers(2, 1))
+    fence_async_shared()
+    held = pages.to(gl.pointer_type(gl.int32), bitcast=True), rope, scales
+    strides = page_stride, slot_stride
+    queries = q_latent, q_rope, qc_token, qc_head, qp_token, qp_head
+    gl.warp_specialize([
+        (_multiply, (rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num_heads, scale, whole_token, whole_head)),
+        (_make, (rooms, met, held, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE)),
+    ], [MAKERS], [144])  # fmt: skip
