@@ -19,8 +19,8 @@ from pagerunner.attention.calls import IndexerQueries, LatentCall
 from pagerunner.attention.paged_mla import LatentPlan, PagedLatentBackend, absorb
 from pagerunner.ops.indexer import choose_slots, equal_parts
 from pagerunner.ops.latent_attention import store_latent_
-from pagerunner.ops.latent_heads import absorb_latent_heads_, prepare_latent_heads_
-from pagerunner.ops.sparse_latents import Latents, chosen_values, store_slots_
+from pagerunner.ops.latent_heads import prepare_latent_heads_
+from pagerunner.ops.sparse_latents import Latents, absorb_slots_, chosen_values, store_slots_
 
 SHARED_MEMORY = (231_936, 148_480)  # bytes that the largest program takes, in half precision and in float32
 MOST_TOKENS = 1024  # whose queries in the latent space exist at once: 128 MiB of them with 128 heads in half precision
@@ -47,20 +47,22 @@ class PagedSparseBackend(PagedLatentBackend):
         few = rows.num_tokens <= MOST_TOKENS or rows.stride > 0 or rows.one_token
         if memory.rope is not None:
             held = Latents(pages, memory.rope, memory.slot_scales)
+        elif rows.max_seq_len <= chooser.top_k:
+            store_latent_(keys_TI, memory.indexer, where)
+            return super().run(call)
+        else:
+            held = Latents(pages[..., : up.latent_dim], pages[..., up.latent_dim :])
+        if prep is not None and few:
+            own = keys_TI, held, memory.indexer, memory.indexer_scales, where
+            q_THC = absorb_slots_(q_THD, vectors_TL, prep, up.keys_HNC, *own)
+        elif memory.indexer_scales is not None:
             if prep is not None:
                 prep.apply_(q_THD, vectors_TL)
-            assert memory.indexer_scales is not None
             store_slots_(vectors_TL, keys_TI, held, memory.indexer, memory.indexer_scales, where)
         else:
             store_latent_(keys_TI, memory.indexer, where)
-            if rows.max_seq_len <= chooser.top_k:
-                return super().run(call)
-            held = Latents(pages[..., : up.latent_dim], pages[..., up.latent_dim :])
             if prep is None:
                 store_latent_(vectors_TL, pages, where)
-            elif few:
-                most = rows.stride
-                q_THC = absorb_latent_heads_(q_THD, vectors_TL, prep, up.keys_HNC, pages, where, most_of_page=most)
             else:
                 prepare_latent_heads_(q_THD, vectors_TL, prep, pages, where)
         if few:
@@ -69,8 +71,8 @@ class PagedSparseBackend(PagedLatentBackend):
         for first, last in pairwise(equal_parts(rows.num_tokens, MOST_TOKENS)):
             part = slice(first, last)
             some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
-            own = IndexerQueries(chooser.q_TJI[part], chooser.weights_TJ[part], chooser.top_k)
-            one = call._replace(q_THD=q_THD[part], rows=some, chooser=own)
+            queries = IndexerQueries(chooser.q_TJI[part], chooser.weights_TJ[part], chooser.top_k)
+            one = call._replace(q_THD=q_THD[part], rows=some, chooser=queries)
             out_THV[part] = _attend(one, held, absorb(q_THD[part], up), {})
         return out_THV
 

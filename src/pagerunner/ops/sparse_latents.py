@@ -15,6 +15,8 @@ import torch
 from pagerunner.batch import LatentPages, StepRows, WritePlaces
 from pagerunner.ops.dispatch import gpu_kernel
 from pagerunner.ops.fp8 import exponents, fitting_scale, from_exponents, to_fp8
+from pagerunner.ops.latent_attention import store_latent_
+from pagerunner.ops.latent_heads import LatentPrep
 
 BLOCK_TOKENS = 64  # of the twin, which bounds what it gathers
 
@@ -86,6 +88,35 @@ def store_slots_(
     pages.write(vectors_TL, *write)
     keys = Latents(keys_ESI, pages.rope_ESP[..., :0], key_scales_ES.unsqueeze(-1))
     keys.write(keys_TI, *write)
+
+
+@gpu_kernel("sparse_latents")
+def absorb_slots_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    up_HNC: torch.Tensor,
+    keys_TI: torch.Tensor,
+    pages: Latents,
+    keys_ESI: torch.Tensor,
+    key_scales_ES: torch.Tensor | None,
+    write: WritePlaces,
+) -> torch.Tensor:
+    """Raw vectors and indexer keys into pages, and raw queries prepared in place; the result is `q @ up` of their first N elements, [T, H, C].
+
+    Without scales, pages have numbers. The vectors are undefined afterwards. The result's memory is one head after another.
+    """
+    prep.apply_(q_THD, vectors_TL)
+    if key_scales_ES is None:
+        for x, held in zip(
+            (*vectors_TL.split([pages.latent_ESC.shape[-1], prep.rotary_dim], -1), keys_TI),
+            (*pages[:2], keys_ESI),
+            strict=True,
+        ):
+            store_latent_(x, held, write)
+    else:
+        store_slots_(vectors_TL, keys_TI, pages, keys_ESI, key_scales_ES, write)
+    return torch.bmm(q_THD[..., : up_HNC.shape[1]].transpose(0, 1), up_HNC).transpose(0, 1)
 
 
 @gpu_kernel("sparse_latents")

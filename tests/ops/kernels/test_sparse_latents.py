@@ -73,9 +73,9 @@ def test_rows_with_drafts(stride: int) -> None:
 KERNELS = (
     "store_latent_",
     "prepare_latent_heads_",
-    "absorb_latent_heads_",
     "choose_slots",
     "chosen_values",
+    "absorb_slots_",
     "store_slots_",
 )
 PLAIN = LatentKV(16, 8, "float32", indexer_dim=12)

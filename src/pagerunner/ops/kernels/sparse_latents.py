@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from pagerunner.batch import StepRows, WritePlaces
-from pagerunner.ops.kernels import latent_wide
+from pagerunner.ops import sparse_latents as op
+from pagerunner.ops.kernels import latent_heads, latent_wide
 from pagerunner.ops.kernels.latent_decode import LOWEST, Partial, Schedule, _numbers, run_schedule, run_values
 from pagerunner.ops.kernels.launch import (
     blocks,
@@ -34,6 +35,7 @@ from pagerunner.ops.kernels.launch import (
 )
 from pagerunner.ops.kernels.linear_wide import say_kernel
 from pagerunner.ops.kernels.paged_heads import FP8_MAX, fitting_scale, fp8_type, magnitude, quantise
+from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.sparse_latents import Latents
 
 MOST_PARTS = 16
@@ -130,33 +132,121 @@ def _chosen_kernel(
 
 
 @triton.jit
+def _store_latent(latent, codes, scales, C: tl.constexpr, G: tl.constexpr, X: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr):  # fmt: skip
+    """A latent [G, X] into its slot: G blocks of C // G elements, padded to X."""
+    g, x = tl.arange(0, G), tl.arange(0, X)
+    scale = fitting_scale(tl.max(magnitude(latent), 1), FP8_MAX)
+    latent = quantise(latent, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
+    tl.store(codes + g[:, None] * (C // G) + x[None, :], latent, mask=(x < C // G)[None, :])
+    tl.store(scales + g, scale)
+
+
+@triton.jit
+def _store_key(key, codes, scale_at, D: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
+    """An indexer key into its page."""
+    d = tl.arange(0, BD)
+    key = tl.load(key + d, mask=d < D, other=0.0).to(tl.float32)
+    if FP8 is None:
+        tl.store(codes + d, key.to(codes.dtype.element_ty), mask=d < D)
+    else:
+        scale = fitting_scale(tl.max(magnitude(key), 0), FP8_MAX)
+        tl.store(codes + d, quantise(key, scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True), mask=d < D)
+        tl.store(scale_at, scale)
+
+
+@triton.jit
 def _store_kernel(
     vectors, keys, codes, rope, scales, index, index_scales, entries, offsets, vector_stride, key_stride, codes_page, codes_slot,
     rope_page, rope_slot, scale_page, scale_slot, index_page, index_slot, index_scale_page, index_scale_slot,
     C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, X: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's vector and indexer key. A latent is G blocks of C // G elements, padded to X."""
+    """One token's vector and indexer key."""
     start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     entry = tl.load(entries + token)
     if entry >= 0:
         offset = tl.load(offsets + token)
-        g, x, p, d = tl.arange(0, G), tl.arange(0, X), tl.arange(0, BP), tl.arange(0, BD)
-        at, inside = g[:, None] * (C // G) + x[None, :], (x < C // G)[None, :]
+        g, x, p = tl.arange(0, G), tl.arange(0, X), tl.arange(0, BP)
         vector = vectors + token * vector_stride
-        latent = tl.load(vector + at, mask=inside, other=0.0).to(tl.float32)
-        scale = fitting_scale(tl.max(magnitude(latent), 1), FP8_MAX)
-        latent = quantise(latent, scale[:, None], FP8_MAX, FP8).to(tl.uint8, bitcast=True)
-        tl.store(codes + entry * codes_page + offset * codes_slot + at, latent, mask=inside)
-        tl.store(scales + entry * scale_page + offset * scale_slot + g, scale)
+        latent = tl.load(vector + g[:, None] * (C // G) + x[None, :], mask=(x < C // G)[None, :], other=0.0)
+        _store_latent(latent.to(tl.float32), codes + entry * codes_page + offset * codes_slot, scales + entry * scale_page + offset * scale_slot, C, G, X, FP8, FP8_MAX)  # fmt: skip
         turned = tl.load(vector + C + p, mask=p < P, other=0.0)
         tl.store(rope + entry * rope_page + offset * rope_slot + p, turned.to(rope.dtype.element_ty), mask=p < P)
-        key = tl.load(keys + token * key_stride + d, mask=d < D, other=0.0).to(tl.float32)
-        key_scale = fitting_scale(tl.max(magnitude(key), 0), FP8_MAX)
-        key = quantise(key, key_scale, FP8_MAX, FP8).to(tl.uint8, bitcast=True)
-        tl.store(index + entry * index_page + offset * index_slot + d, key, mask=d < D)
-        tl.store(index_scales + entry * index_scale_page + offset * index_scale_slot, key_scale)
+        _store_key(keys + token * key_stride, index + entry * index_page + offset * index_slot, index_scales + entry * index_scale_page + offset * index_scale_slot, D, BD, FP8, FP8_MAX)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "absorbing"])
+def _absorb_kernel(
+    q_ptr, vectors, norm_ptr, cos_ptr, sin_ptr, up_ptr, out_ptr, keys, codes, rope, scales, index, index_scales, entries, offsets, num_tokens, num_heads,
+    absorbing, eps, q_token, q_head, vector_stride, angle_token, up_head, out_token, out_head, key_stride, codes_page, codes_slot, rope_page, rope_slot,
+    scale_page, scale_slot, index_page, index_slot, index_scale_page, index_scale_slot,
+    N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    PAIRS: tl.constexpr, OFFSET: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `latent_heads._absorb_kernel`: `absorbing` programs for queries, then one for each token's vector and indexer key."""
+    start_next(PDL)
+    program, angles = tl.program_id(0), (cos_ptr, sin_ptr, angle_token)
+    if program < absorbing:
+        latent_heads._absorb(
+            q_ptr, up_ptr, out_ptr, angles, program, num_tokens, num_heads, q_token, q_head, up_head,
+            out_token, out_head, N, C, HALF, NP, HP, BT, BC, PAIRS, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        token, c = (program - absorbing).to(tl.int64), tl.arange(0, CP)
+        weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        wait_turn(PDL)
+        entry = tl.load(entries + token)
+        if entry >= 0:
+            offset = tl.load(offsets + token)
+            x, at, inside, turned = latent_heads._ready((vectors, vector_stride), weight, angles, token, eps, C, HALF, CP, HP, PAIRS, OFFSET)  # fmt: skip
+            latent_at = codes + entry * codes_page + offset * codes_slot
+            if FP8 is None:
+                tl.store(latent_at + c, x.to(codes.dtype.element_ty), mask=c < C)
+            else:
+                _store_latent(tl.reshape(x.to(tl.float32), (G, CP // G)), latent_at, scales + entry * scale_page + offset * scale_slot, C, G, CP // G, FP8, FP8_MAX)  # fmt: skip
+            slot = rope + entry * rope_page + offset * rope_slot
+            tl.store(slot + at, turned.to(rope.dtype.element_ty), mask=inside)
+            _store_key(keys + token * key_stride, index + entry * index_page + offset * index_slot, index_scales + entry * index_scale_page + offset * index_scale_slot, D, BD, FP8, FP8_MAX)  # fmt: skip
+
+
+def absorb_slots_(
+    q_THD: torch.Tensor,
+    vectors_TL: torch.Tensor,
+    prep: LatentPrep,
+    up_HNC: torch.Tensor,
+    keys_TI: torch.Tensor,
+    pages: Latents,
+    keys_ESI: torch.Tensor,
+    key_scales_ES: torch.Tensor | None,
+    write: WritePlaces,
+) -> torch.Tensor:
+    """See the twin."""
+    (tokens, heads, size), latent, (codes, rope, scales) = q_THD.shape, up_HNC.shape[-1], pages
+    groups, fp8, index = 1, None, keys_ESI
+    if scales is None or key_scales_ES is None:
+        scales, key_scales_ES = codes, codes[..., 0]
+    else:
+        groups, fp8 = scales.shape[-1], fp8_type(codes.dtype)
+        if latent != padded(latent) or groups != padded(groups):
+            return op.absorb_slots_.twin(
+                q_THD, vectors_TL, prep, up_HNC, keys_TI, pages, keys_ESI, key_scales_ES, write
+            )
+        codes, index = codes.view(torch.uint8), keys_ESI.view(torch.uint8)
+    out_THC = torch.empty(heads, tokens, latent, dtype=q_THD.dtype, device=q_THD.device).transpose(0, 1)
+    config, sizes = latent_heads.absorb_config(tokens), latent_heads._sizes(prep, size, latent)
+    absorbing = heads * blocks(latent, config.latents) * blocks(tokens, config.tokens)
+    if tokens:
+        _absorb_kernel[(absorbing + tokens,)](
+            q_THD, vectors_TL, prep.norm.weight_I, *prep.angles, up_HNC, out_THC, keys_TI, codes, rope, scales, index, key_scales_ES, *write,
+            tokens, heads, absorbing, prep.norm.eps, *q_THD.stride()[:2], vectors_TL.stride(0), prep.angles.cos_T1D.stride(0), up_HNC.stride(0),
+            *out_THC.stride()[:2], keys_TI.stride(0), *codes.stride()[:2], *rope.stride()[:2], *scales.stride()[:2], *index.stride()[:2],
+            *key_scales_ES.stride(), **sizes, NP=max(16, padded(sizes["N"])), BT=config.tokens, BC=config.latents, G=groups, D=keys_TI.shape[-1],
+            BD=padded(keys_TI.shape[-1]), FP8=fp8, FP8_MAX=FP8_MAX.get(pages.latent_ESC.dtype, 0.0),
+            PRECISION="tf32x3" if q_THD.dtype == torch.float32 else "tf32", num_warps=config.warps, **dependent(q_THD.device),
+        )  # fmt: skip
+    return out_THC
 
 
 def store_slots_(
@@ -263,7 +353,8 @@ def chosen_values(
     """See the twin."""
     tokens, heads, size = q_THC.shape
     gluon = latent_wide.serves(q_THC, q_THP, pages)
-    say_kernel("chosen latents", "latent_gluon", gluon, q_THC.device, heads, size, q_THC.dtype, pages.latent_ESC.dtype)
+    name = "latent_gluon" if pages.scales_ESG is None or heads > 16 else "latent_codes_gluon"
+    say_kernel("chosen latents", name, gluon, q_THC.device, heads, size, q_THC.dtype, pages.latent_ESC.dtype)
     if gluon:
         wide_tiles, most = latent_wide.wide_tiles(heads), chosen_TK.shape[1]
         slices = min(latent_wide.slice_count(tokens, heads, q_THC.device), tokens * blocks(most, wide_tiles.keys))
