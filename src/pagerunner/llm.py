@@ -272,7 +272,7 @@ class LLM:
         Raises:
             InvalidRequestError: the template refuses a conversation, or a prompt or parameter is bad; nothing has run.
         """
-        one = bool(messages) and isinstance(messages[0], dict)
+        one = isinstance(messages, dict) or bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
         variables = chat_template_kwargs or {}
         for name in ("messages", *(("tools",) if tools is not None else ())):
@@ -446,7 +446,7 @@ class LLM:
 
     @staticmethod
     def _one_each(name: str, value: Any, length: int) -> list[Any]:
-        if not isinstance(value, Sequence):
+        if not isinstance(value, Sequence) or isinstance(value, str):
             return [value] * length
         if len(value) != length:
             raise InvalidRequestError(f"{name} has {len(value)} entries for {length} prompts.", param=name)

@@ -158,6 +158,14 @@ def test_an_output_that_is_closed_or_full_is_no_bug(monkeypatch, capsys):
     assert capsys.readouterr().err == "pagerunner: error: [Errno 28] No space left on device.\n"
 
 
+def test_a_model_that_may_not_be_read_or_has_no_possible_name_is_no_bug(monkeypatch, capsys):
+    assert cli.main(["plan", "--model", "a" * 5_000]) == 2
+    assert "pagerunner: error: [Errno 36] File name too long" in capsys.readouterr().err
+    plant(monkeypatch, raiser(PermissionError(errno.EACCES, "Permission denied", "/models/a/config.json")))
+    assert cli.main(["planted"]) == 2
+    assert capsys.readouterr().err == "pagerunner: error: [Errno 13] Permission denied: '/models/a/config.json'.\n"
+
+
 def test_ctrl_c_is_130(monkeypatch, capsys):
     plant(monkeypatch, raiser(KeyboardInterrupt()))
     assert cli.main(["planted"]) == 130

@@ -418,6 +418,10 @@ def test_the_checkpoints_generation_config_gives_the_defaults(tmp_path: Path) ->
     assert len([*stream][-1].outputs[0].token_ids) == 2
     with pytest.raises(InvalidRequestError, match="sampling_params must be a SamplingParams, got"):
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest, got 'sql'"):
+        llm.generate("a", lora_request="sql")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\] must be a mapping with role and content"):
+        llm.chat({"role": "user", "content": "one message, and no list"})  # type: ignore[arg-type]
     assert LLM(str(path), max_model_len=64, generation_config="vllm").get_default_sampling_params() == SamplingParams()
     for wrong, words in (('{"top_p": 7}', "top_p.*7"), ('{"temperature": "0.6"}', "temperature.*'0.6'")):
         (path / "generation_config.json").write_text(wrong)

@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:  # mostly of the output
+        # a disk is full, mostly the output's; a file may not be read, or has no possible name, mostly the model's
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EACCES, errno.ENAMETOOLONG):
             return _report(f"error: {error}.", 2, debug)
         # The last resort: a bug of ours is reported and not shown raw.
         what = f"internal error: {_one_line(described(error))}"
