@@ -101,7 +101,7 @@ def test_few_tokens_over_many_keys(
     kv_heads: int, group: int, dim: int, reach: Reach | None, kv_dtype: torch.dtype
 ) -> None:
     """Keys of a row's blocks are divided among programs, beside short rows and rows of one token."""
-    for tokens in (2, 16, 60):
+    for tokens in (2, 16, 60, 100):
         rows = (plain(8176, tokens), plain(0, 5), plain(3000, 1), plain(40, 2), plain(1023, 7))
         for some in (rows[:1], rows):
             case = Case(some, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=kv_dtype, reach=reach, sinks=tokens == 16)
@@ -148,7 +148,7 @@ def test_stored_as_the_twin_stores(kv_dtype: torch.dtype) -> None:
 
 def test_a_long_row_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 64, and of 128 in no groups, where the kernel in Gluon isn't."""
-    monkeypatch.setattr(kernels._Call, "_is_wide", lambda call: False)
+    monkeypatch.setattr(kernels._Call, "_is_wide", lambda *_: False)
     check_attention(Case((plain(0, 4096),), 16, 2, 2, 64, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
     rows = (plain(0, 4096), plain(0, 4096), plain(0, 8192))
     check_attention(Case(rows, 16, 2, 1, 128, dtype=BF16, kv_dtype=BF16), "cuda", **CLOSE)
@@ -173,7 +173,9 @@ def test_long_rows_in_gluon(
     runs: list[bool] = []
     run = kernels.paged_prefill_wide.run
     monkeypatch.setattr(
-        kernels.paged_prefill_wide, "run", lambda *args, past: runs.append(past) or run(*args, past=past)
+        kernels.paged_prefill_wide,
+        "run",
+        lambda *args, past, **kept: runs.append(past) or run(*args, past=past, **kept),
     )
     monkeypatch.setattr(paged_dense, "MOST_ELEMENTS", 100 * 2 * 128 * 128)  # in fp8: of 24 tiles four heads, of 8 all
     for rows in LONG:  # together, as they have kernels in common
@@ -192,7 +194,9 @@ def test_long_rows_of_other_heads(monkeypatch: pytest.MonkeyPatch, kv_heads: int
     """Of fewer elements than 128, and in no groups: what is read beyond a head's end is the next head's."""
     runs, run = [], kernels.paged_prefill_wide.run
     monkeypatch.setattr(
-        kernels.paged_prefill_wide, "run", lambda *args, past: runs.append(past) or run(*args, past=past)
+        kernels.paged_prefill_wide,
+        "run",
+        lambda *args, past, **kept: runs.append(past) or run(*args, past=past, **kept),
     )
     for rows in LONG:
         case = Case(rows, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, lead=16, padding=3)

@@ -173,7 +173,7 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: boo
     return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, num_ctas=cluster, launch_pdl=True)
 
 
-def prefill(name: str, group: int, page: int, dim: int = 128) -> dict[str, Any]:
+def prefill(name: str, group: int, page: int, dim: int = 128, divided: bool = False) -> dict[str, Any]:
     """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
     tiles, queries = f"[128,64],{PANEL.value!r}", f"[{64 // group},{group},64],{QUERIES.value!r}"
     types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>")
@@ -185,7 +185,23 @@ def prefill(name: str, group: int, page: int, dim: int = 128) -> dict[str, Any]:
         "scale": "fp32",
     }
     pointers = ["slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr", "taken_ptr"]
-    types |= dict.fromkeys(pointers, "*i32") | {"q_ptr": "*" + name, "out_ptr": "*" + name}
-    constants = {"G": group, "D": dim, "PAGE": page or 128, "PAGED": page > 0, "PDL": True}
-    aligned = ["q_ptr", "q_st", "q_sh", "out_ptr", "out_st", "out_sh", "table_ptr", "table_st", *pointers]
+    types |= (
+        dict.fromkeys(pointers, "*i32")
+        | dict.fromkeys(("values_ptr", "sums_ptr"), "*fp32")
+        | {"q_ptr": "*" + name, "out_ptr": "*" + name}
+    )
+    constants = {"G": group, "D": dim, "PAGE": page or 128, "PAGED": page > 0, "DIVIDED": divided, "PDL": True}
+    aligned = [
+        "q_ptr",
+        "q_st",
+        "q_sh",
+        "out_ptr",
+        "out_st",
+        "out_sh",
+        "table_ptr",
+        "table_st",
+        "values_ptr",
+        "sums_ptr",
+        *pointers,
+    ]
     return gluon(gluon_prefill_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)

@@ -111,6 +111,8 @@ class AttentionBorders(NamedTuple):
     """Keys. Heads of 128 bytes with such windows take smaller tiles."""
     wide_queries: int = 256
     """New tokens. From so many in most rows on, heads of 64 to 128 elements have a kernel in Gluon. Shorter rows weren't measured."""
+    divided_queries: int = 16
+    """The same where blocks see so many keys that these are divided among programs."""
     library_queries: int = 4096
     """Rows of new tokens that come in multiples of this go to cuDNN, where the kernel in Gluon doesn't serve them."""
     short_latent_queries: int = 64

@@ -159,14 +159,14 @@ def vectors_cases() -> list[tuple[Any, ...]]:
 
 
 def prefill_cases() -> list[tuple[Any, ...]]:
-    """Long rows, by query heads of a head of keys, tokens of a page (0: new tokens alone), and a head's size."""
+    """Long rows, by query heads of a head of keys, tokens of a page (0: new tokens alone), a head's size, and whether blocks are divided."""
     cases = [
         ("prefill", "bf16", 4, 16),
         ("prefill", "bf16", 5, 16),
         ("prefill", "bf16", 4, 0),
         ("prefill", "fp16", 8, 64),
     ]
-    cases += [("prefill", "bf16", 4, 16, 64), ("prefill", "fp16", 7, 16, 80)]
+    cases += [("prefill", "bf16", 4, 16, 64), ("prefill", "fp16", 7, 16, 80), ("prefill", "bf16", 4, 16, 128, True)]
     return turns([*cases, ("prefill", "fp16", 3, 0)], 0)
 
 

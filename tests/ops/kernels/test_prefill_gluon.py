@@ -46,23 +46,55 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int, scal
     return torch.einsum("htl,lhd->thd", weights, v)
 
 
+def merge(
+    values: torch.Tensor,
+    sums: torch.Tensor,
+    parts: torch.Tensor,
+    each: int,
+    starts: torch.Tensor,
+    group: int,
+    out: torch.Tensor,
+) -> None:
+    """Rows whose blocks have `each` parts: what these left, as one result."""
+    places = 128 // group * group
+    for row in range(len(starts) - 1):
+        for block in range(int(parts[row + 1] - parts[row]) // each):
+            own = slice(int(parts[row]) + block * each, int(parts[row]) + block * each + each)
+            weights = torch.exp2(sums[own, :, :, 0] - sums[own, :, :, 0].amax(0))
+            total = (weights * sums[own, :, :, 1]).sum(0)
+            merged = ((weights[..., None] * values[own]).sum(0) / total[..., None])[:, :places]  # [K, M, D]
+            tokens = range(int(starts[row]) + block * (128 // group), int(starts[row + 1]))[: 128 // group]
+            merged = merged.view(merged.shape[0], -1, group, merged.shape[2]).permute(1, 0, 2, 3).flatten(1, 2)
+            out[list(tokens)] = merged[: len(tokens)].to(out.dtype)
+
+
 @pytest.mark.parametrize(
-    ("rows", "programs", "group", "page", "dim"),
+    ("rows", "programs", "group", "page", "dim", "each"),
     [
-        (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16, 128),
-        (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16, 128),
-        (((260, 17), (0, 200)), 1, 8, 32, 128),
-        (((0, 290), (130, 150), (1, 40)), 2, 5, 16, 128),
-        (((128, 21), (0, 129)), 1, 7, 16, 128),
-        (((5, 3),), 2, 1, 64, 128),
-        (((0, 40), (100, 70), (128, 133), (1, 129)), 2, 4, 16, 64),
-        (((0, 40), (130, 190)), 1, 7, 16, 64),
-        (((0, 150), (130, 140)), 2, 1, 16, 96),
-        (((0, 40), (100, 90)), 1, 3, 16, 80),
+        (((0, 130), (0, 1), (0, 300), (0, 64)), 3, 4, 16, 128, 1),
+        (((0, 40), (100, 70), (128, 33), (300, 2), (1, 129)), 2, 2, 16, 128, 1),
+        (((260, 17), (0, 200)), 1, 8, 32, 128, 1),
+        (((0, 290), (130, 150), (1, 40)), 2, 5, 16, 128, 1),
+        (((128, 21), (0, 129)), 1, 7, 16, 128, 1),
+        (((5, 3),), 2, 1, 64, 128, 1),
+        (((0, 40), (100, 70), (300, 2), (1, 129)), 2, 2, 16, 128, 2),
+        (((128, 21), (0, 129)), 1, 7, 16, 128, 5),
+        (((900, 40),), 2, 4, 64, 128, 3),
+        (((0, 40), (100, 70), (128, 133), (1, 129)), 2, 4, 16, 64, 1),
+        (((0, 40), (130, 90)), 1, 7, 16, 64, 3),
+        (((0, 150), (130, 140)), 2, 1, 16, 96, 1),
+        (((0, 40), (100, 90)), 1, 3, 16, 80, 1),
     ],
 )
 def test_rows(
-    monkeypatch: pytest.MonkeyPatch, launched: Groups, rows: Rows, programs: int, group: int, page: int, dim: int
+    monkeypatch: pytest.MonkeyPatch,
+    launched: Groups,
+    rows: Rows,
+    programs: int,
+    group: int,
+    page: int,
+    dim: int,
+    each: int,
 ) -> None:
     """Rows of past and new tokens. What belongs to no row is no number: other tokens of pages, and those of a row that another kernel computes."""
     monkeypatch.setattr(paged_prefill_wide, "multiprocessors", lambda device: programs)
@@ -91,11 +123,12 @@ def test_rows(
         first += new
     starts = torch.tensor([0, *(sum(new for _, new in rows[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     queries = 128 // group
-    blocks = [-(-new // queries) if new > 1 else 0 for _, new in rows]
+    blocks = [-(-new // queries) * each if new > 1 else 0 for _, new in rows]
     parts = torch.tensor([0, *(sum(blocks[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     slots = torch.arange(len(rows), dtype=torch.int32)
     out = torch.zeros_like(q)
     heads, taken = Heads(q, k, v, out), torch.zeros(2, dtype=torch.int32)
+    left = [torch.full((sum(blocks), kv_heads, 128, size), float("nan")) for size in (dim, 2)]
     assert serves(heads[:3], pages, past=past)
     run(
         heads,
@@ -106,7 +139,10 @@ def test_rows(
         taken,
         0.1,
         past=past,
+        divided=tuple(left) if each > 1 else None,
     )
+    if each > 1:
+        merge(*left, parts, each, starts, group, out)
     assert launched.programs == programs and not taken.any()
     for row, (_, new) in enumerate(rows):
         own = out[starts[row] : starts[row + 1]].float()
@@ -139,10 +175,13 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
             8,
         ),
         (Case(PAST, 16, 1, 3, 128, dtype=F16, kv_dtype=F16, padding=3, lead=16), 8),
+        (Case((plain(700, 40), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), 8),
+        (Case((plain(600, 33), plain(9, 8)), 16, 1, 5, 64, dtype=F16, kv_dtype=F16, lead=16), 8),
+        (Case((plain(700, 40), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, lead=16), 0),
         (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case(FRESH, 16, 1, 4, 56, dtype=F16, kv_dtype=F16), 0),
-        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3), 0),
+        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3, lead=16), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
         (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, sinks=True), 0),
         (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), 0),  # rows too short
@@ -155,6 +194,9 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         "past fp8",
         "past e5m2",
         "group of three",
+        "divided",
+        "divided and whole",
+        "divided fp8",
         "no group",
         "heads of 64",
         "small heads",
@@ -168,6 +210,7 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
 def test_steps_that_it_serves(monkeypatch: pytest.MonkeyPatch, launched: Groups, case: Case, programs: int) -> None:
     """Four programs each of two layers, by the step's schedule, beside rows that decode. All other steps have Triton's kernel."""
     set_borders(monkeypatch, "attention", wide_queries=30)
+    set_borders(monkeypatch, "attention", divided_queries=25)
     check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
     assert launched.programs == programs
 

@@ -193,10 +193,10 @@ class _Call:
         self.shared_splits = self._shared_splits()
         self.own = prep is not None or (self.reach and not self.stride)
         self.long = not (plan.one_token or self.stride)
-        self.prefill_parts = self._prefill_parts()
-        self.wide = self._is_wide()
+        self.prefill_parts, wide_parts = self._prefill_parts(self.prefill), self._prefill_parts(WIDE_TILES)
+        self.wide = self._is_wide(wide_parts > 0)
         if self.wide:
-            self.prefill = WIDE_TILES
+            self.prefill, self.prefill_parts = WIDE_TILES, wide_parts
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
@@ -356,24 +356,26 @@ class _Call:
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip
 
-    def _prefill_parts(self) -> int:
+    def _prefill_parts(self, tiles: Tiles) -> int:
         """How many parts a step's blocks may have, so that all run at once; 0 if blocks occupy the device anyway, or see new tokens alone."""
         if not self.long or self.plan.fresh:
             return 0
-        tiles, programs = self.prefill, multiprocessors(self.q.device) * self.prefill.programs
+        programs = multiprocessors(self.q.device) * tiles.programs
         few = 2 * blocks(self.tokens, tiles.rows // self.group) * self.kv_heads <= programs
         return max(programs // self.kv_heads, 1) if few else 0
 
-    def _is_wide(self) -> bool:
-        """Whether the kernel in Gluon serves: long rows, so many that they occupy the device.
+    def _is_wide(self, divided: bool) -> bool:
+        """Whether the kernel in Gluon serves: long rows, or some over many keys, whose blocks would be `divided`.
 
-        Where pages are in fp8, the host has to know how much past there is: it is copied, a few heads at a time if there is much of it.
+        Where pages are in fp8, rows have to occupy the device, and the host has to know how much past there is: it is copied, a few heads at a time if there is much of it.
         """
-        plain = self.long and not (self.reach or self.softcap or self.prefill_parts or self.sinks is not None)
-        long = self.plan.usual_query_len >= _borders().wide_queries
-        if not (plain and long):
+        plain = self.long and not (self.reach or self.softcap or self.sinks is not None)
+        least = _borders().divided_queries if divided else _borders().wide_queries
+        if not (plain and self.plan.usual_query_len >= least):
             return False
         if self.pages.scales is not None and not self.plan.fresh:
+            if divided or self.prefill_parts:
+                return False
             at_once = 0 if self.plan.past is None else heads_at_once(self.plan.past, self.kv_heads)
             if 2 * blocks(self.tokens * self.group, WIDE_TILES.rows) * at_once <= multiprocessors(self.q.device):
                 return False
@@ -388,7 +390,10 @@ class _Call:
         step = rows.slots_R, rows.query_start_R1, rows.seq_lens_R
         given = heads, self.pages, self.table, step, schedule.parts, schedule.info[4:], self.scale
         if plan.fresh or self.pages.scales is None:
-            paged_prefill_wide.run(*given, past=not plan.fresh)
+            divided = self.room_for_parts() if self.prefill_parts else None
+            paged_prefill_wide.run(*given, past=not plan.fresh, divided=divided)
+            if divided is not None:
+                self.merge_parts(schedule, *divided)
             return
         assert plan.past is not None, "the kernel serves only where it is known"
         dense = plan.scratch.get(Dense)
@@ -396,24 +401,37 @@ class _Call:
             dense = plan.scratch[Dense] = Dense.of(plan.past, rows.slots_R.shape[0], self.q.device)
         paged_prefill_wide.run_dense(*given, dense, heads_at_once(plan.past, self.kv_heads))
 
+    def most_parts(self) -> int:
+        """Of all rows' blocks."""
+        of_blocks = blocks(self.tokens, self.prefill.rows // self.group)
+        return max(of_blocks + min(self.rows.slots_R.shape[0], self.tokens // 2), self.prefill_parts)
+
+    def room_for_parts(self) -> tuple[torch.Tensor, ...]:
+        """Their values and sums."""
+        places = self.most_parts() * self.kv_heads * self.prefill.rows if self.prefill_parts else 0
+        room = torch.empty(places * (self.dim_v + 2), dtype=torch.float32, device=self.q.device)
+        return room.split([places * self.dim_v, places * 2])
+
+    def merge_parts(self, schedule: _Schedule, values: torch.Tensor, sums: torch.Tensor) -> None:
+        rows, sinks = self.rows, self.out if self.sinks is None else self.sinks
+        merge_kernel[(self.tokens * self.kv_heads,)](
+            self.out, *self.out.stride()[:2], rows.row_T, rows.query_start_R1, schedule.parts, values, sums, sinks,
+            self.kv_heads, self.group, self.group_padded, self.prefill.rows, self.dim_v, self.padded[1], self.sinks is not None,
+            merged_at_once(self.group_padded, self.padded[1]), num_warps=4, **dependent(self.q.device),
+        )  # fmt: skip
+
     def run_prefill(self, schedule: _Schedule) -> None:
         if self.wide:
             self.run_wide(schedule)
             return
         tiles, rows, plan = self.prefill, self.rows, self.plan
-        queries = tiles.rows // self.group
-        num_rows = rows.slots_R.shape[0]
         parts, sinks = self.prefill_parts, self.out if self.sinks is None else self.sinks
-        most_parts = max(blocks(self.tokens, queries) + min(num_rows, self.tokens // 2), parts)
         dot = torch.float32 if self.exact else self.q.dtype
         bulk = self._bulk_copies(dot)
-        places = most_parts * self.kv_heads * tiles.rows if parts else 0
-        values, sums = torch.empty(places * (self.dim_v + 2), dtype=torch.float32, device=self.q.device).split(
-            [places * self.dim_v, places * 2]
-        )
-        prefill_kernel[(most_parts * self.kv_heads,)](
+        values, sums = self.room_for_parts()
+        prefill_kernel[(self.most_parts() * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), self.table, self.table.stride(0),
-            self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.parts, num_rows,
+            self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.parts, rows.slots_R.shape[0],
             values, sums, sinks, self.scale, self.softcap, plan.window, plan.chunk,
             self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v,
             self.padded[1], self.page, tiles.keys, self.reach, self.sinks is not None, bool(self.softcap), bulk,
@@ -421,11 +439,7 @@ class _Call:
             dependent(self.q.device)["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts:
-            merge_kernel[(self.tokens * self.kv_heads,)](
-                self.out, *self.out.stride()[:2], rows.row_T, rows.query_start_R1, schedule.parts, values, sums, sinks,
-                self.kv_heads, self.group, self.group_padded, tiles.rows, self.dim_v, self.padded[1], self.sinks is not None,
-                merged_at_once(self.group_padded, self.padded[1]), num_warps=4, **dependent(self.q.device),
-            )  # fmt: skip
+            self.merge_parts(schedule, values, sums)
 
     def _bulk_copies(self, dot: torch.dtype) -> bool:
         """Whether the copy engine can fetch tiles of the new tokens' keys and values."""

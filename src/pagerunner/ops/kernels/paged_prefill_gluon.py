@@ -12,6 +12,9 @@
 * A block has 128 // G queries of G heads. Where G is no power of two, lanes copy queries and store results, as boxes of the copy engine are powers of two.
   Example: 25 queries of 5 heads are 125 of the 128 rows, and both groups have heads of the 13th.
 
+In a step of few blocks a block's tiles are divided: programs take parts of blocks, and `kernels.paged_parts` merges what they leave. The first part has all tiles that need
+masks. Example: 256 tokens of 32 query heads over 8 heads of keys are 64 blocks, and after 8,192 tokens each has 2 parts of 33 tiles.
+
 Tiles that not all of a block's queries see come first: those of the newest tokens, then the end of the past. All others need no mask.
 Values of keys that don't exist are made zeros before they are multiplied: what lies there may be no number.
 
@@ -45,7 +48,8 @@ STAGES = gl.constexpr(2)
 BLOCKS = gl.constexpr(3)
 """Blocks of queries and results at once."""
 FACTS = gl.constexpr(8)
-"""Room for what is known of a block: head of keys, first token of the row, new tokens (0: there are no more blocks), past, first query."""
+"""Room for what is known of a block: head of keys, first token of the row, new tokens (0: there are no more blocks), past, first query; and of a part of it: its number
+among the block's, how many these are, and its number among the step's."""
 FACT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Tiles in shared memory, in panels of 64 elements of a head."""
@@ -84,12 +88,14 @@ def _fact(facts, slot, at: gl.constexpr):
 
 
 @gluon.jit
-def _next_block(facts, q_full, turn):
+def _next_block(facts, q_full, turn, DIVIDED: gl.constexpr):
     """Wait for a block and its queries: its facts."""
     slot = turn % BLOCKS
     mbarrier.wait(q_full.index(slot), turn // BLOCKS & 1)
-    token, num_new, past = _fact(facts, slot, 1), _fact(facts, slot, 2), _fact(facts, slot, 3)
-    return _fact(facts, slot, 0), token, num_new, past, _fact(facts, slot, 4)
+    block = ()
+    for at in gl.static_range(8 if DIVIDED else 5):
+        block = block + (_fact(facts, slot, at),)
+    return block
 
 
 @gluon.jit
@@ -110,6 +116,37 @@ def _counts(first, num_new, past, G: gl.constexpr):
     partial, diagonal = (past % N != 0).to(gl.int32), _newest(first, num_new, G)
     across = diagonal - first // N
     return across, partial, diagonal, 1 + partial + diagonal + past // N
+
+
+@gluon.jit
+def _share(part, parts, counts):
+    """The tiles that a part of a block has: the first, and the one behind the last. The first part has all that need masks. A part for which
+    there are none has one too, of which it sees nothing: then the last number is 0.
+    """
+    across, partial, _, total = counts
+    masked, each = 1 + across + partial, (total + parts - 1) // parts
+    begin = gl.where(part > 0, gl.minimum(gl.maximum(part * each, masked), total), 0)
+    end = gl.minimum(gl.maximum((part + 1) * each, masked), total)
+    first = gl.minimum(begin, total - 1)
+    return first, gl.maximum(end, first + 1), (begin < end).to(gl.int32)
+
+
+@gluon.jit
+def _masks(block, query_M, G: gl.constexpr, DIVIDED: gl.constexpr):
+    """Of a block, or of a part of it: the last key of its first tile that each query sees, how many of this tile exist, how many tiles behind it need masks
+    because not all queries see them (0 or 1) and as the end of the past (0 or 1), and how many tiles there are.
+    """
+    _, _, num_new, past, first = block[:5]
+    counts = _counts(first, num_new, past, G)
+    across, partial, diagonal, total = counts
+    last_M, there = first - diagonal * N + query_M, num_new - diagonal * N
+    if DIVIDED:
+        begin, end, some = _share(block[5], block[6], counts)
+        total = end - begin
+        there = gl.where(begin == 0, there, gl.where((partial > 0) & (begin == across + 1), past % N, N))
+        last_M = gl.where(block[5] == 0, last_M, some * N - 1)
+        across, partial = gl.where(block[5] == 0, across, 0), gl.where(block[5] == 0, partial, 0)
+    return last_M, there, across, partial, total
 
 
 @gluon.jit
@@ -166,7 +203,7 @@ def _copy_tile(smem, full, empty, step, new_desc, page_desc, i, counts, past, to
 def _bring_queries(queries, q_smem, q_full, turn, block, G: gl.constexpr, D: gl.constexpr):
     """Copy a block's queries by lanes, if there is a block: 128 // G of G heads, and zeros in the rows that are left."""
     P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
-    head, token, num_new, _, first, _ = block
+    head, token, num_new, _, first, _ = block[:6]
     q_ptr, q_st, q_sh = queries
     if num_new > 0:
         m, d = gl.arange(0, 16, gl.SliceLayout(1, ASKED)), gl.arange(0, 64, gl.SliceLayout(0, ASKED))
@@ -188,9 +225,10 @@ def _bring_queries(queries, q_smem, q_full, turn, block, G: gl.constexpr, D: gl.
 
 @gluon.jit
 def _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K,
-                 G: gl.constexpr):  # fmt: skip
+                 G: gl.constexpr, DIVIDED: gl.constexpr):  # fmt: skip
     """Take the next block, begin to bring its queries where G is a power of two, and leave its facts: head of keys, the row's first token, new tokens
-    (0: there are no more blocks), past, first query. Returns these, and the row's slot. The last program leaves zeros for the next launch.
+    (0: there are no more blocks), past, first query. Returns these, and the row's slot. The last program leaves zeros for the next launch. DIVIDED: it is a part
+    of a block, whose number and count are facts and returned too.
     """
     BT: gl.constexpr = N // G
     P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
@@ -200,13 +238,22 @@ def _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr,
     token = gl.load(starts_ptr + row)
     num_new = gl.load(starts_ptr + row + 1) - token
     past = gl.load(lengths_ptr + row) - num_new
-    first = (index - gl.load(part_ptr + row)) * BT
+    block = index - gl.load(part_ptr + row)
+    if DIVIDED:
+        count = (gl.load(part_ptr + row + 1) - gl.load(part_ptr + row)) // gl.maximum((num_new + BT - 1) // BT, 1)
+        count = gl.maximum(count, 1)
+        mine = block % count
+        block //= count
+    first = block * BT
     table_row = gl.load(slots_ptr + row)
     num_new = gl.where(item < parts * K, num_new, 0)
     slot = turn % BLOCKS
     mbarrier.wait(q_empty.index(slot), turn // BLOCKS & 1 ^ 1)
     left = head, token, num_new, past, first
-    for at in gl.static_range(5):
+    more = ()
+    if DIVIDED:
+        left, more = left + (mine, count, index), (mine, count)
+    for at in gl.static_range(8 if DIVIDED else 5):
         _leave(facts, slot, at, left[at])
     gl.thread_barrier()
     if num_new > 0:
@@ -222,51 +269,60 @@ def _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr,
         if gl.atomic_add(taken_ptr + 1, 1) == gl.num_programs(0) - 1:
             gl.store(taken_ptr, 0)
             gl.store(taken_ptr + 1, 0)
-    return head, token, num_new, past, first, table_row
+    return (head, token, num_new, past, first, table_row) + more
 
 
 @gluon.jit
-def _copy_first(smem, full, empty, step, desc, block, G: gl.constexpr, D: gl.constexpr):
+def _copy_first(smem, full, empty, step, desc, page_desc, block, table, rows, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+                PAGED: gl.constexpr, DIVIDED: gl.constexpr):  # fmt: skip
     """Begin to bring a block's first keys, if there is a block."""
     P: gl.constexpr = smem.shape[0] // STAGES
-    head, token, num_new, _, first, _ = block
+    head, token, num_new, past, first, table_row = block[:6]
     if num_new > 0:
-        slot = step % STAGES
-        mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
-        mbarrier.expect(full.index(slot), N * P * 128)
-        for panel in gl.static_range(P):
-            corner = [token + _newest(first, num_new, G) * N, head * D + panel * 64]
-            tma.async_copy_global_to_shared(desc, corner, full.index(slot), smem.index(slot * P + panel))
+        if DIVIDED:
+            counts = _counts(first, num_new, past, G)
+            i, _, _ = _share(block[6], block[7], counts)
+            row_table = table[0] + table_row.to(gl.int64) * table[1]
+            _copy_tile(smem, full, empty, step, desc, page_desc, i, counts, past, token, head * D, row_table, rows, PAGE, PAGED)  # fmt: skip
+        else:
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(slot), N * P * 128)
+            for panel in gl.static_range(P):
+                corner = [token + _newest(first, num_new, G) * N, head * D + panel * 64]
+                tma.async_copy_global_to_shared(desc, corner, full.index(slot), smem.index(slot * P + panel))
 
 
 @gluon.jit
 def _copy(queries, q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
           table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G: gl.constexpr,
-          D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+          D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, DIVIDED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies: keys a tile ahead of values, as groups ask for them, and a block's first keys before the last values of the block before."""
     wait_turn(PDL)
     parts = gl.load(part_ptr + num_rows)
     step, turn = 0, 0
-    block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
-    _copy_first(k_smem, k_full, k_empty, step, k_desc, block, G, D)
+    block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G, DIVIDED)  # fmt: skip
+    table = table_ptr, table_st
+    _copy_first(k_smem, k_full, k_empty, step, k_desc, kp_desc, block, table, k_rows, G, D, PAGE, PAGED, DIVIDED)
     if G & (G - 1):
         _bring_queries(queries, q_smem, q_full, turn, block, G, D)
     while block[2] > 0:
-        head, token, num_new, past, first, table_row = block
+        head, token, num_new, past, first, table_row = block[:6]
         counts = _counts(first, num_new, past, G)
-        total = counts[3]
+        begin, end = 0, counts[3]
+        if DIVIDED:
+            begin, end, _ = _share(block[6], block[7], counts)
         row_table, column = table_ptr + table_row.to(gl.int64) * table_st, head * D
-        for i in range(1, total):
-            _copy_tile(k_smem, k_full, k_empty, step + i, k_desc, kp_desc, i, counts, past, token, column, row_table, k_rows, PAGE, PAGED)  # fmt: skip
-            _copy_tile(v_smem, v_full, v_empty, step + i - 1, v_desc, vp_desc, i - 1, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
+        for i in range(begin + 1, end):
+            _copy_tile(k_smem, k_full, k_empty, step + i - begin, k_desc, kp_desc, i, counts, past, token, column, row_table, k_rows, PAGE, PAGED)  # fmt: skip
+            _copy_tile(v_smem, v_full, v_empty, step + i - begin - 1, v_desc, vp_desc, i - 1, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         turn += 1
-        block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G)  # fmt: skip
-        _copy_first(k_smem, k_full, k_empty, step + total, k_desc, block, G, D)
-        last = total - 1
-        _copy_tile(v_smem, v_full, v_empty, step + last, v_desc, vp_desc, last, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
+        block = _begin_block(parts, q_desc, q_smem, facts, q_full, q_empty, turn, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, K, G, DIVIDED)  # fmt: skip
+        last, step = end - 1, step + end - begin
+        _copy_first(k_smem, k_full, k_empty, step, k_desc, kp_desc, block, table, k_rows, G, D, PAGE, PAGED, DIVIDED)
+        _copy_tile(v_smem, v_full, v_empty, step - 1, v_desc, vp_desc, last, counts, past, token, column, row_table, v_rows, PAGE, PAGED)  # fmt: skip
         if G & (G - 1):
             _bring_queries(queries, q_smem, q_full, turn, block, G, D)
-        step += total
 
 
 @gluon.jit
@@ -315,10 +371,24 @@ def _seen(scores, last_M):
 
 
 @gluon.jit
+def _store_part(acc, highest, weight, c, block, divided, SUM: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
+    """What a part leaves of a block, as `kernels.paged_parts` reads it. Returns whether it is the whole block, of which nothing is left."""
+    head, _, num_new, _, first, _, parts, index = block
+    values_ptr, sums_ptr, K = divided
+    m, d = c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUM)), gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUM))
+    place, there = (index * K + head).to(gl.int64) * N + m, m < gl.minimum(num_new - first, N // G) * G
+    if parts > 1:
+        gl.store(values_ptr + (place * D)[:, None] + d[None, :], acc, mask=there[:, None] & (d < D)[None, :])
+        gl.store(sums_ptr + place * 2, gl.convert_layout(highest, gl.SliceLayout(1, SUM)), mask=there)
+        gl.store(sums_ptr + place * 2 + 1, gl.convert_layout(weight, gl.SliceLayout(1, SUM)), mask=there)
+    return parts == 1
+
+
+@gluon.jit
 def _leave_results(acc, c, q_smem, slot, block, out, G: gl.constexpr, D: gl.constexpr):
     """Results go where the block's queries were, and from there in bulk, if all of the group's tokens are the row's and G is a power of two."""
     P: gl.constexpr = q_smem.shape[0] // (BLOCKS * 2)
-    head, token, num_new, first = block
+    head, token, num_new, _, first = block[:5]
     out_desc, out_ptr, out_st, out_sh = out
     at = slot * 2 + c
     room = q_smem._reinterpret(q_smem.dtype, [BLOCKS * 2, 64, P * 64], PANEL).index(at)
@@ -337,8 +407,8 @@ def _leave_results(acc, c, q_smem, slot, block, out, G: gl.constexpr, D: gl.cons
 
 
 @gluon.jit
-def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G: gl.constexpr,
-             D: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, divided, scale, G: gl.constexpr,
+             D: gl.constexpr, DIVIDED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One group of four warps: 64 rows of each of the program's blocks."""
     dtype: gl.constexpr = v_smem.dtype
     P: gl.constexpr = v_smem.shape[0] // STAGES
@@ -351,10 +421,10 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
     v_parts = v_smem._reinterpret(dtype, [STAGES * P * N // 16, 16, 64], PANEL)
     q_tiles = q_smem._reinterpret(dtype, [BLOCKS * 2, 64, P * 64], PANEL)
     query_M, step, turn = (c * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))) // G, 0, 0
-    head, token, num_new, past, first = _next_block(facts, q_full, turn)
-    while num_new > 0:
-        across, partial, diagonal, total = _counts(first, num_new, past, G)
-        last_M, there = first - diagonal * N + query_M, num_new - diagonal * N
+    block = _next_block(facts, q_full, turn, DIVIDED)
+    while block[2] > 0:
+        past = block[3]
+        last_M, there, across, partial, total = _masks(block, query_M, G, DIVIDED)
         q = q_tiles.index(turn % BLOCKS * 2 + c)
         mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
         scores = _begin_scores(q, k_tiles, step)
@@ -408,11 +478,14 @@ def _compute(c, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty,
         acc = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(v_empty.index(step % STAGES))
         step += 1
-        acc *= gl.convert_layout(1.0 / gl.where(weight > 0, weight, 1.0), gl.SliceLayout(1, SUM))[:, None]
-        block = head, token, num_new, first
-        _leave_results(acc, c, q_smem, turn % BLOCKS, block, (out_desc, out_ptr, out_st, out_sh), G, D)
+        whole = True
+        if DIVIDED:
+            whole = _store_part(acc, highest, weight, c, block, divided, SUM, G, D)
+        if whole:
+            results = acc * gl.convert_layout(1.0 / gl.where(weight > 0, weight, 1.0), gl.SliceLayout(1, SUM))[:, None]
+            _leave_results(results, c, q_smem, turn % BLOCKS, block, (out_desc, out_ptr, out_st, out_sh), G, D)
         turn += 1
-        head, token, num_new, past, first = _next_block(facts, q_full, turn)
+        block = _next_block(facts, q_full, turn, DIVIDED)
     tma.store_wait(0)
 
 
@@ -427,10 +500,10 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_rows", "K"])
 def gluon_prefill_kernel(q_desc, q_ptr, q_st, q_sh, k_desc, v_desc, kp_desc, vp_desc, out_desc, out_ptr, out_st, out_sh, table_ptr, table_st, slots_ptr, starts_ptr, lengths_ptr,
-                         part_ptr, taken_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
-                         PDL: gl.constexpr):  # fmt: skip
+                         part_ptr, taken_ptr, values_ptr, sums_ptr, num_rows, k_rows, v_rows, scale, K, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+                         DIVIDED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Heads of D elements, 64 to 128, in groups of G (1 to 64), without windows, sinks or soft caps. `part` [R + 1] are prefix sums
-    of the rows' blocks of 128 // G queries. `taken` [2]: zeros, before and behind. If G is no power of two, `q_desc` and `out_desc` may be anything.
+    of the rows' blocks of 128 // G queries, or of parts of these if they are DIVIDED: `values` and `sums` are as in `paged_parts.merge_kernel`. `taken` [2]: zeros, before and behind. If G is no power of two, `q_desc` and `out_desc` may be anything.
     K: heads of keys. `k_rows`, `v_rows`: rows of the pages' descriptors from a page to the next. PAGED: rows may have a past.
     """
     start_next(PDL)
@@ -447,10 +520,11 @@ def gluon_prefill_kernel(q_desc, q_ptr, q_st, q_sh, k_desc, v_desc, kp_desc, vp_
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     q_full, q_empty = barriers(BLOCKS, 1), barriers(BLOCKS, 2)
     fence_async_shared()
+    divided = values_ptr, sums_ptr, K
     c0, c1 = gl.to_tensor(0), gl.to_tensor(1)  # not constants, so that a group's code is translated once
     gl.warp_specialize([
-        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, D, PDL)),
-        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, scale, G, D, PDL)),
+        (_compute, (c0, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, divided, scale, G, D, DIVIDED, PDL)),
+        (_compute, (c1, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_desc, out_ptr, out_st, out_sh, divided, scale, G, D, DIVIDED, PDL)),
         (_copy, ((q_ptr, q_st, q_sh), q_desc, k_desc, v_desc, kp_desc, vp_desc, q_smem, k_smem, v_smem, facts, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, D, PAGE, PAGED, PDL)),
+                 table_st, slots_ptr, starts_ptr, lengths_ptr, part_ptr, taken_ptr, num_rows, k_rows, v_rows, K, G, D, PAGE, PAGED, DIVIDED, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -84,8 +84,12 @@ def run(
     scale: float,
     *,
     past: bool,
+    divided: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros."""
+    """Launch the kernel. `rows`: slots, starts and lengths of the rows; `parts`: prefix sums of their blocks of 128 // group queries; `taken`: two zeros.
+
+    `divided`: `parts` are those of blocks, and leave their values and sums there.
+    """
     q, k, v, out = heads
     gluon, group = _gluon(), q.shape[1] // k.shape[1]
     new = _rows(k), _rows(v)
@@ -96,8 +100,8 @@ def run(
     old = (_page_rows(pages.k), _page_rows(pages.v)) if past else new
     page_rows = (pages.k.stride(0) // pages.k.stride(1), pages.v.stride(0) // pages.v.stride(1)) if past else (1, 1)
     gluon.gluon_prefill_kernel[(multiprocessors(q.device),)](
-        queries, q, q.stride(0), q.stride(1), *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, rows[0].shape[0], *page_rows, scale,
-        K=k.shape[1], G=group, D=q.shape[2], PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, num_warps=4, **dependent(q.device),
+        queries, q, q.stride(0), q.stride(1), *new, *old, results, out, out.stride(0), out.stride(1), table, table.stride(0), *rows, parts, taken, *(divided or (out, out)), rows[0].shape[0], *page_rows, scale,
+        K=k.shape[1], G=group, D=q.shape[2], PAGE=pages.k.shape[1] if past else SIZE, PAGED=past, DIVIDED=divided is not None, num_warps=4, **dependent(q.device),
     )  # fmt: skip
 
 
